@@ -1,0 +1,82 @@
+"""Every error that quantkit raises on purpose, and the exit code that the command line gives it.
+
+    QuantkitError                 never raised itself
+    ├── InputError          4     what was given cannot be used
+    │   ├── ModelError            the model directory: config, architecture, weights
+    │   ├── CheckpointError       a file on disk: missing, truncated, inconsistent
+    │   ├── RecipeError           a recipe: unknown key, bad value, impossible combination
+    │   ├── SchemeError           a number scheme that does not fit a tensor or a format
+    │   ├── DataError             calibration text
+    │   ├── OutputError           the place to write to
+    │   └── ResumeError           an interrupted run that belongs to other inputs
+    ├── ResourceError       5     out of disk, memory or device memory
+    └── AuditError          1     the finished checkpoint is not what was planned: a bug, never the user's fault
+
+A message is one line: what, where (tensor, key or path), the value found, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuantkitError(Exception):
+    """Base of all deliberate errors; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class InputError(QuantkitError):
+    """Something the user gave cannot be used."""
+
+    exit_code = 4
+
+
+class ModelError(InputError):
+    """The model cannot be understood: its config, architecture or weights."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint file is missing, truncated or inconsistent."""
+
+
+class RecipeError(InputError):
+    """A recipe has an unknown key, a bad value or an impossible combination."""
+
+
+class SchemeError(InputError):
+    """A number scheme does not fit a tensor or an on-disk format."""
+
+
+class DataError(InputError):
+    """Calibration data cannot be read or is unusable."""
+
+
+class OutputError(InputError):
+    """The output path cannot be written or is already taken."""
+
+
+class ResumeError(InputError):
+    """An interrupted run was started from other inputs than this one."""
+
+
+class ResourceError(QuantkitError):
+    """Out of disk, memory or device memory; the message says what was needed and what to lower."""
+
+    exit_code = 5
+
+
+class AuditError(QuantkitError):
+    """The finished checkpoint differs from the plan; this is a defect of quantkit."""
+
+
+def suggestion(name: str, options: Iterable[str]) -> str:
+    """` (did you mean X?)` for the nearest option, or an empty string.
+
+    Args:
+        name: what was given.
+        options: the valid names.
+    """
+    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

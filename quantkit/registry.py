@@ -1,0 +1,51 @@
+"""Lookup by file name: dropping a module into a package registers it, and it is imported on first use.
+
+Not a plug-in system: there are no entry points, decorators or import side effects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import InputError, suggestion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registry:
+    """The modules of one package, each exposing one object under the same attribute name.
+
+    Args:
+        package: dotted package name, e.g. "quantkit.formats".
+        attribute: what every module of it defines, e.g. "FORMAT".
+        noun: what a member is called in messages, e.g. "format".
+    """
+
+    package: str
+    attribute: str
+    noun: str
+
+    def names(self) -> list[str]:
+        """Sorted names of all members, without importing them; `base` and private modules are none."""
+        path = importlib.import_module(self.package).__path__
+        found = (module.name for module in pkgutil.iter_modules(path))
+        return sorted(name.replace("_", "-") for name in found if name != "base" and not name.startswith("_"))
+
+    def load(self, name: str) -> Any:
+        """The member called `name`; hyphens and underscores are the same.
+
+        Raises:
+            InputError: no such member; the message lists the names and suggests the nearest.
+        """
+        key, names = name.replace("_", "-"), self.names()
+        if key not in names:
+            hint = suggestion(key, names)
+            raise InputError(f"unknown {self.noun} {name!r}{hint}; there are: {', '.join(names)}")
+        module = importlib.import_module(f"{self.package}.{key.replace('-', '_')}")
+        return getattr(module, self.attribute)
+
+    def all(self) -> dict[str, Any]:
+        """Every member by name; imports them all."""
+        return {name: self.load(name) for name in self.names()}

@@ -1,0 +1,162 @@
+"""What a number is: records of a compression, as plain data that JSON can carry. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearRecord:
+    """How well one linear was quantized.
+
+    Args:
+        name: relative to its layer, e.g. `mlp.up_proj`.
+        scheme: short form, e.g. `int4 g128`.
+        shape: (outputs, inputs).
+        bits_per_weight: codes, scales and zero points over the number of weights.
+        rounding_error: relative error of plain rounding with the covering range.
+        error: relative error of what was written.
+        measure: "output": ||X dW|| / ||X W|| on calibration inputs X; "weight": ||dW|| / ||W|| without data.
+    """
+
+    name: str
+    scheme: str
+    shape: tuple[int, int]
+    bits_per_weight: float
+    rounding_error: float
+    error: float
+    measure: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRecord:
+    """What happened to one decoder layer.
+
+    Args:
+        index: 0 for the first.
+        name: full module name, e.g. `model.layers.0`.
+        linears: one record each.
+        output_snr_db: signal to noise of the layer's output, quantized against not, same inputs; None without data.
+        notes: everything out of the ordinary, e.g. raised damping; one sentence each.
+        seconds: wall time by phase ("load", "steps", "write", ...).
+        peak_bytes: resident memory of the process at its highest so far.
+    """
+
+    index: int
+    name: str
+    linears: tuple[LinearRecord, ...]
+    output_snr_db: float | None
+    notes: tuple[str, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LayerRecord:
+        """Inverse of `to_dict` after a round trip through JSON."""
+        linears = tuple(
+            LinearRecord(**{**linear, "shape": (linear["shape"][0], linear["shape"][1])}) for linear in data["linears"]
+        )
+        return cls(**{**data, "linears": linears, "notes": tuple(data["notes"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressionResult:
+    """What `quantkit quantize` did, as printed by `--json` and kept in `quantkit.json`.
+
+    Args:
+        model: what was compressed, as given.
+        output: directory of the finished checkpoint.
+        recipe: name of the recipe.
+        format: on-disk format.
+        num_layers: decoder layers.
+        num_quantized: linears that were quantized.
+        left_alone: full names of linears that were not.
+        bits_per_weight: over the quantized linears, scales and zero points included.
+        source_bytes, output_bytes: tensor bytes before and after, everything included.
+        layers: one record each.
+        warnings: from the calibration linter and the run.
+        seconds: wall time by phase, over all layers.
+        peak_bytes: highest resident memory of the process, as the kernel reports it.
+        resumed_layers: layers taken over from an interrupted run.
+    """
+
+    model: str
+    output: str
+    recipe: str
+    format: str
+    num_layers: int
+    num_quantized: int
+    left_alone: tuple[str, ...]
+    bits_per_weight: float
+    source_bytes: int
+    output_bytes: int
+    layers: tuple[LayerRecord, ...]
+    warnings: tuple[str, ...]
+    seconds: dict[str, float]
+    peak_bytes: int
+    resumed_layers: int
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CompressionResult:
+        """Inverse of `to_dict` after a round trip through JSON."""
+        layers = tuple(LayerRecord.from_dict(layer) for layer in data["layers"])
+        lists = {key: tuple(data[key]) for key in ("left_alone", "warnings")}
+        return cls(**{**data, **lists, "layers": layers})
+
+    def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
+        """The linears with the largest error, worst first, with their full names."""
+        found = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
+        return sorted(found, key=lambda pair: pair[1].error, reverse=True)[:count]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleSummary:
+    """One kind of module in a checkpoint: how many, how stored, how large."""
+
+    kind: str
+    stored_as: str
+    count: int
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSummary:
+    """What `quantkit inspect` found.
+
+    Args:
+        path: directory.
+        architecture: class name of config.json.
+        format: on-disk format; "dense" when nothing is quantized.
+        num_parameters: weights of the model, codes counted as one each.
+        num_bytes: tensor bytes on disk.
+        bits_per_weight: over quantized linears only; None when there are none.
+        modules: by kind of module.
+        recipe: from quantkit.json, if it is there.
+        layers: per-layer errors from quantkit.json, if it is there.
+    """
+
+    path: str
+    architecture: str
+    format: str
+    num_parameters: int
+    num_bytes: int
+    bits_per_weight: float | None
+    modules: tuple[ModuleSummary, ...]
+    recipe: str | None = None
+    layers: tuple[LayerRecord, ...] = field(default=())
+    schema_version: int = SCHEMA_VERSION
+
+
+def to_dict(record: Any) -> dict[str, Any]:
+    """A record as plain dicts and lists.
+
+    Args:
+        record: an instance of any class of this module.
+    """
+    return dataclasses.asdict(record)
