@@ -1,0 +1,1 @@
+"""What a quantized number is: types, schemes, tensors and the arithmetic between them. Torch, no I/O."""

@@ -1,0 +1,124 @@
+"""Which numbers a model is stored in: per weight, per activation, per module. How well they are chosen is elsewhere."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.errors import SchemeError
+from quantkit.numerics.dtype import DType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightScheme:
+    """Number type and granularity of a weight (N, K).
+
+    Args:
+        dtype: number type of the codes.
+        group_size: inputs that share one scale; None = one scale per output channel.
+        symmetric: no zero point is stored; always so for float types.
+    """
+
+    dtype: DType
+    group_size: int | None = None
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size < 1:
+            raise SchemeError(f"group_size {self.group_size} is not a positive number; use 'channel' for one per row")
+        if self.dtype.kind == "float" and not self.symmetric:
+            raise SchemeError(f"{self.dtype.name} has no zero point: set weights.symmetric=true")
+
+    def group_width(self, in_features: int) -> int:
+        """Inputs per scale, g, for a weight with this many inputs.
+
+        Raises:
+            SchemeError: group_size does not divide in_features; the message names the nearest divisor.
+        """
+        if self.group_size is None:
+            return in_features
+        if in_features % self.group_size:
+            nearest = max(d for d in range(1, self.group_size + 1) if in_features % d == 0)
+            raise SchemeError(
+                f"group_size {self.group_size} does not divide {in_features} inputs; "
+                f"nearest that does: {nearest}, or 'channel'"
+            )
+        return self.group_size
+
+    def num_groups(self, in_features: int) -> int:
+        """Scales per row, G."""
+        return in_features // self.group_width(in_features)
+
+    def describe(self) -> str:
+        """Short form for tables, e.g. `int4 g128 asym`."""
+        size = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"{self.dtype.name} {size}" + ("" if self.symmetric else " asym")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationScheme:
+    """Number type of a linear's input, always symmetric and chosen at run time for each token.
+
+    Args:
+        dtype: number type.
+        granularity: "token": one scale per token.
+        dynamic: the scale is computed from the token itself; static scales are not offered.
+    """
+
+    dtype: DType
+    granularity: Literal["token"] = "token"
+    dynamic: Literal[True] = True
+
+    def describe(self) -> str:
+        """Short form for tables, e.g. `int8 per token`."""
+        return f"{self.dtype.name} per {self.granularity}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearScheme:
+    """What one linear layer is stored in: its weight, and its input if that is quantized too."""
+
+    weight: WeightScheme
+    activation: ActivationScheme | None = None
+
+    def describe(self) -> str:
+        """Short form for tables, e.g. `int8 channel, activations int8 per token`."""
+        text = self.weight.describe()
+        return text if self.activation is None else f"{text}, activations {self.activation.describe()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Modules whose name matches `pattern` get `linear`; None leaves them alone.
+
+    Args:
+        pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
+        linear: their scheme, or None.
+    """
+
+    pattern: str
+    linear: LinearScheme | None
+
+    def matches(self, name: str) -> bool:
+        """Whether the full module name, e.g. `model.layers.0.mlp.up_proj`, is meant."""
+        if self.pattern.startswith("re:"):
+            return re.fullmatch(self.pattern[3:], name) is not None
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """The scheme of every linear of a model: a default and rules; the last rule that matches wins."""
+
+    default: LinearScheme
+    rules: tuple[Rule, ...] = ()
+
+    def find(self, name: str) -> LinearScheme | None:
+        """Scheme of the linear with this full module name; None = left alone."""
+        found: LinearScheme | None = self.default
+        for rule in self.rules:
+            if rule.matches(name):
+                found = rule.linear
+        return found

@@ -1,0 +1,67 @@
+"""A quantized weight: integer or FP8 codes with their scales. Independent of any file format or kernel layout.
+
+Shapes: N outputs, K inputs, G scales per row, g = K / G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.scheme import WeightScheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedTensor:
+    """Codes, scales and zero points of one weight; value = (code - zero_point) * scale.
+
+    Args:
+        codes: (N, K) in the number type's storage dtype.
+        scale: (N, G), in the dtype that is stored on disk (the model's).
+        zero_point: (N, G) int8 in the code range, or None when symmetric.
+        scheme: number type and granularity.
+        group_index: (K,) int64, the group of each input; None = inputs in order, k // g.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    scheme: WeightScheme
+    group_index: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that codes, scales and zero points take when densely packed."""
+        zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * self.scheme.dtype.bits
+        code_bits = self.codes.numel() * self.scheme.dtype.bits
+        return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + self.scale.numel() * self.scale.element_size()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values that the codes stand for, as loaders compute them: rounded to the scale's dtype.
+
+        The product of a code and a 16-bit scale is exact in float32, so it is rounded once, just as by a loader
+        that multiplies in the scale's dtype.
+
+        Args:
+            dtype: of the result; a wider one than the scale's adds no precision.
+        Returns:
+            (N, K) values.
+        """
+        rows, width = self.codes.shape
+        if self.group_index is not None:
+            index = self.group_index
+            values = self.codes.float()
+            if self.zero_point is not None:
+                values -= self.zero_point.float()[:, index]
+            return values.mul_(self.scale.float()[:, index]).to(self.scale.dtype).to(dtype)
+        values = self.codes.to(torch.float32).view(rows, self.scale.shape[1], -1)  # (N, G, g)
+        if self.zero_point is not None:
+            values -= self.zero_point.float().unsqueeze(-1)
+        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, width).to(self.scale.dtype).to(dtype)

@@ -1,0 +1,109 @@
+"""Small seeded models with real architecture code and a byte tokenizer; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+TEXT = "\n\n".join(
+    f"The {animal} of {town} counted {number} apples and gave {number - 3} of them to a friend called {name}."
+    for number, (animal, town, name) in enumerate(
+        [(a, t, n) for a in ("fox", "owl", "cat", "bear") for t in ("Rome", "Oslo", "Lima") for n in ("Ann", "Bo", "Cy")],
+        start=11,
+    )
+)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with <s>, </s> and 256 byte pieces: 258 ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1, **{piece: number + 2 for number, piece in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A transformers config of a family: two layers, width 64, four query heads on two key/value heads."""
+    from transformers import AutoConfig
+
+    settings = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    if family == "mistral":
+        settings["sliding_window"] = 32
+    return AutoConfig.for_model(family, **{**settings, **changes})
+
+
+def make_model(
+    folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, shards: int = 1, **changes: Any
+) -> Path:
+    """Write a random model with a tokenizer; weights have outlier channels so that calibration has something to do."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = tiny_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name and "_norm" not in name.rsplit(".", 2)[1]:
+                parameter.mul_(torch.exp(0.8 * torch.randn_like(parameter)))
+            elif parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "proj" in name:
+                parameter.mul_(4)
+    shard_size = "100GB" if shards == 1 else f"{max(1, sum(p.numel() for p in model.parameters()) * 4 // shards // 1000)}KB"
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    save_tokenizer(folder)
+    return folder
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of a one-file checkpoint; dots in names are written as double underscores; None removes one."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+def transformers_logits(folder: Path, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits (B, T, V) of a checkpoint as plain transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        return model(input_ids=token_ids).logits

@@ -1,0 +1,177 @@
+"""Ranges, codes and their search, against written-out arithmetic and compressed-tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import SchemeError
+from quantkit.numerics.affine import (
+    fake_quantize_tokens,
+    minmax_parameters,
+    range_parameters,
+    round_scale,
+    round_to_nearest,
+    search_parameters,
+    shrink_grid,
+)
+from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, find_dtype
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+
+INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
+
+
+def rounded(weight: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, dtype), dtype).dequantize()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_rounding_equals_compressed_tensors(dtype, symmetric, group_size, device):
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    torch.manual_seed(0)
+    weight = torch.randn(6, 32, device=device)
+    scheme = WeightScheme(dtype=dtype, group_size=group_size, symmetric=symmetric)
+    args = QuantizationArgs(
+        num_bits=dtype.bits, symmetric=symmetric, group_size=group_size, strategy="group" if group_size else "channel"
+    )
+    groups = weight.view(6, -1, scheme.group_width(32))
+    low, high = groups.amin(-1), groups.amax(-1)
+    their_scale, their_zero = calculate_qparams(low, high, args)
+    scale, zero = minmax_parameters(weight, scheme, torch.float32)
+    torch.testing.assert_close(scale, their_scale, rtol=1e-6, atol=0)
+    if not symmetric:
+        assert torch.equal(zero.to(torch.int8), their_zero.to(torch.int8))
+    codes = round_to_nearest(weight, scheme, scale, zero, torch.float32).codes
+    theirs = quantize(weight, scale, None if symmetric else zero.to(torch.int8), args, dtype=torch.int8)
+    assert torch.equal(codes, theirs)
+
+
+def test_integer_grid_comes_back_exactly(device):
+    """Weights that are codes times one scale have no error at all."""
+    codes = torch.arange(-8, 8, device=device).repeat(3, 2).float()
+    scale = torch.full((3, 2), 0.5, device=device)
+    weight = codes * 0.5
+    back = round_to_nearest(weight, WeightScheme(dtype=INT4, group_size=16), scale, None, torch.float32)
+    assert torch.equal(back.dequantize(), weight)
+    assert torch.equal(back.codes.float(), codes)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_search_never_loses_to_the_covering_range(dtype, symmetric):
+    torch.manual_seed(1)
+    weight = torch.randn(16, 64) ** 3
+    scheme = WeightScheme(dtype=dtype, group_size=16, symmetric=symmetric)
+    plain = rounded(weight, scheme)
+    found = round_to_nearest(weight, scheme, *search_parameters(weight, scheme, torch.float32), torch.float32)
+    by_group = ((found.dequantize() - weight) ** 2).view(16, 4, 16).sum(-1)
+    assert (by_group <= ((plain - weight) ** 2).view(16, 4, 16).sum(-1) * (1 + 1e-6)).all()
+    assert by_group.sum() < ((plain - weight) ** 2).sum() or dtype is INT8
+
+
+def test_search_equals_exhaustive_search():
+    """The chunked search finds, group by group, what a loop over the grid finds."""
+    torch.manual_seed(2)
+    weight, importance = torch.randn(5, 24), torch.rand(24)
+    scheme = WeightScheme(dtype=INT4, group_size=8)
+    scale, _ = search_parameters(weight, scheme, torch.float32, importance=importance)
+    for row in range(5):
+        for group in range(3):
+            values, weights = weight[row, group * 8 : group * 8 + 8], importance[group * 8 : group * 8 + 8]
+            trials = [values.abs().max() / 7.5 * fraction for fraction in shrink_grid(INT4)]
+            errors = [(weights * ((values / s).round().clamp(-8, 7) * s - values) ** 2).sum() for s in trials]
+            torch.testing.assert_close(scale[row, group], trials[int(torch.stack(errors).argmin())])
+
+
+def test_gram_search_is_least_output_error():
+    """With the group's Gram matrix, the chosen range is best for the outputs, not for the weights."""
+    torch.manual_seed(3)
+    inputs = torch.randn(200, 16) @ torch.randn(16, 16)
+    weight, scheme = torch.randn(8, 16), WeightScheme(dtype=INT4, group_size=16)
+    gram = (inputs.T @ inputs / 200)[None]
+
+    def output_error(parameters):
+        back = round_to_nearest(weight, scheme, *parameters, torch.float32).dequantize()
+        return ((inputs @ (back - weight).T) ** 2).sum(0)
+
+    with_gram = output_error(search_parameters(weight, scheme, torch.float32, gram=gram))
+    without = output_error(search_parameters(weight, scheme, torch.float32))
+    assert (with_gram <= without * (1 + 1e-5)).all()
+    assert with_gram.sum() < without.sum()
+
+
+def test_scales_are_rounded_before_codes_are_chosen():
+    """Codes belong to the scale as stored: decoding in bfloat16 arithmetic gives the same values."""
+    torch.manual_seed(4)
+    weight = torch.randn(4, 32)
+    scheme = WeightScheme(dtype=INT4, group_size=8)
+    scale, zero = search_parameters(weight, scheme, torch.bfloat16)
+    assert torch.equal(scale, scale.bfloat16().float())
+    tensor = round_to_nearest(weight, scheme, scale, zero, torch.bfloat16)
+    by_hand = (tensor.codes.to(torch.bfloat16).view(4, 4, 8) * tensor.scale.unsqueeze(-1)).view(4, 32)
+    assert torch.equal(tensor.dequantize(torch.bfloat16), by_hand)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zero_groups_get_a_usable_scale(dtype):
+    scheme = WeightScheme(dtype=INT4, group_size=4)
+    scale, _ = search_parameters(torch.zeros(2, 8), scheme, dtype)
+    assert (scale > 0).all()
+    assert torch.equal(round_to_nearest(torch.zeros(2, 8), scheme, scale, None, dtype).dequantize(), torch.zeros(2, 8))
+
+
+def test_tiny_scales_do_not_underflow_in_float16():
+    assert (round_scale(torch.tensor([1e-9, 1e-3]), torch.float16) > 0).all()
+
+
+def test_fp8_uses_the_whole_range():
+    weight = torch.linspace(-3, 3, 64).view(2, 32)
+    scheme = WeightScheme(dtype=FP8)
+    scale, zero = search_parameters(weight, scheme, torch.float32)
+    back = round_to_nearest(weight, scheme, scale, zero, torch.float32)
+    assert zero is None
+    assert back.codes.dtype == torch.float8_e4m3fn
+    assert back.codes.float().abs().amax(1).tolist() == [448.0, 448.0]
+    assert ((back.dequantize() - weight).abs() <= weight.abs() / 16 + scale * 2**-9).all()
+
+
+def test_one_sided_groups_keep_zero_representable():
+    scale, zero = range_parameters(
+        torch.zeros(1), torch.tensor([3.0]), WeightScheme(dtype=INT4, symmetric=False), torch.float32
+    )
+    assert zero.item() == INT4.minimum
+    assert scale.item() == pytest.approx(3 / 15)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=lambda d: d.name)
+def test_token_quantization_scales_each_token_alone(dtype):
+    torch.manual_seed(5)
+    values = torch.randn(2, 3, 64) * torch.tensor([1.0, 100.0, 0.01]).view(1, 3, 1)
+    back = fake_quantize_tokens(values, ActivationScheme(dtype=dtype))
+    alone = fake_quantize_tokens(values[:, 1:2], ActivationScheme(dtype=dtype))
+    assert torch.equal(back[:, 1:2], alone)
+    assert ((back - values).norm(dim=-1) / values.norm(dim=-1) < 0.05).all()
+    assert torch.equal(fake_quantize_tokens(torch.zeros(1, 4), ActivationScheme(dtype=dtype)), torch.zeros(1, 4))
+
+
+def test_group_size_that_does_not_divide_names_the_nearest():
+    with pytest.raises(SchemeError, match=r"group_size 128 does not divide 172 inputs; nearest that does: 86"):
+        WeightScheme(dtype=INT4, group_size=128).group_width(172)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WeightScheme(dtype=INT4, group_size=0), "not a positive number"),
+        (lambda: WeightScheme(dtype=FP8, symmetric=False), "no zero point"),
+        (lambda: find_dtype("int44"), "did you mean 'int4'"),
+    ],
+)
+def test_impossible_schemes_are_refused(make, message):
+    with pytest.raises(SchemeError, match=message):
+        make()
