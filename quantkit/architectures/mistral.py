@@ -1,0 +1,5 @@
+"""Mistral: Llama with an optional sliding window; the linears are the same."""
+
+from quantkit.architectures.base import Architecture
+
+ARCHITECTURE = Architecture(hf_names=("MistralForCausalLM",))
