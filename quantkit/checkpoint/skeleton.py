@@ -1,0 +1,205 @@
+"""A transformers model without weights that hands out one decoder layer at a time with its real ones.
+
+The model is built on the meta device, so its size does not matter; what a layer is called with (rotary embeddings,
+masks) is found by running the model's own forward with its layers replaced by recorders.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures import Architecture
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.errors import CheckpointError, ModelError
+
+
+class _Recorded(Exception):
+    """Raised by the last recorder to end the forward pass before the final norm, which has no weights."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer, returns its input and keeps what else it was called with."""
+
+    def __init__(self, layer: nn.Module, last: bool) -> None:
+        super().__init__()
+        self._layer, self._last = [layer], last  # in a list, so that nn.Module does not register it
+        self.hidden: Tensor | None = None
+        self.arguments: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        """Record and pass through."""
+        self.hidden, self.arguments = hidden_states, arguments
+        if self._last:
+            raise _Recorded
+        return hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"][0], name)
+
+
+class Skeleton:
+    """The model behind a checkpoint, weightless.
+
+    Args:
+        reader: where weights come from.
+        architecture: names of the model's parts.
+        dtype: of the weights handed out.
+        device: where layers are put.
+    Raises:
+        ModelError: transformers cannot build the model, or it has no decoder layers where the architecture says.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.reader, self.architecture, self.dtype, self.device = reader, architecture, dtype, device
+        self._model = _build(reader)
+        try:
+            layers = self._model.get_submodule(architecture.layers)
+        except AttributeError:
+            layers = nn.ModuleList()
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            raise ModelError(f"{reader.path}: the model has no decoder layers at {architecture.layers!r}")
+        self._layers = layers
+        self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._layers)
+
+    def layer_name(self, index: int) -> str:
+        """Full module name of a layer."""
+        return f"{self.architecture.layers}.{index}"
+
+    def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
+        """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
+
+        Raises:
+            ModelError: the layer lacks a linear that the architecture names.
+        """
+        shapes: dict[str, tuple[int, int]] = {}
+        for name in self.architecture.linears:
+            try:
+                weight = self._layers[index].get_parameter(f"{name}.weight")
+            except AttributeError:
+                raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?") from None
+            shapes[name] = (weight.shape[0], weight.shape[1])
+        return shapes
+
+    def check_tensors(self) -> None:
+        """Every parameter of every layer and the embedding is in the checkpoint with the right shape.
+
+        Raises:
+            CheckpointError: names the tensor, what was expected and what was found.
+        """
+        expected: dict[str, torch.Size] = {
+            f"{self.architecture.embedding}.weight": self._embedding().get_parameter("weight").shape
+        }
+        for index, layer in enumerate(self._layers):
+            for name, parameter in layer.named_parameters():
+                expected[f"{self.layer_name(index)}.{name}"] = parameter.shape
+        for name, shape in expected.items():
+            if name not in self.reader:
+                raise CheckpointError(f"{self.reader.path}: tensor {name} is missing; the download may be incomplete")
+            found = self.reader.info(name).shape
+            if found != tuple(shape):
+                raise CheckpointError(
+                    f"{self.reader.path}: tensor {name} has shape {found}, config.json says {tuple(shape)}"
+                )
+
+    def layer(self, index: int) -> nn.Module:
+        """A copy of one layer with its weights read from disk, in evaluation mode.
+
+        Raises:
+            CheckpointError: a weight holds NaN or infinity.
+        """
+        layer = copy.deepcopy(self._layers[index])
+        for name, _ in list(layer.named_parameters()):
+            full = f"{self.layer_name(index)}.{name}"
+            value = self.reader.tensor(full)
+            if not torch.isfinite(value).all():
+                bad = int((~torch.isfinite(value)).sum())
+                raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+            owner, _, leaf = name.rpartition(".")
+            parameter = nn.Parameter(value.to(self.device, self.dtype), requires_grad=False)
+            layer.get_submodule(owner).register_parameter(leaf, parameter)
+        return layer.to(self.device).eval()
+
+    def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
+        """Hidden states before the first layer.
+
+        Args:
+            token_ids: (B, T) int64.
+            table: (U, D) embedding rows of the tokens in use.
+            row_of: (V,) int64, row in `table` of each token id.
+        Returns:
+            (B, T, D) in the skeleton's dtype.
+        """
+        embedding = copy.deepcopy(self._embedding())
+        embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        embedding.register_parameter("weight", nn.Parameter(table.to(self.dtype), requires_grad=False))
+        hidden: Tensor = self._record(embedding(row_of[token_ids]))[0].hidden
+        return hidden
+
+    def arguments(self, index: int, hidden: Tensor) -> dict[str, Any]:
+        """Keyword arguments that the model would call layer `index` with, besides the hidden states (B, T, D)."""
+        key = (hidden.shape[0], hidden.shape[1])
+        if key not in self._arguments:
+            if len(self._arguments) > 8:  # batches of many lengths: forget rather than grow
+                self._arguments.clear()
+            recorded = self._record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
+            self._arguments[key] = [_to_device(recorder.arguments, self.device) for recorder in recorded]
+        return self._arguments[key][index]
+
+    def _embedding(self) -> nn.Module:
+        return self._model.get_submodule(self.architecture.embedding)
+
+    @torch.inference_mode()
+    def _record(self, hidden: Tensor) -> list[Any]:
+        backbone = self._model.get_submodule(self.architecture.backbone)
+        last = len(self._layers) - 1
+        recorders = [_Recorder(layer, number == last) for number, layer in enumerate(self._layers)]
+        owner, _, leaf = self.architecture.layers.rpartition(".")
+        parent = self._model.get_submodule(owner)
+        setattr(parent, leaf, nn.ModuleList(recorders))
+        try:
+            backbone(inputs_embeds=hidden, use_cache=False)
+        except _Recorded:
+            return recorders
+        finally:
+            setattr(parent, leaf, self._layers)
+        raise ModelError(f"{self.reader.path}: the model's forward does not pass through {self.architecture.layers}")
+
+
+def _build(reader: CheckpointReader) -> nn.Module:
+    """The transformers model of a checkpoint's config, parameters on the meta device, buffers real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+        with init_empty_weights(include_buffers=False):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            return model
+    except Exception as error:  # whatever transformers raises on a config it cannot use
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in nested tuples, lists and dicts moved."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
