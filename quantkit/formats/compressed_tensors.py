@@ -1,0 +1,191 @@
+"""The compressed-tensors layout, which transformers and vLLM load. Three of its formats, chosen by the scheme:
+
+    pack-quantized    integer weights only     weight_packed, weight_scale, weight_shape, weight_zero_point
+    int-quantized     int8 weights and inputs  weight (int8), weight_scale
+    float-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale
+
+Configuration classes and bit packing are the library's own; what is ours is the choice between them and the checks.
+Not handled: nvfp4, mxfp, block and per-tensor scales, static activations, sparsity, activation-ordered groups.
+Shapes: N outputs, K inputs, G scales per row.
+Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._compressed_tensors_config import PACKED, find_layout, make_config, read_config
+from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+# Codes packed at once: the library widens them to int32 several times over.
+_BLOCK_CODES = 1 << 22
+
+
+_NO_GROUP_ORDER = (
+    "groups in activation order cannot be stored: compressed-tensors removed them; "
+    "set act_order: weight, or write with --format dense"
+)
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """The format itself; see `quantkit.formats.base.Format`."""
+
+    keeps_codes: ClassVar[bool] = True
+
+    def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
+        """Refuse schemes that no format of compressed-tensors holds, and groups that do not divide K.
+
+        Args:
+            scheme: of one linear.
+            shape: (N, K) of its weight.
+        Raises:
+            SchemeError: says which recipe field to change.
+        """
+        find_layout(scheme)
+        try:
+            scheme.weight.group_width(shape[1])
+        except SchemeError as error:
+            raise SchemeError(f"weights.group_size: {error}") from error
+
+    def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
+        """Tensors to write in place of `weight`.
+
+        Args:
+            weight: (N, K); codes and scales are written as they are.
+            scheme: of its linear; `scheme.weight` is that of `weight`.
+        Returns:
+            Tensors by local name; the scale (N, G) keeps its dtype.
+        Raises:
+            SchemeError: activation-ordered groups, or a scheme that `check` refuses.
+        """
+        assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
+        if weight.group_index is not None:
+            raise SchemeError(_NO_GROUP_ORDER)
+        if find_layout(scheme) != PACKED:
+            return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
+        bits = weight.scheme.dtype.bits
+        tensors = {
+            "weight_packed": _pack_rows(weight.codes, bits),  # (N, ceil(K * bits / 32))
+            "weight_scale": weight.scale.contiguous(),
+            "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        }
+        if weight.zero_point is not None:
+            packed = pack_to_int32(weight.zero_point, bits, packed_dim=0)  # (ceil(N * bits / 32), G)
+            tensors["weight_zero_point"] = packed.contiguous()
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        """Exactly what `encode` was given; also reads what other tools wrote in these formats.
+
+        Args:
+            tensors: of one linear, by local name.
+            scheme: of the linear.
+        Raises:
+            SchemeError: activation-ordered groups, or a scheme that `check` refuses.
+            CheckpointError: a tensor is missing or has the wrong shape.
+        """
+        find_layout(scheme)
+        if "weight_g_idx" in tensors:
+            raise SchemeError(_NO_GROUP_ORDER)
+        packed = "weight_packed" in tensors
+        codes = _packed_codes(tensors, scheme.weight) if packed else _plain_codes(tensors, scheme.weight)
+        rows, groups = codes.shape[0], scheme.weight.num_groups(codes.shape[1])
+        scale = _take(tensors, "weight_scale", (rows, groups))
+        zero_point = None
+        if not scheme.weight.symmetric and packed:
+            zero_point = _packed_zero_point(tensors, scheme.weight.dtype.bits, (rows, groups))
+        elif not scheme.weight.symmetric:
+            zero_point = _take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
+        return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme.weight)
+
+    def config(self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` entry of config.json; nothing when no linear is quantized.
+
+        Args:
+            linears: scheme of each quantized linear by full module name.
+            left_alone: full names of linears that are not quantized, the output head included.
+        """
+        return make_config(linears, left_alone)
+
+    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of a config.json in this format, written by any tool; None when it is in another format.
+
+        A scheme of the KV cache is passed over: it does not change how weights are read.
+
+        Args:
+            config: contents of config.json.
+        Raises:
+            SchemeError: it is compressed-tensors, but of a kind that cannot be decoded.
+        """
+        return read_config(config)
+
+
+FORMAT = CompressedTensors()
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """`pack_to_int32` along K (N, K), a few rows at a time; the result is the same."""
+    step = max(1, _BLOCK_CODES // max(1, codes.shape[1]))
+    packed = torch.empty(codes.shape[0], math.ceil(codes.shape[1] * bits / 32), dtype=torch.int32)
+    for row in range(0, codes.shape[0], step):
+        packed[row : row + step] = pack_to_int32(codes[row : row + step], bits)
+    return packed
+
+
+def _unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    """Inverse of `_pack_rows`: int8 codes of this shape (N, K)."""
+    step = max(1, _BLOCK_CODES // max(1, shape[1]))
+    codes = torch.empty(shape, dtype=torch.int8)
+    for row in range(0, shape[0], step):
+        block = packed[row : row + step]
+        codes[row : row + step] = unpack_from_int32(block, bits, torch.Size((block.shape[0], shape[1])))
+    return codes
+
+
+def _packed_zero_point(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
+    """Zero points (N, G), which are packed along N."""
+    packed = _take(tensors, "weight_zero_point", (math.ceil(shape[0] * bits / 32), shape[1]))
+    # The library's own packed_dim=0 fails on a single row of words: transposed, its strides are not those it expects.
+    turned = packed.t().clone(memory_format=torch.contiguous_format)  # (G, words)
+    return _unpack_rows(turned, bits, (shape[1], shape[0])).t().contiguous()
+
+
+def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
+    """Codes (N, K) from `weight_packed` and `weight_shape`."""
+    rows, width = _take(tensors, "weight_shape", (2,)).tolist()
+    packed = _take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
+    return _unpack_rows(packed, scheme.dtype.bits, (rows, width))
+
+
+def _plain_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
+    """Codes (N, K) from `weight`, one element each."""
+    codes = _take(tensors, "weight", None)
+    if codes.dtype != scheme.dtype.storage or codes.ndim != 2:
+        raise CheckpointError(
+            f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of {scheme.dtype.storage} codes, "
+            f"although config.json says {scheme.describe()}; the checkpoint contradicts itself: download it again"
+        )
+    return codes
+
+
+def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
+    """A tensor that must be there, of this shape if one is given."""
+    if name not in tensors:
+        raise CheckpointError(f"quantized linear has no tensor {name!r}, only {', '.join(sorted(tensors)) or 'none'}")
+    found = tensors[name]
+    if shape is not None and tuple(found.shape) != shape:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {tuple(found.shape)}, its scheme needs {shape}; "
+            "config.json and weights do not belong together, or another version of compressed-tensors packed them"
+        )
+    return found

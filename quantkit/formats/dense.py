@@ -1,0 +1,84 @@
+"""Decoded values stored as an ordinary weight: fake quantization. Loads anywhere and saves no byte.
+
+For measuring what a scheme costs in quality, and for schemes that no format holds (activation-ordered groups). Not
+lossless: decode(encode(x)) == x cannot hold, because codes and scales are multiplied out and their product is rounded
+to the scale's dtype; the values are those that any loader of the codes would compute in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from quantkit.errors import SchemeError
+from quantkit.numerics.scheme import LinearScheme, Scheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The format itself; see `quantkit.formats.base.Format`."""
+
+    keeps_codes: ClassVar[bool] = False
+
+    def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
+        """Refuse quantized activations, which a plain checkpoint cannot ask for, and groups that do not divide K.
+
+        Args:
+            scheme: of one linear.
+            shape: (N, K) of its weight.
+        Raises:
+            SchemeError: says which recipe field to change.
+        """
+        _refuse_activations(scheme)
+        try:
+            scheme.weight.group_width(shape[1])
+        except SchemeError as error:
+            raise SchemeError(f"weights.group_size: {error}") from error
+
+    def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
+        """The decoded values, in the dtype of the scale.
+
+        Args:
+            weight: (N, K), activation-ordered groups included.
+            scheme: of its linear.
+        Returns:
+            `weight` (N, K).
+        Raises:
+            SchemeError: the scheme quantizes activations.
+        """
+        _refuse_activations(scheme)
+        return {"weight": weight.dequantize(weight.scale.dtype)}
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        """Impossible: the codes are not in the file.
+
+        Raises:
+            SchemeError: always.
+        """
+        raise SchemeError(
+            "the dense format holds values, not codes, so it cannot be decoded; read 'weight' as it is, "
+            "or write with --format compressed-tensors"
+        )
+
+    def config(self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+        """Nothing: to a loader this is an ordinary checkpoint."""
+        return {}
+
+    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
+        """None: nothing in config.json tells it from an ordinary checkpoint."""
+        return None
+
+
+FORMAT = Dense()
+
+
+def _refuse_activations(scheme: LinearScheme) -> None:
+    if scheme.activation is not None:
+        raise SchemeError(
+            f"the dense format has no place for {scheme.activation.describe()} activations; "
+            "leave activations out, or write with --format compressed-tensors"
+        )
