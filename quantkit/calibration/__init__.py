@@ -1,0 +1,1 @@
+"""One decoder layer and what flows into it: calibration text, hidden states, statistics."""

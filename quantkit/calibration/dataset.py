@@ -1,0 +1,224 @@
+"""Calibration text to token ids, and a linter for what usually goes wrong with it.
+
+Text is cut into windows of one length, each beginning with BOS; chats and ready-made token ids stay one sample each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import DataError
+
+# Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
+_SURPLUS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Calibration samples, ready to run.
+
+    Args:
+        token_ids: one tuple per sample; lengths may differ.
+        warnings: the linter's findings, one sentence each.
+        digest: SHA-256 over the token ids, the identity of the data.
+    """
+
+    token_ids: tuple[tuple[int, ...], ...]
+    warnings: tuple[str, ...]
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all samples."""
+        return sum(map(len, self.token_ids))
+
+
+def load_samples(
+    data: str | Path, tokenizer: Any, *, samples: int, sequence_length: int, vocab_size: int, seed: int,
+    field: str = "text", split: str = "train",
+) -> Samples:  # fmt: skip
+    """Read, tokenize and draw calibration samples; the same arguments give the same samples.
+
+    Args:
+        data: a .txt file (documents separated by blank lines), a .jsonl file (`text`, `messages` or `input_ids`
+            per line), or the name of a hub data set, `hub:` in front or not.
+        tokenizer: a transformers tokenizer.
+        samples: how many at most.
+        sequence_length: tokens per sample at most, BOS included.
+        vocab_size: of the model's embedding; ids beyond it are refused.
+        seed: of the draw.
+        field: column with the text or the chat of records.
+        split: of a hub data set.
+    Raises:
+        DataError: no such file, nothing usable in it, no chat template, or ids outside the model's vocabulary.
+    """
+    generator = random.Random(seed)
+    path = Path(data)
+    if path.suffix in (".txt", ".jsonl") or path.exists():
+        records: Iterable[Any] = _read_text(path) if path.suffix == ".txt" else _read_jsonl(path, field)
+    else:
+        records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
+    found = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
+    if not found:
+        raise DataError(f"calibration data {data}: not one usable sample of text in it")
+    _check_vocabulary(found, vocab_size, str(data))
+    warnings = lint(found, samples, sequence_length, tokenizer)
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return Samples(token_ids=tuple(map(tuple, found)), warnings=warnings, digest=digest)
+
+
+def lint(found: list[list[int]], wanted: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
+    """What a careful engineer would notice about calibration samples.
+
+    Args:
+        found: token ids per sample.
+        wanted: samples asked for.
+        sequence_length: tokens asked for per sample.
+        tokenizer: for its BOS and unknown ids.
+    Returns:
+        One sentence per finding.
+    """
+    warnings, count = [], len(found)
+    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    without = sum(1 for sample in found if bos is not None and sample[0] != bos)
+    if without:
+        warnings.append(f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do")
+    if count < wanted:
+        warnings.append(f"only {count} samples where {wanted} were asked for; statistics will be noisier")
+    short = sum(1 for sample in found if len(sample) < sequence_length / 2)
+    if short > count / 4:
+        warnings.append(f"{short} of {count} samples are shorter than half of {sequence_length} tokens")
+    repeated = count - len({tuple(sample) for sample in found})
+    if repeated:
+        warnings.append(f"{repeated} of {count} samples are duplicates")
+    tokens = [token for sample in found for token in sample]
+    if unknown is not None and tokens.count(unknown) > 0.01 * len(tokens):
+        warnings.append(f"{tokens.count(unknown) / len(tokens):.0%} of the tokens are unknown to the tokenizer")
+    if len(tokens) < 4096:
+        warnings.append(f"{len(tokens)} tokens in all are few; 16,000 or more are usual")
+    return tuple(warnings)
+
+
+def _tokenize(
+    records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str
+) -> Iterator[list[int]]:
+    """Chats and token ids one by one, text cut into windows; at most `samples`."""
+    texts: list[str] = []
+    whole: list[list[int]] = []
+    for record in records:
+        if isinstance(record, str):
+            texts.append(record)
+        elif record and isinstance(record[0], dict):
+            whole.append(_chat_ids(record, tokenizer, where)[:length])
+        elif record:
+            whole.append(list(record)[:length])
+        if len(whole) >= samples * _SURPLUS:
+            break
+    whole = [sample for sample in whole if len(sample) > 1]
+    generator.shuffle(whole)
+    yield from whole[:samples]
+    yield from islice(_windows(texts, tokenizer, samples, length, generator), max(0, samples - len(whole)))
+
+
+def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, generator: random.Random) -> list[list[int]]:
+    """Windows of `length` tokens, BOS first, out of documents in random order joined by blank lines."""
+    prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    step = length - len(prefix)
+    texts = [text for text in texts if text.strip()]
+    generator.shuffle(texts)
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
+        if len(stream) >= samples * step * _SURPLUS:
+            break
+    starts = list(range(0, len(stream) - step + 1, step)) or [0]
+    generator.shuffle(starts)
+    windows = [prefix + stream[start : start + step] for start in starts[:samples]]
+    return [window for window in windows if len(window) > len(prefix) + 1]
+
+
+def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # templates raise whatever their author chose
+        raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _check_vocabulary(found: list[list[int]], vocab_size: int, where: str) -> None:
+    if not all(isinstance(token, int) for sample in found for token in sample):
+        raise DataError(f"calibration data {where}: input_ids must be whole numbers")
+    largest, smallest = max(map(max, found)), min(map(min, found))
+    if largest >= vocab_size or smallest < 0:
+        bad = largest if largest >= vocab_size else smallest
+        raise DataError(
+            f"token id {bad} is outside the model's vocabulary of {vocab_size}: "
+            f"the tokenizer or the ids in {where} belong to another model"
+        )
+
+
+def _read_text(path: Path) -> list[str]:
+    documents = [part.strip() for part in _read_file(path).split("\n\n")]
+    if not any(documents):
+        raise DataError(f"calibration file {path} is empty; give one with text in it")
+    return documents
+
+
+def _read_jsonl(path: Path, field: str) -> list[Any]:
+    records = []
+    for number, line in enumerate(_read_file(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}:{number}: not valid JSON ({error.msg}); one JSON object per line is needed"
+            ) from None
+        records.append(_content(record, field, f"{path}:{number}"))
+    if not records:
+        raise DataError(f"calibration file {path} is empty; give one with text in it")
+    return records
+
+
+def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
+    from datasets import load_dataset
+
+    repository, _, config = name.partition(":")
+    try:
+        rows = load_dataset(repository, config or None, split=split, streaming=True)
+        return [_content(row, field, f"{name}[{split}]") for row in islice(rows, limit)]
+    except DataError:
+        raise
+    except Exception as error:  # the hub client raises many kinds; the user needs one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"calibration data {name!r} is neither a file nor a hub data set that can be read: {reason}"
+        ) from error
+
+
+def _content(record: Any, field: str, where: str) -> Any:
+    """The text, the chat or the token ids of one record."""
+    if isinstance(record, dict):
+        for key in (field, "messages", "conversations", "input_ids", "text"):
+            value = record.get(key)
+            if isinstance(value, str) or (isinstance(value, list) and value):
+                return value
+    keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {keys}")
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"calibration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"calibration file {path} cannot be read as UTF-8 text: {error}") from error

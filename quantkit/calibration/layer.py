@@ -1,0 +1,247 @@
+"""One decoder layer under compression: its weights, the inputs it sees, and the codes chosen so far.
+
+This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures import LinearSet
+from quantkit.calibration.activations import ActivationStore
+from quantkit.calibration.observers import Observer, Sample
+from quantkit.errors import CheckpointError
+from quantkit.numerics.affine import (
+    fake_quantize_tokens,
+    minmax_parameters,
+    round_to_nearest,
+    search_parameters,
+)
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.results import LinearRecord
+
+
+class _Enough(Exception):
+    """Raised inside a forward pass once every hooked module has been seen."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerContext:
+    """One decoder layer and everything an algorithm may ask of it. Modified by each step.
+
+    Args:
+        name: full module name, e.g. `model.layers.3`.
+        block: the layer with its weights, in the compute dtype, on the compute device.
+        sets: linears that share an input, in running order; those that are left alone included.
+        schemes: scheme of each linear to quantize, by relative name.
+        scale_dtype: dtype in which scales are stored, by relative name.
+        head_dim: width of an attention head.
+        store: hidden states before this layer; None when the recipe needs no data.
+        arguments: what the model calls the layer with, besides the hidden states.
+        seed: for algorithms that draw random numbers.
+    """
+
+    name: str
+    block: nn.Module
+    sets: tuple[LinearSet, ...]
+    schemes: Mapping[str, LinearScheme]
+    scale_dtype: Mapping[str, torch.dtype]
+    head_dim: int
+    store: ActivationStore | None = None
+    arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
+    seed: int = 0
+    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    records: dict[str, LinearRecord] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights and statistics of this layer live."""
+        return next(self.block.parameters()).device
+
+    def linear(self, name: str) -> nn.Linear:
+        """The linear with this relative name."""
+        module = self.block.get_submodule(name)
+        assert isinstance(module, nn.Linear), f"{name} is not a linear"
+        return module
+
+    def weight(self, name: str) -> Tensor:
+        """(N, K) weight of a linear, the layer's own: writing to it changes the layer."""
+        return self.linear(name).weight.data
+
+    def pending(self) -> list[tuple[LinearSet, tuple[str, ...]]]:
+        """Sets that still have linears to quantize, each with those linears."""
+        todo = [(group, tuple(n for n in group.linears if self._is_pending(n))) for group in self.sets]
+        return [(group, names) for group, names in todo if names]
+
+    def _is_pending(self, name: str) -> bool:
+        return name in self.schemes and name not in self.quantized
+
+    def observe(self, observers: Mapping[str, Observer]) -> None:
+        """Run all calibration data through the layer and show each observer the inputs of its linear.
+
+        Args:
+            observers: by relative name of a linear. Rows for error measurements are kept on the way.
+        """
+        samples = {name: Sample() for name in observers}
+
+        def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs = args[0].reshape(-1, args[0].shape[-1])
+            observers[name].update(inputs)
+            samples[name].update(inputs)
+
+        for hidden in self._hidden_states():
+            self._probe(hidden, tuple(observers), look)
+        for name, sample in samples.items():
+            if not torch.isfinite(sample.rows).all():
+                raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
+            self.samples[self._set_key(name)] = sample.rows
+
+    def capture(self, module: str, max_tokens: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
+
+        Args:
+            module: relative name.
+            max_tokens: batches are taken, and the last one cut between sequences, until there are this many.
+        Returns:
+            (args, kwargs) per batch, hidden states detached from further changes.
+        """
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        left = max_tokens
+        for hidden in self._hidden_states():
+            if left <= 0:
+                break
+            kept = hidden[: max(1, left // hidden.shape[1])]
+            self._probe(kept, (module,), lambda name, args, kwargs: calls.append((args, kwargs)))
+            left -= kept.shape[0] * kept.shape[1]
+        return calls
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Output of the layer with its present weights; inputs of committed linears are quantized if the scheme says.
+
+        Args:
+            hidden: (B, T, D), any device.
+        Returns:
+            (B, T, D) on the layer's device.
+        """
+        hidden = hidden.to(self.device)
+        with torch.inference_mode(), self._quantized_inputs():
+            output: Tensor | tuple[Tensor, ...] = self.block(hidden, **self.arguments(hidden))
+        return output[0] if isinstance(output, tuple) else output
+
+    def commit(self, name: str, weight: QuantizedTensor) -> None:
+        """Set the codes of a linear, record their error, and put the decoded values into the layer.
+
+        Args:
+            name: relative name.
+            weight: codes and scales; from here on the layer computes with their decoded values.
+        """
+        current, scheme = self.weight(name), self.schemes[name]
+        decoded = weight.dequantize(current.dtype)
+        dtype = self.scale_dtype[name]
+        plain = round_to_nearest(current, scheme.weight, *minmax_parameters(current, scheme.weight, dtype), dtype)
+        sample = self.samples.get(self._set_key(name))
+        self.records[name] = LinearRecord(
+            name=name,
+            scheme=scheme.describe(),
+            shape=weight.shape,
+            bits_per_weight=8 * weight.stored_bytes / current.numel(),
+            rounding_error=relative_error(current, plain.dequantize(current.dtype), sample),
+            error=relative_error(current, decoded, sample),
+            measure="weight" if sample is None else "output",
+        )
+        self.quantized[name] = weight
+        current.copy_(decoded)
+
+    def finish(self) -> None:
+        """Round what no step has quantized to nearest: in the ranges a step has left, else the best found."""
+        for _, names in self.pending():
+            for name in names:
+                weight, scheme, dtype = self.weight(name), self.schemes[name].weight, self.scale_dtype[name]
+                scale, zero = self.ranges.get(name) or search_parameters(weight, scheme, dtype)
+                self.commit(name, round_to_nearest(weight, scheme, scale, zero, dtype))
+
+    def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
+        """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
+        if group.linears[0] in self.samples:
+            self.samples[group.linears[0]] /= scales
+
+    def _set_key(self, name: str) -> str:
+        return next(group.linears[0] for group in self.sets if name in group.linears)
+
+    def _hidden_states(self) -> Iterator[Tensor]:
+        assert self.store is not None, "this recipe has no calibration data"
+        return iter(self.store)
+
+    def _probe(self, hidden: Tensor, modules: tuple[str, ...], look: Callable[..., None]) -> None:
+        """Call `look(name, args, kwargs)` as each module is reached, and stop after the last."""
+        waiting = set(modules)
+
+        def hook(name: str) -> Callable[..., None]:
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                look(name, args, kwargs)
+                waiting.discard(name)
+                if not waiting:
+                    raise _Enough
+
+            return before
+
+        handles = [
+            self.block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules
+        ]
+        try:
+            self.forward(hidden)
+        except _Enough:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _quantized_inputs(self) -> Iterator[None]:
+        """While open, committed linears see their inputs as the runtime will quantize them."""
+        handles = []
+        for name in self.quantized:
+            scheme = self.schemes[name].activation
+            if scheme is not None:
+                handles.append(
+                    self.linear(name).register_forward_pre_hook(
+                        lambda module, args, scheme=scheme: (fake_quantize_tokens(args[0], scheme), *args[1:])
+                    )
+                )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def relative_error(weight: Tensor, decoded: Tensor, sample: Tensor | None) -> float:
+    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs.
+
+    Args:
+        weight, decoded: (N, K).
+        sample: (T, K) float32 inputs, or None.
+    """
+    difference, reference = decoded.float() - weight.float(), weight.float()
+    if sample is not None:
+        difference, reference = sample @ difference.T, sample @ reference.T
+    size = reference.norm().item()
+    return difference.norm().item() / size if size > 0 else 0.0
+
+
+def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:
+    """10 log10 of signal over noise power; capped at 200 dB when there is no noise."""
+    signal = reference.float().square().sum().item()
+    noise = (output.float() - reference.float()).square().sum().item()
+    return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0

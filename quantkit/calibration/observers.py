@@ -1,0 +1,134 @@
+"""Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
+_PANEL = 512
+
+
+class Observer(Protocol):
+    """Something that looks at the inputs of a linear."""
+
+    def update(self, inputs: Tensor) -> None:
+        """Take in (T, K) inputs of any float dtype; they are not modified."""
+        ...
+
+
+class Gram:
+    """Mean of x x' over tokens: GPTQ's Hessian up to a factor.
+
+    Args:
+        width: K.
+        device: where the (K, K) float32 matrix lives.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._sum = torch.zeros(width, width, dtype=torch.float32, device=device)
+        self.num_tokens = 0
+
+    def update(self, inputs: Tensor) -> None:
+        """Add (T, K) inputs."""
+        values = inputs.float()
+        for start in range(0, values.shape[1], _PANEL):
+            stop = min(start + _PANEL, values.shape[1])
+            self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
+        self.num_tokens += values.shape[0]
+
+    def finish(self) -> Tensor:
+        """The (K, K) matrix; the observer gives up its memory and is not to be used again."""
+        total, self._sum = self._sum, torch.empty(0)
+        for start in range(0, total.shape[0], _PANEL):
+            stop = min(start + _PANEL, total.shape[0])
+            block = total[start:stop, start:stop]
+            block.copy_(block.tril() + block.tril(-1).T)
+            total[:start, start:stop] = total[start:stop, :start].T
+        return total.div_(max(self.num_tokens, 1))
+
+
+class GroupGram:
+    """Mean of x x' inside each group of inputs: what a change of that group's weights costs, to second order.
+
+    Args:
+        width: K.
+        group: g; must divide K.
+        device: where the (G, g, g) float32 tensor lives.
+    """
+
+    def __init__(self, width: int, group: int, device: torch.device) -> None:
+        self._sum = torch.zeros(width // group, group, group, dtype=torch.float32, device=device)
+        self.num_tokens = 0
+
+    def update(self, inputs: Tensor) -> None:
+        """Add (T, K) inputs."""
+        by_group = inputs.float().view(inputs.shape[0], *self._sum.shape[:2]).permute(1, 0, 2)  # (G, T, g)
+        self._sum.baddbmm_(by_group.transpose(1, 2), by_group)
+        self.num_tokens += inputs.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """(G, g, g) float32."""
+        return self._sum / max(self.num_tokens, 1)
+
+
+class Magnitude:
+    """Per input channel: mean |x|, largest |x| and mean x^2, each (K,) float32.
+
+    Args:
+        width: K.
+        device: where the vectors live.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._sum = torch.zeros(width, dtype=torch.float32, device=device)
+        self._square = torch.zeros_like(self._sum)
+        self.largest = torch.zeros_like(self._sum)
+        self.num_tokens = 0
+
+    def update(self, inputs: Tensor) -> None:
+        """Add (T, K) inputs."""
+        size = inputs.float().abs()
+        self._sum += size.sum(0)
+        self.largest = torch.maximum(self.largest, size.amax(0))
+        self._square += size.square_().sum(0)
+        self.num_tokens += inputs.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean |x| per channel, (K,)."""
+        return self._sum / max(self.num_tokens, 1)
+
+    @property
+    def mean_square(self) -> Tensor:
+        """Mean x^2 per channel, (K,)."""
+        return self._square / max(self.num_tokens, 1)
+
+
+class Sample:
+    """A few input rows, spread evenly over each batch, to measure errors on.
+
+    Args:
+        rows_per_batch: rows kept of each update.
+        limit: rows kept in all.
+    """
+
+    def __init__(self, rows_per_batch: int = 64, limit: int = 256) -> None:
+        self._rows_per_batch, self._limit = rows_per_batch, limit
+        self._kept: list[Tensor] = []
+
+    def update(self, inputs: Tensor) -> None:
+        """Keep some of (T, K) inputs."""
+        room = self._limit - sum(len(rows) for rows in self._kept)
+        count = min(room, self._rows_per_batch, inputs.shape[0])
+        if count > 0:
+            places = torch.linspace(0, inputs.shape[0] - 1, count, device=inputs.device).long()
+            self._kept.append(inputs[places].float())
+
+    @property
+    def rows(self) -> Tensor:
+        """(at most `limit`, K) float32."""
+        return torch.cat(self._kept)
