@@ -1,0 +1,177 @@
+"""AWQ: scale up the weights that see large inputs before rounding, by a search on the error of the parent's output.
+
+After the scales, the range of each group is searched on the error of its own outputs (clipping). What is left behind
+are ranges, not codes: a GPTQ step may follow, else plain rounding uses them.
+Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
+Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.architectures import LinearSet
+from quantkit.calibration.layer import LayerContext
+from quantkit.calibration.observers import GroupGram, Magnitude
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest, search_parameters
+
+# Groups wider than this are clipped with per-channel importance only: their Gram matrices would cost too much.
+_WIDEST_GRAM = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AWQ:
+    """Activation-aware scales, then a search for the best range of each group.
+
+    Args:
+        grid: resolution of the search over the exponent between 0 and 1.
+        duo_scaling: divide by the weights' own mean size to the power of 1 - exponent.
+        clip: search the range of each group after scaling; false takes the covering range.
+        max_tokens: calibration tokens on which the parent's output error is measured.
+    """
+
+    grid: int = 20
+    duo_scaling: bool = True
+    clip: bool = True
+    max_tokens: int = 2048
+
+    def apply(self, layer: LayerContext) -> None:
+        """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
+        sets = layer.pending()
+        statistics = {group.linears[0]: _Statistics(layer, names[0]) for group, names in sets}
+        layer.observe(statistics)
+        for group, _ in sets:
+            if can_fold(layer, group):
+                self._scale(layer, group, statistics[group.linears[0]])
+        for group, names in sets:
+            for name in names:
+                layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
+
+    def _scale(self, layer: LayerContext, group: LinearSet, seen: _Statistics) -> None:
+        """Find the set's scales, fold them in, and keep its statistics in step."""
+        size = shared_by_heads(layer, group, seen.magnitude.mean)
+        weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
+        calls = layer.capture(group.parent, self.max_tokens)
+        reference = [_output(layer, group.parent, call) for call in calls]
+        originals = {name: layer.weight(name).clone() for name in group.linears}
+
+        def error(scales: Tensor) -> float:
+            for name, original in originals.items():
+                layer.weight(name).copy_(_rounded(layer, name, original, scales))
+            return sum(
+                (_output(layer, group.parent, call) - wanted).float().square().sum().item()
+                for call, wanted in zip(calls, reference, strict=True)
+            )
+
+        ratio, least = search_ratio(lambda ratio: error(self._candidate(size, weights, ratio)), self.grid)
+        unscaled = error(torch.ones_like(size))
+        for name, original in originals.items():
+            layer.weight(name).copy_(original)
+        if least < unscaled:
+            scales = self._candidate(size, weights, ratio)
+            fold(layer, group, scales)
+            seen.rescale(scales)
+
+    def _candidate(self, size: Tensor, weights: Tensor, ratio: float) -> Tensor:
+        scales = size.clamp_min(1e-6) ** ratio
+        if self.duo_scaling:
+            scales = scales / (weights ** (1 - ratio) + 1e-4)
+        return spread(scales)
+
+    def _range(self, layer: LayerContext, name: str, seen: _Statistics) -> tuple[Tensor, Tensor | None]:
+        weight, scheme, dtype = layer.weight(name), layer.schemes[name].weight, layer.scale_dtype[name]
+        if not self.clip:
+            return minmax_parameters(weight, scheme, dtype)
+        gram = seen.gram if seen.group == scheme.group_width(weight.shape[1]) else None
+        return search_parameters(weight, scheme, dtype, importance=seen.mean_square, gram=gram)
+
+
+class _Statistics:
+    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough."""
+
+    def __init__(self, layer: LayerContext, name: str) -> None:
+        width = layer.weight(name).shape[1]
+        self.group = layer.schemes[name].weight.group_width(width)
+        self.magnitude = Magnitude(width, layer.device)
+        self._gram = GroupGram(width, self.group, layer.device) if self.group <= _WIDEST_GRAM else None
+        self._divisor = torch.ones(width, device=layer.device)
+
+    def update(self, inputs: Tensor) -> None:
+        """Add (T, K) inputs."""
+        self.magnitude.update(inputs)
+        if self._gram is not None:
+            self._gram.update(inputs)
+
+    def rescale(self, scales: Tensor) -> None:
+        """From now on the inputs are divided by `scales` (K,)."""
+        self._divisor = self._divisor * scales
+
+    @property
+    def mean_square(self) -> Tensor:
+        """Mean x^2 per input, (K,)."""
+        return self.magnitude.mean_square / self._divisor.square()
+
+    @property
+    def gram(self) -> Tensor | None:
+        """Mean x x' inside each group, (G, g, g)."""
+        if self._gram is None:
+            return None
+        divisor = self._divisor.view(-1, self.group)
+        return self._gram.mean / (divisor.unsqueeze(2) * divisor.unsqueeze(1))
+
+
+def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
+    """The ratio i / grid in [0, 1) with the least error: a coarse pass, then the neighbourhood of its best.
+
+    Args:
+        error: function of a ratio, smooth enough that its best lies beside the best of the coarse points.
+        grid: number of points between 0 and 1.
+    Returns:
+        ratio, its error.
+    """
+    coarse = max(1, grid // 5)
+    found = {i: error(i / grid) for i in range(0, grid, coarse)}
+    centre = min(found, key=lambda i: found[i])
+    for i in range(max(0, centre - coarse + 1), min(grid, centre + coarse)):
+        if i not in found:
+            found[i] = error(i / grid)
+    best = min(found, key=lambda i: found[i])
+    return best / grid, found[best]
+
+
+def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
+    """(K,) mean over all rows of the set of |w| relative to the largest in its group."""
+    total = torch.zeros(layer.weight(group.linears[0]).shape[1], device=layer.device)
+    rows = 0
+    for name in group.linears:
+        weight = layer.weight(name).float().abs()
+        scheme = layer.schemes.get(name)
+        width = weight.shape[1] if scheme is None else scheme.weight.group_width(weight.shape[1])
+        groups = weight.view(weight.shape[0], -1, width)
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view_as(weight).sum(0)
+        rows += weight.shape[0]
+    return total / rows
+
+
+def _rounded(layer: LayerContext, name: str, original: Tensor, scales: Tensor) -> Tensor:
+    """`original` scaled, rounded to nearest and scaled back; unchanged when the linear is left alone."""
+    scheme = layer.schemes.get(name)
+    if scheme is None or name in layer.quantized:
+        return original
+    scaled, dtype = original.float() * scales, layer.scale_dtype[name]
+    rounded = round_to_nearest(scaled, scheme.weight, *minmax_parameters(scaled, scheme.weight, dtype), dtype)
+    return rounded.dequantize().div_(scales)
+
+
+def _output(layer: LayerContext, parent: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+    output: Tensor | tuple[Tensor, ...] = layer.block.get_submodule(parent)(*call[0], **call[1])
+    return output[0] if isinstance(output, tuple) else output
+
+
+STEP = AWQ

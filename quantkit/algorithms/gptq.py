@@ -1,0 +1,232 @@
+"""GPTQ: quantize one input column after another and let the columns still to come make up for the error.
+
+Not here: ranges of ordinary rounding (numerics.affine), statistics (calibration.observers).
+Shapes: N outputs, K inputs, G groups of g inputs. Matrices are kept transposed, a row per input column, so that the
+inner loop touches contiguous memory.
+Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.architectures import LinearSet
+from quantkit.calibration.layer import LayerContext
+from quantkit.calibration.observers import Gram
+from quantkit.errors import ModelError
+from quantkit.numerics.affine import from_codes, minmax_parameters, search_parameters, to_codes
+from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+ActOrder = Literal["none", "weight", "group"]
+
+# Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
+_RUN = 32
+_DAMPING_FACTOR = 3.0
+_DAMPING_LIMIT = 100.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTQ:
+    """Column-by-column rounding with error compensation.
+
+    Args:
+        block_size: columns settled before the rest of the matrix is updated, in one product.
+        damping: added to the Hessian's diagonal, as a fraction of its mean; raised step by step if it is singular.
+        act_order: "weight" settles the columns with the largest inputs first and keeps the groups in place,
+            "group" also forms the groups in that order (the format must store an index), "none" goes left to right.
+        scale_search: ranges by least squared error, weighted by the inputs; false takes the covering range.
+        true_sequential: each set of linears sees inputs made with the sets before it already quantized.
+    """
+
+    block_size: int = 128
+    damping: float = 0.01
+    act_order: ActOrder = "weight"
+    scale_search: bool = True
+    true_sequential: bool = False
+
+    def apply(self, layer: LayerContext) -> None:
+        """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
+        sets = layer.pending()
+        rounds = [[entry] for entry in sets] if self.true_sequential else [sets]
+        for entries in rounds:
+            grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
+            layer.observe(grams)
+            for group, names in entries:
+                self._quantize_set(layer, group, names, grams.pop(names[0]).finish())
+
+    def _quantize_set(self, layer: LayerContext, group: LinearSet, names: tuple[str, ...], hessian: Tensor) -> None:
+        """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
+        importance = hessian.diagonal().clone()
+        order = self._order(importance)
+        factor, raised = inverse_factor(hessian, order, self.damping)
+        if raised:
+            layer.notes.append(f"{', '.join(names)}: damping raised to {raised:.3g}, the Hessian is nearly singular")
+        for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
+            members = [name for name in names if layer.schemes[name].weight == scheme]
+            weight = torch.cat([layer.weight(name).float() for name in members])
+            tall = self._solve(weight, factor, order, importance, scheme, layer.scale_dtype[members[0]])
+            sizes = [layer.weight(name).shape[0] for name in members]
+            for name, part in zip(members, _split(tall, sizes), strict=True):
+                layer.commit(name, part)
+
+    def _order(self, importance: Tensor) -> Tensor:
+        """(K,) column indices in the order in which they are settled."""
+        if self.act_order == "none":
+            return torch.arange(importance.shape[0], device=importance.device)
+        return torch.argsort(importance, descending=True, stable=True)
+
+    def _solve(
+        self,
+        weight: Tensor,
+        factor: Tensor,
+        order: Tensor,
+        importance: Tensor,
+        scheme: WeightScheme,
+        scale_dtype: torch.dtype,
+    ) -> QuantizedTensor:
+        """Codes of a (N, K) float32 weight, which is not modified."""
+        grouping = order if self.act_order == "group" and scheme.group_size else None
+        source = weight if grouping is None else weight[:, grouping]
+        weights = importance if grouping is None else importance[grouping]
+        scale, zero = self._parameters(source, weights, scheme, scale_dtype)
+        width = scheme.group_width(weight.shape[1])
+        index = torch.arange(weight.shape[1], device=weight.device) // width
+        if grouping is not None:
+            index = torch.empty_like(index).scatter_(0, grouping, index)
+        codes = settle_columns(weight, factor, order, index, scale, zero, scheme, self.block_size)
+        return QuantizedTensor(
+            codes=codes,
+            scale=scale.to(scale_dtype),
+            zero_point=None if zero is None else zero.to(torch.int8),
+            scheme=scheme,
+            group_index=None if grouping is None else index,
+        )
+
+    def _parameters(
+        self, weight: Tensor, importance: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.scale_search:
+            return search_parameters(weight, scheme, scale_dtype, importance=importance)
+        return minmax_parameters(weight, scheme, scale_dtype)
+
+
+def settle_columns(
+    weight: Tensor,
+    factor: Tensor,
+    order: Tensor,
+    group_index: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    scheme: WeightScheme,
+    block_size: int = 128,
+) -> Tensor:
+    """The GPTQ loop: settle columns in `order`, spreading each one's error over those still open.
+
+    Args:
+        weight: (N, K) float32; not modified.
+        factor: (K, K) lower triangular, from `inverse_factor` with the same order.
+        order: (K,) column settled first, second, ...
+        group_index: (K,) group of each column.
+        scale, zero: (N, G) float32.
+        scheme: number type.
+        block_size: columns per block.
+    Returns:
+        (N, K) codes in the number type's storage dtype.
+    """
+    backwards = order.flip(0)  # row K-1 of `open_` is settled first, so `factor` can be used as it comes
+    open_ = weight.T[backwards].contiguous()  # (K, N)
+    scales, zeros = scale.T.contiguous(), None if zero is None else zero.T.contiguous()  # (G, N)
+    groups = group_index[backwards].tolist()
+    codes = torch.empty(open_.shape, dtype=scheme.dtype.storage, device=weight.device)
+    for stop in range(open_.shape[0], 0, -block_size):
+        start = max(stop - block_size, 0)
+        errors = torch.empty_like(open_[start:stop])
+        for run_stop in range(stop, start, -_RUN):
+            run_start = max(run_stop - _RUN, start)
+            for row in range(run_stop - 1, run_start - 1, -1):
+                step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
+                code = to_codes(open_[row], step, offset, scheme.dtype)
+                codes[row] = code.to(scheme.dtype.storage)
+                error = (open_[row] - from_codes(code, step, offset)).div_(factor[row, row])
+                errors[row - start] = error
+                open_[run_start:row].addr_(factor[row, run_start:row], error, alpha=-1)
+            done = errors[run_start - start : run_stop - start]
+            open_[start:run_start].addmm_(factor[run_start:run_stop, start:run_start].T, done, alpha=-1)
+        open_[:start].addmm_(factor[start:stop, :start].T, errors, alpha=-1)
+    settled = torch.empty_like(codes)
+    settled[backwards] = codes
+    return settled.T.contiguous()
+
+
+def inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Inverse of the Cholesky factor of the reordered, damped Hessian.
+
+    With H reordered so that the column settled first comes last, H = L L' and M = L^-1 is lower triangular:
+    row K-1 of M is what the first column's error does to the others. One factorisation and one triangular
+    inverse; GPTQ's own form takes an inverse and a second factorisation for the same numbers.
+
+    Args:
+        hessian: (K, K) float32, symmetric; used up (its memory is overwritten).
+        order: (K,) columns in the order in which they are settled.
+        damping: fraction of the mean diagonal that is added.
+    Returns:
+        (K, K) lower triangular M, and the damping that was needed if it had to be raised, else 0.
+    Raises:
+        ModelError: no damping makes it positive definite; the inputs are not finite.
+    """
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean().item()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
+    backwards = order.flip(0)
+    lower = hessian.index_select(0, backwards)
+    torch.index_select(lower, 1, backwards, out=hessian)
+    info = torch.empty((), dtype=torch.int32, device=hessian.device)
+    amount, added = damping, 0.0
+    while amount < _DAMPING_LIMIT:
+        diagonal.add_((amount - added) * mean)
+        added = amount
+        # L' in column-major order is L in row-major order: no third (K, K) matrix is needed.
+        torch.linalg.cholesky_ex(hessian, upper=True, out=(lower.T, info))
+        if not info.item() and torch.isfinite(lower.diagonal()).all():
+            return invert_lower_(lower.tril_()), amount if amount != damping else 0.0
+        amount *= _DAMPING_FACTOR
+    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+
+
+def invert_lower_(lower: Tensor, leaf: int = 256) -> Tensor:
+    """Invert a lower triangular matrix in place by halves, so that the work is matrix products.
+
+    Args:
+        lower: (K, K); overwritten, entries above the diagonal are kept as they are (zero).
+        leaf: size below which the library's triangular solve is used.
+    Returns:
+        `lower`.
+    """
+    size = lower.shape[0]
+    if size <= leaf:
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        return lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+    half = size // 2
+    top, bottom, corner = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    invert_lower_(top, leaf)
+    invert_lower_(bottom, leaf)
+    corner.copy_((bottom @ corner).neg_() @ top)
+    return lower
+
+
+def _split(tall: QuantizedTensor, sizes: list[int]) -> list[QuantizedTensor]:
+    """Rows of a stacked result, one tensor per linear."""
+    codes, scales = torch.split(tall.codes, sizes), torch.split(tall.scale, sizes)
+    zeros = [None] * len(sizes) if tall.zero_point is None else torch.split(tall.zero_point, sizes)
+    return [
+        QuantizedTensor(codes=code, scale=scale, zero_point=zero, scheme=tall.scheme, group_index=tall.group_index)
+        for code, scale, zero in zip(codes, scales, zeros, strict=True)
+    ]
+
+
+STEP = GPTQ

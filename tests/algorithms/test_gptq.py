@@ -1,0 +1,145 @@
+"""GPTQ against its textbook form in float64, and what it must never do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.algorithms.gptq import GPTQ, STEP, inverse_factor, invert_lower_, settle_columns
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.numerics.affine import minmax_parameters
+from quantkit.numerics.dtype import INT4
+from quantkit.numerics.scheme import WeightScheme
+
+
+def problem(width=48, rows=10, seed=0):
+    torch.manual_seed(seed)
+    inputs = torch.randn(400, width) @ torch.randn(width, width)
+    return torch.randn(rows, width), inputs.T @ inputs / 400
+
+
+def textbook(weight, hessian, order, scale, zero, group):
+    """Frantar et al., algorithm 1, column by column with the Cholesky factor of the inverse, in float64."""
+    matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(order))
+    upper = torch.linalg.cholesky(torch.linalg.inv(matrix[order][:, order]), upper=True)
+    open_, codes = weight.double()[:, order].clone(), torch.empty_like(weight)
+    for place, column in enumerate(order.tolist()):
+        step = scale[:, column // group].double()
+        offset = 0 if zero is None else zero[:, column // group].double()
+        code = (open_[:, place] / step + offset).round().clamp(-8, 7)
+        codes[:, column] = code.float()
+        error = (open_[:, place] - (code - offset) * step) / upper[place, place]
+        open_[:, place + 1 :] -= error[:, None] * upper[place, place + 1 :]
+    return codes
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_size", [5, 16, 128])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_equals_the_textbook(symmetric, block_size, shuffled):
+    weight, hessian = problem()
+    order = torch.randperm(48) if shuffled else torch.arange(48)
+    scheme = WeightScheme(dtype=INT4, group_size=12, symmetric=symmetric)
+    scale, zero = minmax_parameters(weight, scheme, torch.float32)
+    expected = textbook(weight, hessian, order, scale, zero, 12)
+    factor, raised = inverse_factor(hessian.clone(), order, 0.01)
+    codes = settle_columns(weight, factor, order, torch.arange(48) // 12, scale, zero, scheme, block_size)
+    assert raised == 0
+    assert (codes.float() == expected).float().mean() > 0.995  # float32 against float64 may flip a tie
+
+
+def test_inverse_factor_factors_the_damped_inverse():
+    _, hessian = problem()
+    order = torch.randperm(48)
+    factor, _ = inverse_factor(hessian.clone(), order, 0.01)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)
+    backwards = order.flip(0)
+    inverse = torch.linalg.inv(damped[backwards][:, backwards].double())
+    torch.testing.assert_close((factor.T @ factor).double(), inverse, rtol=2e-3, atol=1e-4 * inverse.abs().max().item())
+    assert torch.equal(factor, factor.tril())
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 300])
+def test_triangular_inverse(size):
+    torch.manual_seed(0)
+    lower = torch.randn(size, size).tril(-1) / size + torch.eye(size) * (1 + torch.rand(size))
+    inverse = invert_lower_(lower.clone(), leaf=16)
+    torch.testing.assert_close(inverse @ lower, torch.eye(size), rtol=0, atol=1e-5)
+
+
+def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
+    layer = make_layer()
+    one = torch.randn(1, 1, 64)
+    layer.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
+    with torch.inference_mode():
+        GPTQ(damping=1e-12).apply(layer)
+    assert any("damping raised to" in note for note in layer.notes)
+    assert set(layer.quantized) == set(layer.schemes)
+
+
+def test_dead_inputs_are_rounded_on_their_own():
+    weight, hessian = problem()
+    hessian[3] = 0
+    hessian[:, 3] = 0
+    scheme = WeightScheme(dtype=INT4)
+    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    order = torch.arange(48)
+    factor, _ = inverse_factor(hessian, order, 0.01)
+    codes = settle_columns(weight, factor, order, torch.zeros(48, dtype=torch.int64), scale, None, scheme)
+    assert torch.equal(codes[:, 3].float(), (weight[:, 3] / scale[:, 0]).round().clamp(-8, 7))
+
+
+def test_infinite_inputs_are_an_error(make_layer):
+    with pytest.raises(ModelError, match="cannot be factorised"):
+        inverse_factor(torch.full((4, 4), torch.inf), torch.arange(4), 0.01)
+    layer = make_layer()
+    layer.store = [torch.full((1, 4, 64), torch.nan)]
+    with pytest.raises(CheckpointError, match="not finite"), torch.inference_mode():
+        GPTQ().apply(layer)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"act_order": "none"}, {"act_order": "group"}, {"true_sequential": True}])
+def test_beats_rounding_on_every_family(make_layer, output_error, family, options):
+    rounding = output_error(make_layer(family), lambda layer: layer.finish())
+    gptq = output_error(make_layer(family), lambda layer: STEP(**options).apply(layer))
+    assert gptq < 0.9 * rounding
+
+
+@pytest.mark.parametrize(("dtype", "group_size"), [("int2", 16), ("int3", 16), ("int4", None), ("int8", None)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_integer_type_and_granularity(make_layer, output_error, dtype, group_size, symmetric):
+    arguments = {"dtype": dtype, "group_size": group_size, "symmetric": symmetric}
+    rounding = output_error(make_layer(**arguments), lambda layer: layer.finish())
+    gptq = output_error(make_layer(**arguments), lambda layer: GPTQ().apply(layer))
+    assert gptq < rounding
+
+
+def test_act_order_group_stores_the_index(make_layer):
+    layer = make_layer()
+    with torch.inference_mode():
+        GPTQ(act_order="group").apply(layer)
+    weight = layer.quantized["mlp.down_proj"]
+    assert sorted(weight.group_index.bincount().tolist()) == [16] * 6
+    assert torch.equal(weight.dequantize(), layer.weight("mlp.down_proj"))
+
+
+def test_linears_left_alone_stay_as_they_are(make_layer):
+    layer = make_layer(left_alone=("self_attn.o_proj",))
+    before = layer.weight("self_attn.o_proj").clone()
+    with torch.inference_mode():
+        GPTQ().apply(layer)
+    assert torch.equal(layer.weight("self_attn.o_proj"), before)
+    assert "self_attn.o_proj" not in layer.quantized
+
+
+def test_one_hessian_per_set(make_layer, monkeypatch):
+    """q, k and v (and gate and up) share inputs: four Gram matrices per layer, not seven."""
+    import quantkit.algorithms.gptq as module
+
+    made = []
+    original = module.Gram
+    monkeypatch.setattr(module, "Gram", lambda *args: made.append(args) or original(*args))
+    with torch.inference_mode():
+        GPTQ().apply(make_layer())
+    assert [args[0] for args in made] == [64, 64, 64, 96]
