@@ -1,0 +1,191 @@
+"""From a name or a file to a Recipe: everything that can be wrong with a recipe alone fails here."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import RecipeError, SchemeError, suggestion
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.recipe.base import CalibrationPlan, Recipe
+from quantkit.recipe.document import parse
+from quantkit.recipe.override import Overrides, patched
+from quantkit.recipe.schema import Calibration, Document, Override, validate
+from quantkit.recipe.steps import build_steps
+
+__all__ = ["build", "check", "load", "shipped"]
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with quantkit: file by name."""
+    return {path.stem: path for path in sorted(_folder().glob("*.yaml"))}
+
+
+def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name_or_path: a shipped name, or a path to a .yaml file.
+        overrides: fields to replace: values by dotted path, or `path=value` texts with YAML values.
+    Raises:
+        RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
+    """
+    path = _locate(str(name_or_path))
+    data = parse(_read(path), path.name)
+    data.setdefault("name", path.stem)
+    return build(patched(data, overrides), path.name)
+
+
+def build(data: Mapping[str, Any], where: str) -> Recipe:
+    """A recipe from plain data.
+
+    Args:
+        data: what a recipe file holds, or the `source` of a recipe.
+        where: where it comes from, for messages.
+    Raises:
+        RecipeError: as `load`.
+    """
+    document = validate(Document, data, where)
+    steps, options = build_steps(document.steps, where)
+    overrides = [_completed(document, index, where) for index in range(len(document.overrides))]
+    calibration = _calibration(document, bool(steps), where)
+    return Recipe(
+        name=document.name,
+        description=" ".join(document.description.split()),
+        scheme=_scheme(document, overrides, where),
+        steps=tuple(steps.values()),
+        step_names=tuple(steps),
+        calibration=None if calibration is None else CalibrationPlan(**calibration.model_dump()),
+        format=_format(document.format, where),
+        seed=document.seed,
+        source=_source(document, overrides, options, calibration, where),
+    )
+
+
+def check(path: str | Path) -> list[str]:
+    """Read a recipe and say what is valid in it but probably not meant.
+
+    Args:
+        path: a shipped name or a file.
+    Returns:
+        remarks: one sentence each; empty when there is nothing to say.
+    Raises:
+        RecipeError: as `load`.
+    """
+    recipe = load(path)
+    names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
+    if "smoothquant" in names and scheme.activation is None:
+        remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
+    if "gptq" in names and names[-1] != "gptq":
+        late = ", ".join(names[names.index("gptq") + 1 :])
+        remarks.append(f"gptq fixes the codes, so the steps after it ({late}) come too late; move gptq to the end")
+    if scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind:
+        pair = f"{scheme.weight.dtype.name} weights with {scheme.activation.dtype.name} activations"
+        remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
+    return remarks
+
+
+def _folder() -> Path:
+    try:
+        return Path(str(importlib.resources.files("quantkit.recipes")))
+    except ModuleNotFoundError:  # a source checkout: the folder lies beside the package
+        return Path(__file__).parents[2] / "recipes"
+
+
+def _locate(name: str) -> Path:
+    known = shipped()
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.is_file():
+        return path
+    what = "is a directory, not a recipe file" if path.is_dir() else "is neither a shipped recipe nor a file"
+    raise RecipeError(f"recipe {name!r} {what}{suggestion(name, known)}; shipped: {', '.join(known)}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as text: {error}") from None
+
+
+def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
+    """One override as plain data, its missing fields inherited from `weights`."""
+    override: Override = document.overrides[index]
+    modules = list(override.modules)
+    if not modules:
+        raise RecipeError(f"{where}: overrides[{index}].modules: the list is empty; name at least one pattern")
+    if override.weights is None:
+        return {"modules": modules, "skip": True}
+    return {
+        "modules": modules,
+        "weights": {**document.weights.model_dump(), **override.weights.model_dump(exclude_none=True)},
+    }
+
+
+def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> Scheme:
+    activation = None
+    if document.activations is not None:
+        activation = ActivationScheme(dtype=find_dtype(document.activations.dtype))
+    default = LinearScheme(weight=_weight(document.weights.model_dump(), where, "weights"), activation=activation)
+    rules: list[Rule] = []
+    for index, override in enumerate(overrides):
+        linear = None
+        if "weights" in override:
+            weight = _weight(override["weights"], where, f"overrides[{index}].weights")
+            linear = LinearScheme(weight=weight, activation=activation)
+        rules += [Rule(pattern=pattern, linear=linear) for pattern in override["modules"]]
+    # The last rule wins, and what is to be ignored is ignored whatever an override says.
+    rules += [Rule(pattern=pattern, linear=None) for pattern in document.ignore]
+    return Scheme(default=default, rules=tuple(rules))
+
+
+def _weight(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
+    size = fields["group_size"]
+    try:
+        return WeightScheme(
+            dtype=find_dtype(fields["dtype"]),
+            group_size=None if size == "channel" else size,
+            symmetric=fields["symmetric"],
+        )
+    except SchemeError as error:
+        raise RecipeError(f"{where}: {path}: {error}") from None
+
+
+def _calibration(document: Document, has_steps: bool, where: str) -> Calibration | None:
+    if has_steps:
+        return document.calibration or Calibration()
+    if document.calibration is not None:
+        raise RecipeError(f"{where}: calibration has no effect without steps; remove it, or add a step such as gptq")
+    return None
+
+
+def _format(name: str, where: str) -> str:
+    key, names = name.replace("_", "-"), FORMATS.names()
+    if key not in names:
+        hint = suggestion(key, names)
+        raise RecipeError(f"{where}: format: unknown format {name!r}{hint}; there are: {', '.join(names)}")
+    return key
+
+
+def _source(
+    document: Document,
+    overrides: list[dict[str, Any]],
+    options: dict[str, dict[str, Any]],
+    calibration: Calibration | None,
+    where: str,
+) -> dict[str, Any]:
+    source: dict[str, Any] = {"name": document.name, "weights": document.weights.model_dump()}
+    if document.activations is not None:
+        source["activations"] = document.activations.model_dump()
+    source["ignore"] = list(document.ignore)
+    source["overrides"] = overrides
+    source["steps"] = [{name: given} for name, given in options.items()]
+    if calibration is not None:
+        source["calibration"] = calibration.model_dump()
+    return {**source, "format": _format(document.format, where), "seed": document.seed}
