@@ -41,6 +41,10 @@ class AWQ:
     clip: bool = True
     max_tokens: int = 2048
 
+    def __post_init__(self) -> None:
+        if self.grid < 1 or self.max_tokens < 1:
+            raise ValueError(f"grid {self.grid} and max_tokens {self.max_tokens} must be positive numbers")
+
     def apply(self, layer: LayerContext) -> None:
         """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
         sets = layer.pending()

@@ -49,6 +49,12 @@ class GPTQ:
     scale_search: bool = True
     true_sequential: bool = False
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size {self.block_size} is not a positive number")
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping {self.damping} is not in (0, 1]")
+
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         sets = layer.pending()

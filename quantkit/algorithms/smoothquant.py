@@ -27,6 +27,10 @@ class SmoothQuant:
 
     alpha: float = 0.5
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is not in [0, 1]")
+
     def apply(self, layer: LayerContext) -> None:
         """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""
         sets = [group for group, _ in layer.pending() if _follows_norm(layer, group) and can_fold(layer, group)]

@@ -1,0 +1,119 @@
+"""What must hold of a checkpoint before it gets its final name. A breach is a defect of quantkit, not of the input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.errors import AuditError
+from quantkit.formats.base import Format
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.pipeline.plan import Plan
+from quantkit.results import LayerRecord
+
+
+def check_written(path: Path, prefix: str, weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> None:
+    """The tensors of one linear, read back from its shard, decode to exactly what calibration computed with.
+
+    Args:
+        path: the shard.
+        prefix: full module name of the linear.
+        weight: the codes in memory.
+        scheme: of the linear.
+        format_: that wrote it.
+    """
+    from safetensors import safe_open
+
+    expected = format_.encode(weight, scheme)
+    with safe_open(path, framework="pt") as file:
+        found = {name: file.get_tensor(f"{prefix}.{name}") for name in expected}
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(_bytes(found[name]), _bytes(tensor)):
+            raise AuditError(f"{prefix}.{name} in {path.name} differs from what was written")
+    if format_.keeps_codes:
+        decoded = format_.decode(found, scheme)
+        if not torch.equal(decoded.dequantize(), weight.dequantize().cpu()):
+            raise AuditError(f"{prefix} decodes to other values than calibration used")
+
+
+def check_weight(prefix: str, weight: QuantizedTensor) -> None:
+    """No scale is zero, negative, NaN or infinite, and no code is outside its type."""
+    scale = weight.scale.float()
+    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        raise AuditError(f"{prefix}: a scale is zero, negative or not finite")
+    codes, dtype = weight.codes.float(), weight.scheme.dtype
+    if not bool(((codes >= dtype.minimum) & (codes <= dtype.maximum)).all()):
+        raise AuditError(f"{prefix}: a code is outside {dtype.name}")
+
+
+def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
+    """Every target is quantized, everything else is as it was, and the size is what was planned.
+
+    Args:
+        folder: the assembled checkpoint.
+        plan: what was to be done.
+        records: of all layers.
+    """
+    reader = CheckpointReader(folder)
+    _check_targets(plan, records)
+    for name in plan.left_alone:
+        source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
+        kept = reader.info(f"{name}.weight") if f"{name}.weight" in reader else None
+        if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
+            raise AuditError(f"{name} was to be left alone, but its weight is {kept and kept.dtype}")
+    _check_tied(plan, reader)
+    _check_format(plan, folder)
+
+
+def _check_targets(plan: Plan, records: list[LayerRecord]) -> None:
+    wanted = set(plan.linears)
+    done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
+    if wanted != set(done):
+        raise AuditError(
+            f"quantized {len(done)} linears where {len(wanted)} were planned: {sorted(wanted ^ set(done))[:3]}"
+        )
+    for name, scheme in plan.linears.items():
+        planned = planned_bits(scheme, done[name].shape, plan.scale_dtype[name])
+        if abs(done[name].bits_per_weight - planned) > 0.01:
+            raise AuditError(f"{name} takes {done[name].bits_per_weight:.3f} bits per weight, planned {planned:.3f}")
+
+
+def planned_bits(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> float:
+    """Bits per weight that a scheme implies, scales and zero points included."""
+    weight = scheme.weight
+    extra = torch.empty((), dtype=scale_dtype).element_size() * 8 + (0 if weight.symmetric else weight.dtype.bits)
+    return weight.dtype.bits + extra * weight.num_groups(shape[1]) / shape[1]
+
+
+def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
+    head, embedding = f"{plan.architecture.head}.weight", f"{plan.architecture.embedding}.weight"
+    for name in (head, embedding):
+        if (name in plan.reader) != (name in reader):
+            raise AuditError(f"{name} was {'lost' if name in plan.reader else 'added'}; tied weights would break")
+        if name in reader and plan.reader.info(name).shape != reader.info(name).shape:
+            raise AuditError(f"{name} changed its shape")
+    if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
+        raise AuditError("tie_word_embeddings changed")
+
+
+def _check_format(plan: Plan, folder: Path) -> None:
+    """The config as a loader will read it gives each linear the scheme that it was quantized with."""
+    scheme = plan.format.recognise(json.loads((folder / "config.json").read_text()))
+    if scheme is None:
+        if plan.format.keeps_codes:
+            raise AuditError("config.json does not describe the format it was written in")
+        return
+    for name, linear in plan.linears.items():
+        if scheme.find(name) != linear:
+            raise AuditError(f"config.json describes {name} differently from how it was quantized")
+    for name in plan.left_alone:
+        if scheme.find(name) is not None:
+            raise AuditError(f"config.json does not leave {name} alone")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8) if tensor.dim() else tensor.cpu()

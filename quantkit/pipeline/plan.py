@@ -1,0 +1,238 @@
+"""Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+
+from quantkit.architectures import Architecture, find
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoint.skeleton import Skeleton
+from quantkit.checkpoint.source import resolve
+from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.recipe import Recipe
+
+FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+DEMO = Path(__file__).parent.parent / "demo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One compression, checked and ready to run.
+
+    Args:
+        model: as given, "demo" for the bundled model.
+        reader, skeleton, architecture, recipe, format: its parts.
+        layers: per decoder layer, scheme of each linear to quantize by relative name.
+        left_alone: full names of linears that are not quantized, the head included.
+        scale_dtype: dtype of scales by full module name: that of the source weight.
+        compute_dtype: of the layer under compression and the hidden states.
+        output: directory of the finished checkpoint.
+        device: where layers are computed.
+    """
+
+    model: str
+    reader: CheckpointReader
+    skeleton: Skeleton
+    architecture: Architecture
+    recipe: Recipe
+    format: Format
+    layers: tuple[dict[str, LinearScheme], ...]
+    left_alone: tuple[str, ...]
+    scale_dtype: dict[str, torch.dtype]
+    compute_dtype: torch.dtype
+    output: Path
+    device: torch.device
+
+    @property
+    def linears(self) -> dict[str, LinearScheme]:
+        """Scheme of each linear to quantize by full name."""
+        return {
+            f"{self.skeleton.layer_name(index)}.{name}": scheme
+            for index, schemes in enumerate(self.layers)
+            for name, scheme in schemes.items()
+        }
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        config = self.reader.config
+        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+    @property
+    def bundled_text(self) -> Path:
+        """The text that `calibration.data: bundled` means for this model."""
+        if self.model == "demo":
+            return DEMO / "calibration.txt"
+        return Path(__file__).parent.parent / "calibration" / "text" / "general.txt"
+
+
+def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
+    """Check model, recipe and format against each other.
+
+    Args:
+        model: directory or hub id; None = the bundled demo model.
+        recipe: what to do.
+        output: directory; None = `<model>-<recipe>` in the current one.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+    Raises:
+        ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
+    """
+    reader = CheckpointReader(DEMO / "model" if model is None else resolve(model))
+    name = "demo" if model is None else model
+    if "quantization_config" in reader.config:
+        raise ModelError(f"{reader.path} is already quantized (config.json has quantization_config); give the original")
+    architecture = find(reader.config)
+    place = pick_device(device)
+    dtype = _source_dtype(reader, architecture)
+    compute = pick_compute_dtype(dtype, place)
+    skeleton = Skeleton(reader, architecture, compute, place)
+    skeleton.check_tensors()
+    layers, left_alone = _assign(skeleton, recipe)
+    format_ = FORMATS.load(recipe.format)
+    _check_format(skeleton, layers, format_)
+    target = Path(output) if output else Path(f"{Path(name.rstrip('/')).name}-{recipe.name}")
+    _check_output(target, reader.path)
+    full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
+    return Plan(
+        model=name,
+        reader=reader,
+        skeleton=skeleton,
+        architecture=architecture,
+        recipe=recipe,
+        format=format_,
+        layers=layers,
+        left_alone=left_alone,
+        scale_dtype={linear: reader.info(f"{linear}.weight").dtype for linear in full},
+        compute_dtype=compute,
+        output=target,
+        device=place,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a user means.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
+    return device
+
+
+def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
+    """The source's dtype where the device is fast in it, else float32.
+
+    On CPUs float16 products have no fast path, and bfloat16 ones only where the instruction set has them.
+    """
+    if device.type == "cuda":
+        return source
+    if source == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _check_output(output: Path, source: Path) -> None:
+    """The output must not be the source, nor lie inside it or around it: replacing it would destroy the model."""
+    target, model = output.resolve(), source.resolve()
+    if target == model or target in model.parents or model in target.parents:
+        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
+
+
+def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+    """Dtype of the decoder layers' weights, which must be one of the float types."""
+    names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
+    if not names:
+        raise ModelError(
+            f"{reader.path}: the checkpoint has no decoder layers, no tensor under {architecture.layers}.*"
+        )
+    for name in names:
+        if reader.info(name).dtype not in FLOAT_SOURCES:
+            raise ModelError(
+                f"{reader.path}: tensor {name} is {reader.info(name).dtype}; "
+                "weights must be float32, bfloat16 or float16 to be compressed"
+            )
+    return reader.info(names[0]).dtype
+
+
+def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
+    """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
+    architecture, scheme = skeleton.architecture, recipe.scheme
+    layers: list[dict[str, LinearScheme]] = []
+    left_alone: list[str] = []
+    for index in range(skeleton.num_layers):
+        found = {name: scheme.find(f"{skeleton.layer_name(index)}.{name}") for name in architecture.linears}
+        for group in architecture.linear_sets:
+            if len({found[name] for name in group.linears}) > 1:
+                names = ", ".join(group.linears)
+                raise RecipeError(
+                    f"{skeleton.layer_name(index)}: {names} are fused by inference engines and need one scheme; "
+                    "widen the pattern in overrides or ignore to cover all of them"
+                )
+        layers.append({name: item for name, item in found.items() if item is not None})
+        left_alone += [f"{skeleton.layer_name(index)}.{name}" for name, item in found.items() if item is None]
+    every = [f"{skeleton.layer_name(i)}.{name}" for i in range(skeleton.num_layers) for name in architecture.linears]
+    for rule in scheme.rules:
+        if not any(rule.matches(name) for name in every):
+            raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
+    if not any(layers):
+        raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
+    return tuple(layers), (*left_alone, architecture.head)
+
+
+def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:
+    checked: set[tuple[LinearScheme, tuple[int, int]]] = set()
+    for index, schemes in enumerate(layers):
+        shapes = skeleton.linear_shapes(index)
+        for name, scheme in schemes.items():
+            if (scheme, shapes[name]) in checked:
+                continue
+            try:
+                format_.check(scheme, shapes[name])
+            except SchemeError as error:
+                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}") from None
+            checked.add((scheme, shapes[name]))
+
+
+def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
+    """What a run will hold in memory at once, by purpose; a plain estimate made before anything is read.
+
+    Args:
+        plan: the run.
+        num_tokens: calibration tokens, 0 without data.
+    """
+    size = torch.empty((), dtype=plan.compute_dtype).element_size()
+    shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
+    weights = max(sum(n * k for n, k in layer.values()) for layer in shapes)
+    width = max(k for layer in shapes for _, k in layer.values())
+    tallest = max(n * k for layer in shapes for n, k in layer.values())
+    solver = 2 * 4 * width * width if "gptq" in plan.recipe.step_names else 0
+    hidden = num_tokens * int(plan.reader.config["hidden_size"]) * size
+    return {"layer": weights * size, "hidden_states": hidden, "statistics": solver, "working_copies": 3 * 4 * tallest}
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of everything that decides the bits of a result."""
+    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
+        return "unknown"

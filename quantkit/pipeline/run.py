@@ -1,0 +1,345 @@
+"""The life of a weight: layer after layer from source shards to finished ones, within the memory of one layer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.activations import ActivationStore, Mode
+from quantkit.calibration.dataset import Samples, load_samples
+from quantkit.calibration.layer import LayerContext, signal_to_noise_db
+from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
+from quantkit.errors import ModelError
+from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
+from quantkit.pipeline.events import SILENT, Listener
+from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
+from quantkit.pipeline.state import RunState, identity_digest, open_state, partial_folder, was_completed
+from quantkit.recipe import Recipe
+from quantkit.results import CompressionResult, LayerRecord, to_dict
+
+# Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
+_BATCH_TOKENS = 2048
+
+
+def quantize(
+    model: str | None,
+    recipe: Recipe,
+    output: str | Path | None = None,
+    *,
+    device: str = "auto",
+    activations: Mode = "ram",
+    resume: bool = True,
+    overwrite: bool = False,
+    listener: Listener = SILENT,
+) -> CompressionResult:
+    """Compress a model layer by layer and write a checkpoint.
+
+    Args:
+        model: directory or hub id; None = the bundled demo model.
+        recipe: what to do.
+        output: directory to write; None = `<model>-<recipe>` in the current one. Written under another name
+            (`<output>.partial`) and renamed when everything has been checked.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+        activations: keep hidden states in memory or on disk.
+        resume: go on where an interrupted run stopped; False starts over.
+        overwrite: replace an existing output.
+        listener: told what happens.
+    Raises:
+        InputError: model, recipe, data or output cannot be used.
+        ResourceError: out of disk or memory; the same command resumes.
+    """
+    started = time.perf_counter()
+    plan = make_plan(model, recipe, output, device)
+    if was_completed(plan.output) and not overwrite:
+        shutil.rmtree(partial_folder(plan.output))
+        return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
+    samples = _load_samples(plan)
+    for warning in samples.warnings if samples else ():
+        listener.warning(warning)
+    identity = _identity(plan, samples)
+    with open_state(plan.output, identity, resume=resume, overwrite=overwrite) as state:
+        run = _Run(plan=plan, state=state, listener=listener, mode=activations, samples=samples, resumable=resume)
+        try:
+            with torch.inference_mode():
+                run.layers()
+            run.timer["prepare"] = time.perf_counter() - started - sum(sum(r.seconds.values()) for r in run.own_records)
+            return run.finish()
+        except OSError as error:
+            raise translate_os_error(error, state.folder) from error
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One run in progress."""
+
+    plan: Plan
+    state: RunState
+    listener: Listener
+    mode: Mode
+    samples: Samples | None
+    resumable: bool
+    store: ActivationStore | None = None
+    resumed: int = 0
+    timer: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def own_records(self) -> list[LayerRecord]:
+        """Records of the layers that this process has worked on."""
+        return self.state.records[self.resumed :]
+
+    def layers(self) -> None:
+        """Work on every layer that is not done yet."""
+        self.resumed = len(self.state.records)
+        count = self.plan.skeleton.num_layers
+        tokens = self.samples.num_tokens if self.samples else 0
+        self.listener.plan(
+            {
+                "num_layers": count,
+                "resumed_layers": self.resumed,
+                "samples": len(self.samples.token_ids) if self.samples else 0,
+                "predicted_bytes": peak_bytes() + sum(predicted_bytes(self.plan, tokens).values()),
+            }
+        )
+        if self.samples and self.resumed < count:
+            self.store = self._open_store(self.samples)
+        for index in range(self.resumed, count):
+            self._layer(index)
+
+    def _open_store(self, samples: Samples) -> ActivationStore:
+        folder = self.state.folder / "activations"
+        if self.resumed:
+            return ActivationStore.restore(folder, self.mode, self.resumed, self.state.activations)
+        shutil.rmtree(folder, ignore_errors=True)
+        kept = folder if self.resumable or self.mode == "disk" else None
+        return ActivationStore(kept, self.mode, embed(self.plan, samples))
+
+    def _layer(self, index: int) -> None:
+        plan, seconds = self.plan, defaultdict[str, float](float)
+        name = plan.skeleton.layer_name(index)
+        self.listener.layer_started(index, name)
+        with self._phase("load", seconds):
+            layer = self._context(index)
+            reference = layer.forward(self.store[0]) if self.store else None
+        for step, label in zip(plan.recipe.steps, plan.recipe.step_names, strict=True):
+            with self._phase(label, seconds):
+                step.apply(layer)
+        with self._phase("round", seconds):
+            layer.finish()
+        with self._phase("write", seconds):
+            shard, digest, names = self._write(index, layer)
+        snr, states = None, list[str]()
+        with self._phase("advance", seconds):
+            if self.store is not None and reference is not None:
+                snr = signal_to_noise_db(reference, layer.forward(self.store[0]))
+                if index + 1 < plan.skeleton.num_layers:
+                    self.store.advance(layer.forward)
+                    states = self.store.digests
+        record = LayerRecord(
+            index=index,
+            name=name,
+            linears=tuple(layer.records[linear] for linear in plan.layers[index]),
+            output_snr_db=snr,
+            notes=tuple(layer.notes),
+            seconds={phase: round(value, 3) for phase, value in seconds.items()},
+            peak_bytes=peak_bytes(),
+        )
+        self.state.finish_layer(record, shard, digest, names, states)
+        if self.store is not None:
+            self.store.forget_previous()
+        self.listener.layer_finished(record)
+
+    def _context(self, index: int) -> LayerContext:
+        plan = self.plan
+        name = plan.skeleton.layer_name(index)
+        return LayerContext(
+            name=name,
+            block=plan.skeleton.layer(index),
+            sets=plan.architecture.linear_sets,
+            schemes=plan.layers[index],
+            scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
+            head_dim=plan.head_dim,
+            store=self.store,
+            arguments=partial(plan.skeleton.arguments, index),
+            seed=plan.recipe.seed + index,
+        )
+
+    def _write(self, index: int, layer: LayerContext) -> tuple[str, str, list[str]]:
+        """Write and read back one layer's shard; its name, SHA-256 and tensor names."""
+        plan = self.plan
+        tensors: dict[str, Tensor] = {}
+        for linear, weight in layer.quantized.items():
+            prefix = f"{layer.name}.{linear}"
+            check_weight(prefix, weight)
+            local = plan.format.encode(weight, plan.layers[index][linear])
+            tensors |= {f"{prefix}.{key}": value.cpu() for key, value in local.items()}
+        codes = {f"{layer.name}.{linear}.weight" for linear in layer.quantized}
+        parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
+        for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in codes):
+            kept = parameters.get(key)
+            tensors[key] = plan.reader.tensor(key) if kept is None else kept.to(plan.reader.info(key).dtype).cpu()
+        shard = shard_name(index, plan.skeleton.num_layers)
+        path = self.state.checkpoint / shard
+        digest = write_shard(path, tensors)
+        for linear, weight in layer.quantized.items():
+            check_written(path, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
+        return shard, digest, sorted(tensors)
+
+    def finish(self) -> CompressionResult:
+        """Write what is not a decoder layer, check everything, and give the checkpoint its name."""
+        started = time.perf_counter()
+        plan, folder = self.plan, self.state.checkpoint
+        prefixes = tuple(f"{plan.skeleton.layer_name(i)}." for i in range(plan.skeleton.num_layers))
+        rest = [name for name in plan.reader.names if not name.startswith(prefixes)]
+        shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
+        copy_tensors(plan.reader, rest, folder / shard)
+        weight_map = {**self.state.weight_map, **dict.fromkeys(rest, shard)}
+        size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
+        write_index(folder, weight_map, size)
+        config = {**plan.reader.config, **plan.format.config(plan.linears, plan.left_alone)}
+        write_json(folder / "config.json", config)
+        for path in plan.reader.metadata_files():
+            shutil.copyfile(path, folder / path.name)
+        check_checkpoint(folder, plan, self.state.records)
+        self.timer["finish"] = time.perf_counter() - started
+        result = self._result(size)
+        self._write_manifest(result)
+        promote(folder, plan.output, overwrite=True)
+        shutil.rmtree(self.state.folder)
+        return result
+
+    def _result(self, size: int) -> CompressionResult:
+        plan, records = self.plan, tuple(self.state.records)
+        linears = [linear for record in records for linear in record.linears]
+        weights = sum(linear.shape[0] * linear.shape[1] for linear in linears)
+        bits = sum(linear.bits_per_weight * linear.shape[0] * linear.shape[1] for linear in linears)
+        seconds = dict(self.timer)
+        for record in records[self.resumed :]:
+            for phase, value in record.seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + value
+        return CompressionResult(
+            model=plan.model,
+            output=str(plan.output),
+            recipe=plan.recipe.name,
+            format=plan.recipe.format,
+            num_layers=len(records),
+            num_quantized=len(linears),
+            left_alone=plan.left_alone,
+            bits_per_weight=bits / weights,
+            source_bytes=plan.reader.num_bytes,
+            output_bytes=size,
+            layers=records,
+            warnings=self.samples.warnings if self.samples else (),
+            seconds={phase: round(value, 3) for phase, value in seconds.items()},
+            peak_bytes=peak_bytes(),
+            resumed_layers=self.resumed,
+        )
+
+    def _write_manifest(self, result: CompressionResult) -> None:
+        """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
+        write_json(self.state.checkpoint / "quantkit-run.json", to_dict(result))
+        steady = to_dict(result)
+        for key in ("seconds", "peak_bytes", "resumed_layers"):
+            del steady[key]
+        for layer in steady["layers"]:
+            del layer["seconds"], layer["peak_bytes"]
+        manifest = {
+            "schema_version": result.schema_version,
+            "recipe": self.plan.recipe.source,
+            "identity": self.state.identity,
+            "identity_sha256": identity_digest(self.state.identity),
+            "result": steady,
+        }
+        write_json(self.state.checkpoint / "quantkit.json", manifest)
+
+    @contextmanager
+    def _phase(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        self.listener.phase(name)
+        started = time.perf_counter()
+        yield
+        seconds[name] += time.perf_counter() - started
+
+
+def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
+    """Hidden states before the first layer, batches (B, T, D) of samples of equal length, on the CPU.
+
+    Only the embedding rows of tokens that occur are read.
+    """
+    used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
+    name = f"{plan.architecture.embedding}.weight"
+    table = plan.reader.gather_rows(name, used)
+    row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
+    row_of[used] = torch.arange(len(used))
+    ordered = sorted(samples.token_ids, key=len)
+    for length, group in itertools.groupby(ordered, key=len):
+        ids = torch.tensor(list(group))  # (B, T)
+        for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
+            yield plan.skeleton.embed(batch, table, row_of)
+
+
+def shard_name(index: int, num_layers: int) -> str:
+    """File of a layer; the one after the last holds everything else."""
+    return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
+
+
+def peak_bytes() -> int:
+    """Highest resident memory of this process so far, as the kernel counts it."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _load_samples(plan: Plan) -> Samples | None:
+    calibration = plan.recipe.calibration
+    if calibration is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {reason}") from error
+    return load_samples(
+        plan.bundled_text if calibration.data == "bundled" else calibration.data,
+        tokenizer,
+        samples=calibration.samples,
+        sequence_length=calibration.sequence_length,
+        vocab_size=plan.reader.info(f"{plan.architecture.embedding}.weight").shape[0],
+        seed=plan.recipe.seed,
+        field=calibration.field,
+        split=calibration.split,
+    )
+
+
+def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
+    """Everything that decides the bits of the result."""
+    return {
+        "recipe": plan.recipe.source,
+        "source": plan.reader.digests(),
+        "calibration": None if samples is None else samples.digest,
+        "versions": describe_versions(),
+        "compute": {
+            "device": plan.device.type,
+            "dtype": str(plan.compute_dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Size of a safetensors file without its header."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
