@@ -1,0 +1,70 @@
+"""The command line. One file per command: a file here that defines COMMAND is a command of that name.
+
+Files are imported to list them, so they import nothing heavy outside their functions; `--help` never sees torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from quantkit.cli._output import report_error
+from quantkit.errors import suggestion
+from quantkit.registry import Registry
+
+__all__ = ["main"]
+
+REGISTRY = Registry(package=__name__, attribute="COMMAND", noun="command")
+
+EXAMPLES = """\b
+Examples:
+  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+  quantkit inspect demo-int4
+  quantkit recipes list
+"""
+
+
+class _Commands(click.Group):
+    """The files of this package as commands, and one place where every error becomes a line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the command files."""
+        return REGISTRY.names()
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, imported now."""
+        if cmd_name.replace("_", "-") not in REGISTRY.names():
+            ctx.fail(f"no such command {cmd_name!r}{suggestion(cmd_name, REGISTRY.names())}")
+        command: click.Command = REGISTRY.load(cmd_name)
+        return command
+
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """Run; with `standalone_mode` (the default) exit with the code of the error, if any."""
+        given = list(sys.argv[1:] if args is None else args)
+        if not standalone_mode:
+            return super().main(given, standalone_mode=False, **extra)
+        try:
+            result = super().main(given, standalone_mode=False, **extra)
+        except (Exception, KeyboardInterrupt) as error:
+            flags = given[: given.index("--")] if "--" in given else given
+            sys.exit(report_error(error, as_json="--json" in flags, verbose="--verbose" in flags))
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        import quantkit
+
+        click.echo(f"quantkit {quantkit.__version__}")
+        ctx.exit()
+
+
+@click.group(cls=_Commands, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print it.")
+def main() -> None:
+    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads."""

@@ -1,0 +1,149 @@
+"""What all commands share: results to stdout, everything else to stderr, and an exit code for every error.
+
+0 done · 1 a bug · 2 usage · 4 bad input · 5 out of disk, memory or device memory · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["Output", "output_options", "report_error"]
+
+USAGE, RESOURCES, INTERRUPTED = 2, 5, 130
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """How the user wants to be answered.
+
+    Args:
+        as_json: one JSON object on stdout and nothing else there.
+        quiet: results only; no progress and no warnings.
+        verbose: tracebacks of errors.
+    """
+
+    as_json: bool
+    quiet: bool
+    verbose: bool
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether progress and warnings go to stderr."""
+        return not (self.as_json or self.quiet)
+
+    def result(self, data: Callable[[], dict[str, Any]], *shown: Callable[[], RenderableType]) -> None:
+        """Print a result, as JSON or for people.
+
+        Args:
+            data: makes the object for --json.
+            shown: make what people see, one below the other with a blank line between.
+        """
+        if self.as_json:
+            click.echo(json.dumps(data(), ensure_ascii=False))
+            return
+        console = plain_console()
+        for position, make in enumerate(shown):
+            console.print(*([""] if position else []), make(), sep="\n")
+
+
+def output_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add --json, --quiet and --verbose to a command, which gets them as its first argument, an Output."""
+
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+    @click.option("--quiet", is_flag=True, help="No progress and no warnings.")
+    @click.option("--verbose", is_flag=True, help="Tracebacks of errors.")
+    @functools.wraps(function)
+    def command(*, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+        function(Output(as_json=as_json, quiet=quiet, verbose=verbose), **options)
+
+    return command
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: no markup and no guessed colours.
+
+    Args:
+        stderr: where to; stdout otherwise.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=False)
+
+
+def human_seconds(seconds: float) -> str:
+    """`42 s`, `3 min 20 s` or `2 h 5 min`: a duration for people."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
+    """Tell an error in one line on stderr, and with --json also as an object on stdout.
+
+    Args:
+        error: whatever ended the command.
+        as_json: whether stdout carries JSON.
+        verbose: whether to print the traceback first.
+    Returns:
+        the exit code.
+    """
+    if verbose and not isinstance(error, click.exceptions.ClickException | click.Abort):
+        traceback.print_exception(error, file=sys.stderr)
+    code, text = explain(error)
+    if as_json:
+        click.echo(json.dumps({"error": text, "exit_code": code}, ensure_ascii=False))
+    if isinstance(error, click.UsageError) and not as_json:
+        error.show(sys.stderr)  # usage line and a pointer to --help, as click users know it
+    else:
+        click.echo(f"error: {text}", err=True)
+    return code
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and one line for an error."""
+    if isinstance(error, QuantkitError):
+        return error.exit_code, _one_line(str(error))
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return INTERRUPTED, "interrupted; run the same command again to resume"
+    if isinstance(error, click.ClickException):
+        return error.exit_code, _one_line(error.format_message())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            RESOURCES,
+            f"no space left on the disk of {error.filename or 'the output'}; free some, or give another -o",
+        )
+    if _is_memory(error):
+        return RESOURCES, f"out of memory: {_one_line(str(error))[:200]}; try fewer --samples or --activations disk"
+    what = f"{type(error).__name__}: {_one_line(str(error))}"
+    return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
+
+
+def _is_memory(error: BaseException) -> bool:
+    # Torch's classes are told by name and text: torch is not imported to report an error, and its CPU allocator
+    # raises a plain RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,97 @@
+"""`quantkit inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli._output import Output, output_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from quantkit.results import CheckpointSummary
+
+EPILOG = """\b
+Examples:
+  quantkit quantize --recipe rtn-int8 -o demo-int8
+  quantkit inspect demo-int8
+  quantkit inspect demo-int8 --json
+"""
+
+
+@click.command("inspect", epilog=EPILOG, short_help="Show number types, sizes and errors of a checkpoint.")
+@click.argument("checkpoint")
+@output_options
+def inspect_checkpoint(output_to: Output, *, checkpoint: str) -> None:
+    """Show what CHECKPOINT, a directory, stores: number types, bits per weight, sizes, and per-layer errors.
+
+    Quantized checkpoints of any known format and ordinary ones can be read; errors are known for those that
+    quantkit wrote.
+    """
+    from quantkit.inspection import inspect
+    from quantkit.results import to_dict
+
+    summary = inspect(checkpoint)
+    output_to.result(
+        lambda: to_dict(summary), lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary)
+    )
+
+
+def _overview(summary: CheckpointSummary) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("checkpoint", summary.path)
+    table.add_row("architecture", summary.architecture)
+    table.add_row("format", summary.format)
+    if summary.recipe is not None:
+        table.add_row("recipe", summary.recipe)
+    table.add_row("parameters", f"{summary.num_parameters:,}")
+    table.add_row("size", human_bytes(summary.num_bytes))
+    if summary.bits_per_weight is not None:
+        table.add_row("bits per weight", f"{summary.bits_per_weight:.3f} (quantized linears)")
+    return table
+
+
+def _modules(summary: CheckpointSummary) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("module", overflow="fold")
+    table.add_column("stored as")
+    for title in ("count", "parameters", "size"):
+        table.add_column(title, justify="right")
+    for row in summary.modules:
+        table.add_row(row.kind, row.stored_as, str(row.count), f"{row.num_parameters:,}", human_bytes(row.num_bytes))
+    return table
+
+
+def _layers(summary: CheckpointSummary) -> RenderableType:
+    from rich.table import Table
+
+    if not summary.layers:
+        return "no per-layer errors: quantkit.json is missing or lists none"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("layer", overflow="fold")
+    table.add_column("output SNR", justify="right")
+    table.add_column("worst error", justify="right")
+    table.add_column("rounded", justify="right")
+    table.add_column("of linear", overflow="fold")
+    for layer in summary.layers:
+        snr = "" if layer.output_snr_db is None else f"{layer.output_snr_db:.1f} dB"
+        worst = max(layer.linears, key=lambda linear: linear.error, default=None)
+        numbers = ("", "", "") if worst is None else (f"{worst.error:.4f}", f"{worst.rounding_error:.4f}", worst.name)
+        table.add_row(layer.name, snr, *numbers)
+    return table
+
+
+COMMAND = inspect_checkpoint

@@ -1,0 +1,158 @@
+"""`quantkit quantize`: compress a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output, human_seconds, output_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.results import CompressionResult
+
+EPILOG = """\b
+Examples:
+  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+  quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
+  quantkit quantize --recipe gptq-int4 --samples 16 --sequence-length 128 -o demo-gptq
+  quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+"""
+
+
+@click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
+@click.argument("model", required=False)
+@click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
+@click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
+@click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[/config].")
+@click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
+@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens per calibration sequence.")
+@click.option("--format", "format_name", metavar="NAME", help="On-disk format.")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
+@click.option(
+    "--activations",
+    type=click.Choice(["ram", "disk"]),
+    default="ram",
+    show_default=True,
+    help="Where hidden states are kept between layers.",
+)
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+@output_options
+def quantize(
+    output_to: Output,
+    *,
+    model: str | None,
+    recipe: str,
+    output: str | None,
+    changes: tuple[str, ...],
+    device: str,
+    activations: Any,
+    resume: bool,
+    overwrite: bool,
+    **fields: Any,
+) -> None:
+    """Compress MODEL, a directory or a hub id, to a new checkpoint; without MODEL, the bundled demo model.
+
+    One decoder layer is in memory at a time. A run that is killed goes on where it stopped when the same command is
+    given again.
+    """
+    import quantkit.pipeline as pipeline
+    from quantkit.cli._progress import for_output
+    from quantkit.recipe import load
+    from quantkit.results import to_dict
+
+    plan = load(recipe, [*changes, *_flag_changes(fields)])
+    with for_output(output_to) as listener:
+        result = pipeline.quantize(
+            model,
+            plan,
+            output,
+            device=device,
+            activations=activations,
+            resume=resume,
+            overwrite=overwrite,
+            listener=listener,
+        )
+    output_to.result(
+        lambda: to_dict(result), lambda: _summary(result), lambda: _worst(result), lambda: _next_steps(result)
+    )
+
+
+FLAGS = {
+    "calibration": "calibration.data",
+    "samples": "calibration.samples",
+    "sequence_length": "calibration.sequence_length",
+    "format_name": "format",
+    "seed": "seed",
+}
+
+
+def _flag_changes(fields: dict[str, Any]) -> list[str]:
+    """The options that are recipe fields, as `path=value`; JSON text is YAML that needs no guessing."""
+    import json
+
+    return [f"{path}={json.dumps(fields[flag])}" for flag, path in FLAGS.items() if fields[flag] is not None]
+
+
+def _summary(result: CompressionResult) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
+    sizes = f"{human_bytes(result.source_bytes)} → {human_bytes(result.output_bytes)} ({ratio:.2f}x smaller)"
+    layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.left_alone)} left alone"
+    if result.resumed_layers:
+        layers += f"; {result.resumed_layers} layers taken over from an interrupted run"
+    table.add_row("model", result.model)
+    table.add_row("recipe", f"{result.recipe} ({result.format})")
+    table.add_row("layers", layers)
+    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    table.add_row("size", sizes)
+    table.add_row("time", _times(result))
+    table.add_row("peak memory", human_bytes(result.peak_bytes))
+    table.add_row("output", result.output)
+    for text in result.warnings:
+        table.add_row("warning", text)
+    return table
+
+
+def _times(result: CompressionResult) -> str:
+    phases = sorted(result.seconds.items(), key=lambda pair: pair[1], reverse=True)
+    total = human_seconds(sum(result.seconds.values()))
+    return f"{total}: " + ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in phases)
+
+
+def _worst(result: CompressionResult) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title="worst linears by relative error, and that of plain rounding",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column("linear", overflow="fold")
+    table.add_column("weights", no_wrap=True)
+    table.add_column("error", justify="right")
+    table.add_column("rounded", justify="right")
+    table.add_column("of", no_wrap=True)
+    for name, linear in result.worst_linears():
+        weights = linear.scheme.partition(",")[0]  # activations are not part of this error
+        table.add_row(name, weights, f"{linear.error:.4f}", f"{linear.rounding_error:.4f}", linear.measure)
+    return table
+
+
+def _next_steps(result: CompressionResult) -> str:
+    return f"next: quantkit inspect {result.output}"
+
+
+COMMAND = quantize

@@ -1,0 +1,96 @@
+"""`quantkit recipes`: what is shipped, what it means, and whether yours is valid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from quantkit.cli._output import Output, output_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.recipe import Recipe
+
+EPILOG = """\b
+Examples:
+  quantkit recipes list
+  quantkit recipes show gptq-int4 > mine.yaml
+  quantkit recipes check mine.yaml
+"""
+
+
+@click.group("recipes", epilog=EPILOG, short_help="List, show and check recipes.")
+def recipes() -> None:
+    """Recipes say which numbers a model is stored in and how well they are chosen."""
+
+
+@recipes.command("list", epilog="\b\nExamples:\n  quantkit recipes list\n  quantkit recipes list --json")
+@output_options
+def list_recipes(output_to: Output) -> None:
+    """List the shipped recipes."""
+    from quantkit.recipe import load, shipped
+
+    found = {name: load(name) for name in shipped()}
+
+    output_to.result(
+        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in found.items()]},
+        lambda: _table(found),
+        lambda: "next: quantkit recipes show NAME",
+    )
+
+
+@recipes.command(
+    "show", epilog="\b\nExamples:\n  quantkit recipes show awq-int4\n  quantkit recipes show awq-int4 > mine.yaml"
+)
+@click.argument("name")
+@output_options
+def show(output_to: Output, *, name: str) -> None:
+    """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in."""
+    from pathlib import Path
+
+    from quantkit.recipe import load, shipped
+
+    recipe = load(name)
+    if output_to.as_json:
+        output_to.result(lambda: {"description": recipe.description, **recipe.source})
+    else:
+        click.echo(shipped().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command(
+    "check", epilog="\b\nExamples:\n  quantkit recipes show awq-int4 > mine.yaml\n  quantkit recipes check mine.yaml"
+)
+@click.argument("file")
+@output_options
+def check_file(output_to: Output, *, file: str) -> None:
+    """Say whether the recipe in FILE is valid, and what in it is probably not meant."""
+    from quantkit.recipe import check
+
+    remarks = check(file)
+    lines = [f"{file}: valid", *(f"remark: {text}" for text in remarks)]
+    output_to.result(lambda: {"file": file, "valid": True, "remarks": remarks}, lambda: "\n".join(lines))
+
+
+def _table(found: dict[str, Recipe]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("recipe", "weights", "activations", "steps"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("description")
+    for name, recipe in found.items():
+        default = recipe.scheme.default
+        activations = "" if default.activation is None else default.activation.dtype.name
+        steps = ", ".join(recipe.step_names)
+        table.add_row(name, default.weight.describe(), activations, steps, _first_sentence(recipe.description))
+    return table
+
+
+def _first_sentence(text: str) -> str:
+    head, separator, _ = text.partition(". ")
+    return head + separator.strip()
+
+
+COMMAND = recipes

@@ -1,0 +1,224 @@
+"""The architecture as a test: who may import whom, no cycles, small files and functions, documented names.
+
+Every import statement counts, also those inside functions; those under TYPE_CHECKING do not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "quantkit"
+
+LAYERS = {
+    "__main__": 8,  # python -m quantkit
+    "cli": 7,
+    "api": 7,
+    "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
+    "pipeline": 6,
+    "inspection": 6,
+    "recipe": 5,
+    "algorithms": 4,
+    "calibration": 3,
+    "formats": 3,
+    "checkpoint": 2,
+    "numerics": 1,
+    "architectures": 1,
+    "results": 1,
+    "errors": 0,
+    "registry": 0,
+    "demo": 0,  # data
+}
+TORCH_FREE = ("architectures", "results", "errors", "registry", "cli")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+Sources = dict[str, str]
+
+
+def read_package(root: Path = ROOT) -> Sources:
+    """Source by dotted module name; a package has the name of its folder."""
+    sources = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk_running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING:` (its else branch runs)."""
+    yield node
+    children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
+    for child in children:
+        yield from walk_running(child)
+
+
+def imported(name: str, sources: Sources) -> set[str]:
+    """Modules that module `name` imports: ours by their exact name, foreign ones as written."""
+    base = name.split(".") if any(other.startswith(f"{name}.") for other in sources) else name.split(".")[:-1]
+    found = set()
+    for node in walk_running(ast.parse(sources[name])):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = base[: len(base) - node.level + 1] if node.level else []
+            target = ".".join([*above, *filter(None, [node.module])])
+            inside = {f"{target}.{alias.name}" for alias in node.names}
+            found |= {full if full in sources else target for full in inside}
+    return found
+
+
+def part(name: str) -> str:
+    """`formats` of `quantkit.formats.base`; empty for `quantkit` itself."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+def layer_breaches(sources: Sources) -> list[str]:
+    breaches = []
+    for name in sources:
+        here = part(name)
+        if here not in LAYERS:
+            breaches.append(f"{name} is in no layer: add {here!r} to LAYERS and to docs/architecture.md")
+            continue
+        for target in sorted(imported(name, sources)):
+            there = part(target)
+            if target.split(".")[0] != "quantkit" or here == there or there == "errors":
+                continue  # errors is below everything, registry included
+            if LAYERS.get(there, 99) >= LAYERS[here]:
+                breaches.append(f"{name} ({LAYERS[here]}) imports {target} ({LAYERS.get(there, 'no layer')})")
+    return breaches
+
+
+def cycles(sources: Sources) -> list[str]:
+    """One path per cycle between modules, found by depth-first search."""
+    graph = {name: sorted(imported(name, sources) & sources.keys() - {name}) for name in sources}
+    done: set[str] = set()
+    found = []
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return found
+
+
+def heavy_imports(sources: Sources) -> list[str]:
+    """Heavy libraries in parts that promise to be light."""
+    return [
+        f"{name} imports {target}"
+        for name in sources
+        if part(name) in TORCH_FREE
+        for target in sorted(imported(name, sources))
+        if target.split(".")[0] in HEAVY
+    ]
+
+
+def too_long(sources: Sources) -> list[str]:
+    found = [
+        f"{name} has {len(text.splitlines())} lines"
+        for name, text in sources.items()
+        if len(text.splitlines()) > MAX_FILE_LINES
+    ]
+    for name, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                lines = (node.end_lineno or 0) - start + 1
+                if lines > MAX_FUNCTION_LINES:
+                    found.append(f"{name}.{node.name} has {lines} lines")
+    return found
+
+
+def undocumented(sources: Sources) -> list[str]:
+    """Modules, and functions, classes and methods with public names at module level, that have no docstring."""
+    found = []
+    for name, text in sources.items():
+        tree = ast.parse(text)
+        if text.strip() and not ast.get_docstring(tree):
+            found.append(name)
+        for node in public_definitions(tree):
+            members = public_definitions(node) if isinstance(node, ast.ClassDef) else []
+            found += [f"{name}.{thing.name}" for thing in (node, *members) if not ast.get_docstring(thing)]
+    return found
+
+
+def public_definitions(node: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.ClassDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [child for child in node.body if isinstance(child, kinds) and not child.name.startswith("_")]
+
+
+CHECKS = [layer_breaches, cycles, heavy_imports, too_long, undocumented]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_package_keeps_the_rules(check):
+    found = check(read_package())
+    assert not found, "\n".join(found)
+
+
+def test_every_layer_exists_and_every_module_is_seen():
+    parts = {part(name) for name in read_package()}
+    assert LAYERS.keys() - {"demo"} == parts - {"demo"}
+    assert {"quantkit", "quantkit.cli.quantize", "quantkit.numerics.dtype"} <= read_package().keys()
+
+
+PLANTED = [
+    (layer_breaches, {"quantkit.numerics.x": "def f():\n    from quantkit.formats import base"}, "x (1) imports"),
+    (layer_breaches, {"quantkit.errors": "import quantkit.registry"}, "errors (0) imports quantkit.registry (0)"),
+    (layer_breaches, {"quantkit.formats.x": "import quantkit"}, "x (3) imports quantkit (6)"),
+    (layer_breaches, {"quantkit.formats.x": "from ..recipe import load"}, "imports quantkit.recipe (5)"),
+    (layer_breaches, {"quantkit.novel.x": ""}, "add 'novel' to LAYERS"),
+    (
+        cycles,
+        {"quantkit.formats.a": "from quantkit.formats import b", "quantkit.formats.b": "def f():\n  from . import a"},
+        "quantkit.formats.a -> quantkit.formats.b -> quantkit.formats.a",
+    ),
+    (heavy_imports, {"quantkit.results": "def f():\n    import torch.nn"}, "quantkit.results imports torch.nn"),
+    (too_long, {"quantkit.api": "\n" * 401}, "quantkit.api has 401 lines"),
+    (too_long, {"quantkit.api": "class A:\n  @d\n  def f(self):\n" + "    x = 1\n" * 59}, "f has 61 lines"),
+    (undocumented, {"quantkit.api": '"""Doc."""\nclass A:\n  """Doc."""\n  def f(self): ...'}, "quantkit.api.f"),
+    (undocumented, {"quantkit.api": "x = 1"}, "quantkit.api"),
+]
+
+
+@pytest.mark.parametrize(("check", "sources", "expected"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_breach_is_found(check, sources, expected):
+    around = {
+        "quantkit": '"""Top."""',
+        "quantkit.formats": "",
+        "quantkit.registry": "",
+        "quantkit.formats.base": "",
+        "quantkit.recipe": "",
+    }
+    found = check({**around, **sources})
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+INNOCENT = [
+    (layer_breaches, {"quantkit.formats.x": "from quantkit.numerics import dtype\nfrom quantkit.formats import base"}),
+    (layer_breaches, {"quantkit.errors": "if TYPE_CHECKING:\n    import quantkit.recipe"}),
+    (cycles, {"quantkit.api": "from quantkit.formats import base", "quantkit.formats.base": "import quantkit.errors"}),
+    (heavy_imports, {"quantkit.formats.x": "import torch"}),
+    (undocumented, {"quantkit.api": '"""Doc."""\ndef _f(): ...'}),
+]
+
+
+@pytest.mark.parametrize(("check", "sources"), INNOCENT, ids=lambda value: getattr(value, "__name__", None))
+def test_what_is_allowed_is_not_reported(check, sources):
+    assert check({"quantkit.formats.base": "", "quantkit.errors": "", **sources}) == []
