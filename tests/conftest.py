@@ -8,12 +8,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import TEXT, make_model
+from quantkit.architectures import find
+from quantkit.calibration.activations import ActivationStore
+from quantkit.calibration.layer import LayerContext
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoint.skeleton import Skeleton
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from tests.helpers import FAMILIES, TEXT, make_model
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -35,3 +43,54 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture(scope="session")
+def family_models(tmp_path_factory):
+    return {family: make_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture
+def make_layer(family_models):
+    """A function that gives a fresh LayerContext; equal arguments give equal contexts."""
+
+    def make(family="llama", dtype="int4", group_size=16, symmetric=True, activation=None, left_alone=()):
+        reader = CheckpointReader(family_models[family])
+        architecture = find(reader.config)
+        skeleton = Skeleton(reader, architecture, torch.float32, torch.device("cpu"))
+        weight = WeightScheme(dtype=DTYPES[dtype], group_size=group_size, symmetric=symmetric)
+        generator = torch.Generator().manual_seed(7)
+        # Correlated inputs with a few loud channels: on white noise no algorithm could beat rounding.
+        mix = torch.randn(64, 64, generator=generator) * torch.rand(64, generator=generator).mul(6).exp() / 20
+        batches = [torch.randn(2, 24, 64, generator=generator) @ mix for _ in range(4)]
+        return LayerContext(
+            name="model.layers.0",
+            block=skeleton.layer(0),
+            sets=architecture.linear_sets,
+            schemes={
+                name: LinearScheme(weight=weight, activation=activation)
+                for name in architecture.linears
+                if name not in left_alone
+            },
+            scale_dtype=dict.fromkeys(architecture.linears, torch.float32),
+            head_dim=16,
+            store=ActivationStore(None, "ram", iter(batches)),
+            arguments=partial(skeleton.arguments, 0),
+        )
+
+    return make
+
+
+@pytest.fixture
+def output_error():
+    """Relative error of a layer's output after a function has worked on it."""
+
+    def measure(layer, work):
+        before = [layer.forward(hidden) for hidden in layer.store]
+        with torch.inference_mode():
+            work(layer)
+        after = [layer.forward(hidden) for hidden in layer.store]
+        wrong = sum((a - b).square().sum() for a, b in zip(after, before, strict=True))
+        return (wrong / sum(b.square().sum() for b in before)).sqrt().item()
+
+    return measure

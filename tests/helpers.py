@@ -15,7 +15,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 TEXT = "\n\n".join(
     f"The {animal} of {town} counted {number} apples and gave {number - 3} of them to a friend called {name}."
     for number, (animal, town, name) in enumerate(
-        [(a, t, n) for a in ("fox", "owl", "cat", "bear") for t in ("Rome", "Oslo", "Lima") for n in ("Ann", "Bo", "Cy")],
+        [
+            (a, t, n)
+            for a in ("fox", "owl", "cat", "bear")
+            for t in ("Rome", "Oslo", "Lima")
+            for n in ("Ann", "Bo", "Cy")
+        ],
         start=11,
     )
 )
@@ -75,7 +80,9 @@ def make_model(
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif "proj" in name:
                 parameter.mul_(4)
-    shard_size = "100GB" if shards == 1 else f"{max(1, sum(p.numel() for p in model.parameters()) * 4 // shards // 1000)}KB"
+    shard_size = (
+        "100GB" if shards == 1 else f"{max(1, sum(p.numel() for p in model.parameters()) * 4 // shards // 1000)}KB"
+    )
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     save_tokenizer(folder)
     return folder

@@ -28,6 +28,9 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
+# Weights whose error is measured at once: its float32 copies must stay small beside the layer.
+_ERROR_BLOCK = 1 << 21
+
 
 class _Enough(Exception):
     """Raised inside a forward pass once every hooked module has been seen."""
@@ -148,15 +151,20 @@ class LayerContext:
         """
         current, scheme = self.weight(name), self.schemes[name]
         decoded = weight.dequantize(current.dtype)
-        dtype = self.scale_dtype[name]
-        plain = round_to_nearest(current, scheme.weight, *minmax_parameters(current, scheme.weight, dtype), dtype)
         sample = self.samples.get(self._set_key(name))
+        dtype = self.scale_dtype[name]
+
+        def plain(rows: Tensor) -> Tensor:
+            return round_to_nearest(
+                rows, scheme.weight, *minmax_parameters(rows, scheme.weight, dtype), dtype
+            ).dequantize()
+
         self.records[name] = LinearRecord(
             name=name,
             scheme=scheme.describe(),
             shape=weight.shape,
             bits_per_weight=8 * weight.stored_bytes / current.numel(),
-            rounding_error=relative_error(current, plain.dequantize(current.dtype), sample),
+            rounding_error=relative_error(current, plain, sample),
             error=relative_error(current, decoded, sample),
             measure="weight" if sample is None else "output",
         )
@@ -226,18 +234,26 @@ class LayerContext:
                 handle.remove()
 
 
-def relative_error(weight: Tensor, decoded: Tensor, sample: Tensor | None) -> float:
-    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs.
+def relative_error(weight: Tensor, decoded: Tensor | Callable[[Tensor], Tensor], sample: Tensor | None) -> float:
+    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
 
     Args:
-        weight, decoded: (N, K).
+        weight: (N, K).
+        decoded: (N, K), or a function that makes it from rows of `weight`.
         sample: (T, K) float32 inputs, or None.
     """
-    difference, reference = decoded.float() - weight.float(), weight.float()
-    if sample is not None:
-        difference, reference = sample @ difference.T, sample @ reference.T
-    size = reference.norm().item()
-    return difference.norm().item() / size if size > 0 else 0.0
+    wrong = total = 0.0
+    step = max(1, _ERROR_BLOCK // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = weight[start : start + step]
+        values = decoded(rows) if callable(decoded) else decoded[start : start + step]
+        reference = rows.float()
+        difference = values.float() - reference
+        if sample is not None:
+            difference, reference = sample @ difference.T, sample @ reference.T
+        wrong += difference.square().sum().item()
+        total += reference.square().sum().item()
+    return math.sqrt(wrong / total) if total > 0 else 0.0
 
 
 def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:

@@ -116,7 +116,7 @@ class Sample:
         limit: rows kept in all.
     """
 
-    def __init__(self, rows_per_batch: int = 64, limit: int = 256) -> None:
+    def __init__(self, rows_per_batch: int = 32, limit: int = 128) -> None:
         self._rows_per_batch, self._limit = rows_per_batch, limit
         self._kept: list[Tensor] = []
 

@@ -27,7 +27,7 @@ Examples:
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
-@click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[/config].")
+@click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].")
 @click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens per calibration sequence.")
 @click.option("--format", "format_name", metavar="NAME", help="On-disk format.")

@@ -133,7 +133,8 @@ class _Run:
         self.listener.layer_started(index, name)
         with self._phase("load", seconds):
             layer = self._context(index)
-            reference = layer.forward(self.store[0]) if self.store else None
+            first = self.store[0][:1] if self.store else None
+            reference = None if first is None else layer.forward(first)
         for step, label in zip(plan.recipe.steps, plan.recipe.step_names, strict=True):
             with self._phase(label, seconds):
                 step.apply(layer)
@@ -143,8 +144,8 @@ class _Run:
             shard, digest, names = self._write(index, layer)
         snr, states = None, list[str]()
         with self._phase("advance", seconds):
-            if self.store is not None and reference is not None:
-                snr = signal_to_noise_db(reference, layer.forward(self.store[0]))
+            if self.store is not None and first is not None and reference is not None:
+                snr = signal_to_noise_db(reference, layer.forward(first))
                 if index + 1 < plan.skeleton.num_layers:
                     self.store.advance(layer.forward)
                     states = self.store.digests

@@ -83,7 +83,9 @@ def open_state(output: Path, identity: dict[str, Any], *, resume: bool, overwrit
     if output.exists() and not overwrite:
         raise OutputError(f"output {output} exists already; choose another --output or pass --overwrite")
     if output.exists() and not (output / "config.json").exists() and (output.is_file() or any(output.iterdir())):
-        raise OutputError(f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away first")
+        raise OutputError(
+            f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away first"
+        )
     folder = partial_folder(output)
     try:
         (folder / "checkpoint").mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ class CalibrationPlan:
     """Which text the steps look at, and how much of it.
 
     Args:
-        data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[/config]`.
+        data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
         samples: number of sequences.
         sequence_length: tokens per sequence.
         field: where the text is in a .jsonl line or a hub row.

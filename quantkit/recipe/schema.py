@@ -17,7 +17,7 @@ from quantkit.recipe.document import shorten
 
 __all__ = ["Activations", "Calibration", "Document", "Override", "Section", "WeightChanges", "Weights", "validate"]
 
-DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[/config]"
+DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"
 
 
 def _dtype(name: str) -> str:

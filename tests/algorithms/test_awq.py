@@ -1,4 +1,4 @@
-"""AWQ: the search finds the best of its grid, scaling changes nothing before rounding, and the result beats rounding."""
+"""AWQ: the search finds the best of its grid, scaling alone changes nothing, and the result beats rounding."""
 
 from __future__ import annotations
 

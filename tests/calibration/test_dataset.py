@@ -79,7 +79,12 @@ def test_the_linter_says_nothing_about_good_data(tokenizer):
 
 def test_the_linter_finds_what_is_wrong(tokenizer):
     findings = " | ".join(lint([[5, 6, 7], [5, 6, 7], [0, 8]], 16, 256, tokenizer))
-    for part in ("2 of 3 samples do not begin", "only 3 samples where 16", "shorter than half", "1 of 3 samples are dup"):
+    for part in (
+        "2 of 3 samples do not begin",
+        "only 3 samples where 16",
+        "shorter than half",
+        "1 of 3 samples are dup",
+    ):
         assert part in findings
 
 

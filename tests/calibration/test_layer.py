@@ -12,7 +12,6 @@ from quantkit.calibration.observers import Magnitude
 from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT8
 from quantkit.numerics.scheme import ActivationScheme
-from tests.algorithms.conftest import family_models, make_layer  # noqa: F401  fixtures
 
 
 def test_observe_shows_each_linear_its_own_inputs(make_layer):
@@ -55,7 +54,11 @@ def test_commit_puts_decoded_values_into_the_layer(make_layer):
     layer.commit("mlp.up_proj", tensor)
     assert torch.equal(layer.weight("mlp.up_proj"), tensor.dequantize())
     record = layer.records["mlp.up_proj"]
-    assert record.error == record.rounding_error == pytest.approx(((tensor.dequantize() - weight).norm() / weight.norm()).item())
+    assert (
+        record.error
+        == record.rounding_error
+        == pytest.approx(((tensor.dequantize() - weight).norm() / weight.norm()).item())
+    )
     assert record.measure == "weight"
     assert record.bits_per_weight == 4 + 32 / 16
     assert [names for _, names in layer.pending()][2] == ("mlp.gate_proj",)
@@ -86,7 +89,9 @@ def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
 def test_relative_error_and_signal_to_noise():
     weight = torch.eye(2)
     assert relative_error(weight, weight * 1.5, None) == pytest.approx(0.5)
-    assert relative_error(weight, torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 4.0]])) == pytest.approx(0.8)
+    assert relative_error(weight, torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 4.0]])) == pytest.approx(
+        0.8
+    )
     assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2), None) == 0
     assert signal_to_noise_db(torch.ones(4), torch.ones(4) * 1.1) == pytest.approx(20, abs=1e-3)
     assert signal_to_noise_db(torch.ones(4), torch.ones(4)) == 200

@@ -1,4 +1,4 @@
-"""Bad inputs: each ends in one clear line and the right exit code, through the command line, and leaves nothing behind."""
+"""Bad inputs end in one clear line and the right exit code, through the command line, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ def test_bad_models(tmp_path, text_file, what, spoil, message):
     model = make_model(tmp_path / "model", shards=3 if spoil in (drop_shard, escape_index) else 1)
     spoil(model)
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(RECIPE.replace("format:", "steps: [gptq]\ncalibration: {samples: 4, sequence_length: 32}\nformat:"))
-    code, error = invoke(
-        "quantize", model, "--recipe", recipe, "--calibration", text_file, "-o", tmp_path / "out"
+    recipe.write_text(
+        RECIPE.replace("format:", "steps: [gptq]\ncalibration: {samples: 4, sequence_length: 32}\nformat:")
     )
+    code, error = invoke("quantize", model, "--recipe", recipe, "--calibration", text_file, "-o", tmp_path / "out")
     check(code, error, message, tmp_path)
 
 
@@ -219,7 +219,16 @@ def test_a_full_disk_can_be_resumed_from(tiny_llama, tmp_path, text_file, monkey
     """Writes fail with ENOSPC after the first layer: exit code 5, one line; the same command then finishes."""
     from quantkit.checkpoint import writer
 
-    command = ("quantize", tiny_llama, "--recipe", "gptq-int4", "-o", tmp_path / "out", "--set", "weights.group_size=32")
+    command = (
+        "quantize",
+        tiny_llama,
+        "--recipe",
+        "gptq-int4",
+        "-o",
+        tmp_path / "out",
+        "--set",
+        "weights.group_size=32",
+    )
     command += ("--calibration", text_file, "--samples", "4", "--sequence-length", "32")
     original, written = writer.os.fsync, []
 

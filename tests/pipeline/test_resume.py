@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -123,6 +122,7 @@ def test_killed_by_the_clock(tmp_path, text_file):
 
 def interrupted(model, output, text):
     """Leave a run behind that was killed after its first layer."""
+
     class Stop(Exception):
         pass
 
@@ -244,4 +244,4 @@ def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):
     interrupted(tiny_llama, tmp_path / "out", text_file)
     saved = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
     assert saved["records"][0]["name"] == "model.layers.0"
-    assert os.listdir(tmp_path / "out.partial" / "activations") == ["1"]
+    assert [path.name for path in (tmp_path / "out.partial" / "activations").iterdir()] == ["1"]

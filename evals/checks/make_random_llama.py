@@ -1,0 +1,109 @@
+"""Write a Llama of a given size with random weights, a shard at a time, so that it never is in memory as a whole.
+
+    python evals/checks/make_random_llama.py OUT [--parameters 3b]
+
+For checks of memory and time: the numbers mean nothing, their shapes and their amount do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+SHAPES = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+}
+VOCABULARY = 32000
+
+
+def main() -> None:
+    """Write the model and a byte-level tokenizer beside it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parameters", choices=SHAPES, default="3b")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[options.parameters]
+    write_config(options.out, shape)
+    write_tokenizer(options.out)
+    write_weights(options.out, shape)
+
+
+def write_config(out: Path, shape: dict[str, int]) -> None:
+    """config.json of a Llama with grouped-query attention and an untied head."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        **shape,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_tokenizer(out: Path) -> None:
+    """A tokenizer of single bytes; its ids are a small part of the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
+
+
+def write_weights(out: Path, shape: dict[str, int]) -> None:
+    """One shard per layer and one for the rest, with an index."""
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
+    keys = 8 * width // shape["num_attention_heads"]
+    linears = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    layers, generator = shape["num_hidden_layers"], torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+
+    def write(number: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
+        tensors = {name: random_tensor(size, generator) for name, size in shapes.items()}
+        save_file(tensors, out / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes = {f"{prefix}{name}.weight": size for name, size in linears.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        write(layer + 1, {**shapes, **{f"{prefix}{name}.weight": (width,) for name in norms}})
+    table = (VOCABULARY, width)
+    write(layers + 1, {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": (width,)})
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def random_tensor(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Ones for norms, small normal numbers for matrices, in bfloat16."""
+    if len(size) == 1:
+        return torch.ones(size, dtype=torch.bfloat16)
+    return torch.randn(size, generator=generator).mul_(0.02).bfloat16()
+
+
+if __name__ == "__main__":
+    main()
