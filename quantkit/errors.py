@@ -71,6 +71,12 @@ class AuditError(QuantkitError):
     """The finished checkpoint differs from the plan; this is a defect of quantkit."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, or the kind of error when it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def suggestion(name: str, options: Iterable[str]) -> str:
     """` (did you mean X?)` for the nearest option, or an empty string.
 

@@ -55,10 +55,11 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         divisor = scales.view(outputs // layer.head_dim, -1, layer.head_dim)[:, 0].reshape(-1)
     for name, parameter in layer.block.get_submodule(group.source or "").named_parameters(recurse=False):
         rows = divisor if name == "bias" or parameter.dim() == 1 else divisor.unsqueeze(1)
-        parameter.data.copy_(parameter.data.float() / rows)
+        _replace(layer, f"{group.source}.{name}", parameter.data.float() / rows)
     for name in group.linears:
-        weight = layer.weight(name)
-        weight.copy_(weight.float() * scales)  # multiplied in float32, rounded once
+        _replace(layer, f"{name}.weight", layer.weight(name).float() * scales)
+    for name in (*group.linears, group.source or ""):
+        layer.ranges.pop(name, None)  # they were chosen for other values
     layer.rescale_sample(group, scales)
 
 
@@ -72,6 +73,14 @@ def spread(scales: Tensor) -> Tensor:
     scales = torch.where(usable, scales, torch.ones_like(scales))
     centred = scales / (scales.max() * scales.min()).sqrt()
     return centred.clamp_(1e-4, 1e4)
+
+
+def _replace(layer: LayerContext, name: str, values: Tensor) -> None:
+    """Set a parameter; one that will be written as it is takes the rounding of its stored dtype now, not later."""
+    linear = name.removesuffix(".weight")
+    if linear not in layer.schemes:
+        values = values.to(layer.stored_dtype.get(name, values.dtype))
+    layer.block.get_parameter(name).data.copy_(values)
 
 
 def _outputs(layer: LayerContext, group: LinearSet) -> int:

@@ -54,33 +54,38 @@ class AWQ:
             if can_fold(layer, group):
                 self._scale(layer, group, statistics[group.linears[0]])
         for group, names in sets:
+            seen = statistics[group.linears[0]]
             for name in names:
-                layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
+                layer.ranges[name] = self._range(layer, name, layer.weight(name), seen, seen.divisor)
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: _Statistics) -> None:
-        """Find the set's scales, fold them in, and keep its statistics in step."""
+        """Find the set's scales, fold them in, and keep its statistics in step.
+
+        The search rounds with covering ranges, which is quick; that scaling is worth it at all is then
+        checked with the ranges that will be used.
+        """
         size = shared_by_heads(layer, group, seen.magnitude.mean)
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
         calls = layer.capture(group.parent, self.max_tokens)
         reference = [_output(layer, group.parent, call) for call in calls]
         originals = {name: layer.weight(name).clone() for name in group.linears}
 
-        def error(scales: Tensor) -> float:
+        def error(scales: Tensor, final: bool) -> float:
             for name, original in originals.items():
-                layer.weight(name).copy_(_rounded(layer, name, original, scales))
+                layer.weight(name).copy_(self._rounded(layer, name, original, scales, seen if final else None))
             return sum(
                 (_output(layer, group.parent, call) - wanted).float().square().sum().item()
                 for call, wanted in zip(calls, reference, strict=True)
             )
 
-        ratio, least = search_ratio(lambda ratio: error(self._candidate(size, weights, ratio)), self.grid)
-        unscaled = error(torch.ones_like(size))
+        ratio, _ = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
+        scales = self._candidate(size, weights, ratio)
+        pays = error(scales, final=True) < error(torch.ones_like(scales), final=True)
         for name, original in originals.items():
             layer.weight(name).copy_(original)
-        if least < unscaled:
-            scales = self._candidate(size, weights, ratio)
+        if pays:
             fold(layer, group, scales)
-            seen.rescale(scales)
+            seen.divisor = scales
 
     def _candidate(self, size: Tensor, weights: Tensor, ratio: float) -> Tensor:
         scales = size.clamp_min(1e-6) ** ratio
@@ -88,23 +93,43 @@ class AWQ:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
 
-    def _range(self, layer: LayerContext, name: str, seen: _Statistics) -> tuple[Tensor, Tensor | None]:
-        weight, scheme, dtype = layer.weight(name), layer.schemes[name].weight, layer.scale_dtype[name]
+    def _range(
+        self, layer: LayerContext, name: str, weight: Tensor, seen: _Statistics, divisor: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Range of a linear's weight whose inputs are those seen, divided by `divisor` (K,)."""
+        scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
         if not self.clip:
             return minmax_parameters(weight, scheme, dtype)
-        gram = seen.gram if seen.group == scheme.group_width(weight.shape[1]) else None
-        return search_parameters(weight, scheme, dtype, importance=seen.mean_square, gram=gram)
+        gram = seen.gram(divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
+        return search_parameters(weight, scheme, dtype, importance=seen.mean_square(divisor), gram=gram)
+
+    def _rounded(
+        self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: _Statistics | None
+    ) -> Tensor:
+        """`original` scaled, rounded and scaled back; with statistics in searched ranges, else in covering ones."""
+        scheme = layer.schemes.get(name)
+        if scheme is None or name in layer.quantized:
+            return original
+        scaled, dtype = original.float() * scales, layer.scale_dtype[name]
+        if seen is None:
+            ranges = minmax_parameters(scaled, scheme.weight, dtype)
+        else:
+            ranges = self._range(layer, name, scaled, seen, scales)
+        return round_to_nearest(scaled, scheme.weight, *ranges, dtype).dequantize().div_(scales)
 
 
 class _Statistics:
-    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough."""
+    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough.
+
+    `divisor` (K,) is what the inputs are divided by since they were seen.
+    """
 
     def __init__(self, layer: LayerContext, name: str) -> None:
         width = layer.weight(name).shape[1]
         self.group = layer.schemes[name].weight.group_width(width)
         self.magnitude = Magnitude(width, layer.device)
         self._gram = GroupGram(width, self.group, layer.device) if self.group <= _WIDEST_GRAM else None
-        self._divisor = torch.ones(width, device=layer.device)
+        self.divisor = torch.ones(width, device=layer.device)
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
@@ -112,22 +137,16 @@ class _Statistics:
         if self._gram is not None:
             self._gram.update(inputs)
 
-    def rescale(self, scales: Tensor) -> None:
-        """From now on the inputs are divided by `scales` (K,)."""
-        self._divisor = self._divisor * scales
+    def mean_square(self, divisor: Tensor) -> Tensor:
+        """Mean x^2 per input, (K,), of the inputs divided by `divisor`."""
+        return self.magnitude.mean_square / divisor.square()
 
-    @property
-    def mean_square(self) -> Tensor:
-        """Mean x^2 per input, (K,)."""
-        return self.magnitude.mean_square / self._divisor.square()
-
-    @property
-    def gram(self) -> Tensor | None:
-        """Mean x x' inside each group, (G, g, g)."""
+    def gram(self, divisor: Tensor) -> Tensor | None:
+        """Mean x x' inside each group, (G, g, g), of the inputs divided by `divisor`."""
         if self._gram is None:
             return None
-        divisor = self._divisor.view(-1, self.group)
-        return self._gram.mean / (divisor.unsqueeze(2) * divisor.unsqueeze(1))
+        by_group = divisor.view(-1, self.group)
+        return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
@@ -161,16 +180,6 @@ def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
         total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view_as(weight).sum(0)
         rows += weight.shape[0]
     return total / rows
-
-
-def _rounded(layer: LayerContext, name: str, original: Tensor, scales: Tensor) -> Tensor:
-    """`original` scaled, rounded to nearest and scaled back; unchanged when the linear is left alone."""
-    scheme = layer.schemes.get(name)
-    if scheme is None or name in layer.quantized:
-        return original
-    scaled, dtype = original.float() * scales, layer.scale_dtype[name]
-    rounded = round_to_nearest(scaled, scheme.weight, *minmax_parameters(scaled, scheme.weight, dtype), dtype)
-    return rounded.dequantize().div_(scales)
 
 
 def _output(layer: LayerContext, parent: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:

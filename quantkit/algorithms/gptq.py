@@ -59,6 +59,11 @@ class GPTQ:
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping {self.damping} is not in (0, 1]")
 
+    @property
+    def reorders_groups(self) -> bool:
+        """Whether the format must be able to store which group each input belongs to."""
+        return self.act_order == "group"
+
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         sets = layer.pending()

@@ -59,7 +59,3 @@ class Architecture:
     def linears(self) -> tuple[str, ...]:
         """All linears of a layer, relative names, in running order."""
         return tuple(name for group in self.linear_sets for name in group.linears)
-
-    def set_of(self, linear: str) -> LinearSet:
-        """The set that this linear (relative name) belongs to."""
-        return next(group for group in self.linear_sets if linear in group.linears)

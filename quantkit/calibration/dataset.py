@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, first_line
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -173,7 +173,7 @@ def _read_text(path: Path) -> list[str]:
 
 def _read_jsonl(path: Path, field: str) -> list[Any]:
     records = []
-    for number, line in enumerate(_read_file(path).splitlines(), start=1):
+    for number, line in enumerate(_read_file(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -198,7 +198,7 @@ def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
     except DataError:
         raise
     except Exception as error:  # the hub client raises many kinds; the user needs one line
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise DataError(
             f"calibration data {name!r} is neither a file nor a hub data set that can be read: {reason}"
         ) from error

@@ -49,7 +49,7 @@ class LayerContext:
         head_dim: width of an attention head.
         store: hidden states before this layer; None when the recipe needs no data.
         arguments: what the model calls the layer with, besides the hidden states.
-        seed: for algorithms that draw random numbers.
+        stored_dtype: dtype on disk of each parameter, by relative name.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LayerContext:
     head_dim: int
     store: ActivationStore | None = None
     arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
-    seed: int = 0
+    stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
@@ -257,7 +257,13 @@ def relative_error(weight: Tensor, decoded: Tensor | Callable[[Tensor], Tensor],
 
 
 def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:
-    """10 log10 of signal over noise power; capped at 200 dB when there is no noise."""
+    """10 log10 of signal over noise power; capped at 200 dB when there is no noise.
+
+    Raises:
+        CheckpointError: the output is not finite.
+    """
+    if not torch.isfinite(output).all():
+        raise CheckpointError("a layer's output is not finite: its weights are broken, or float16 has overflowed")
     signal = reference.float().square().sum().item()
     noise = (output.float() - reference.float()).square().sum().item()
     return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from quantkit.architectures import Architecture
 from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.errors import CheckpointError, ModelError
+from quantkit.errors import CheckpointError, ModelError, first_line
+
+# Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
+_MOST_SHAPES = 256
 
 
 class _Recorded(Exception):
@@ -153,10 +156,11 @@ class Skeleton:
         """Keyword arguments that the model would call layer `index` with, besides the hidden states (B, T, D)."""
         key = (hidden.shape[0], hidden.shape[1])
         if key not in self._arguments:
-            if len(self._arguments) > 8:  # batches of many lengths: forget rather than grow
+            if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
             recorded = self._record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
-            self._arguments[key] = [_to_device(recorder.arguments, self.device) for recorder in recorded]
+            moved: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
+            self._arguments[key] = [_to_device(recorder.arguments, self.device, moved) for recorder in recorded]
         return self._arguments[key][index]
 
     def _embedding(self) -> nn.Module:
@@ -190,16 +194,16 @@ def _build(reader: CheckpointReader) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
             return model
     except Exception as error:  # whatever transformers raises on a config it cannot use
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in nested tuples, lists and dicts moved."""
+def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
+    """`value` with every tensor in nested tuples, lists and dicts moved; `moved` has what was moved before, by id."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return moved.setdefault(id(value), value.to(device))
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: _to_device(item, device, moved) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_to_device(item, device) for item in value)
+        return type(value)(_to_device(item, device, moved) for item in value)
     return value

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from quantkit.checkpoint.folder import check_folder
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = (
@@ -37,7 +37,7 @@ def resolve(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
     except Exception as error:
         # The hub fails in many ways that share no class: HTTP, connection, validation, cache, missing package.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelError(
             f"{model!r} is no directory here and cannot be downloaded from the hub ({type(error).__name__}: "
             f"{reason.rstrip('.')}); check the spelling and the network, log in with `hf auth login` if it is gated, "

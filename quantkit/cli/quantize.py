@@ -29,7 +29,7 @@ Examples:
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
 @click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].")
 @click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens per calibration sequence.")
+@click.option("--sequence-length", type=click.IntRange(min=8), help="Tokens per calibration sequence.")
 @click.option("--format", "format_name", metavar="NAME", help="On-disk format.")
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
 @click.option(

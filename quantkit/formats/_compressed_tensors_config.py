@@ -33,20 +33,23 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
     With several schemes every group lists its modules by name and none says "Linear": vLLM looks for a class
     before it takes its fused modules (qkv_proj) apart, so that group would take in the modules of the others.
 
-    Limit: asymmetric weights beside other schemes do not load in transformers 5.23 with compressed-tensors 0.18 to
-    0.20, whatever wrote them; see the comment below.
-
     Args:
         linears: scheme of each quantized linear by full module name.
         left_alone: full names of linears that are not quantized.
     Raises:
-        SchemeError: compressed-tensors cannot hold one of the schemes.
+        SchemeError: compressed-tensors cannot hold one of the schemes, or its readers not all of them together.
     """
     if not linears:
         return {}
     members: dict[LinearScheme, list[str]] = {}
     for name, scheme in linears.items():
         members.setdefault(scheme, []).append(name)
+    if len(members) > 1 and any(not scheme.weight.symmetric for scheme in members):
+        # Whatever wrote it, transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read it; see below.
+        raise SchemeError(
+            "zero points beside weights of another scheme do not load in transformers: set weights.symmetric=true, "
+            "or give all linears the same numbers (leaving some alone is fine), or set format=dense"
+        )
     groups = {
         f"group_{number}": _group(scheme, [_LINEAR] if len(members) == 1 else names)
         for number, (scheme, names) in enumerate(members.items())
@@ -61,7 +64,7 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
     fields = config.model_dump(mode="json")
     # Known to newer versions only and without meaning here, so older readers need not meet it.
     fields.pop("moe_sparsity_config", None)
-    if len(members) == 1 and any(not scheme.weight.symmetric for scheme in members):
+    if any(not scheme.weight.symmetric for scheme in members):
         # transformers 5 sets the model up without data, where the library does not pack the zero points, and then
         # finds shapes that differ. Asked to decode while loading it does not come that way, but decodes every module
         # by the first scheme. vLLM reads its fields by name and not this one.

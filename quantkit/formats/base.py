@@ -22,6 +22,11 @@ class Format(Protocol):
         """Whether `decode` gives back exactly what `encode` was given; false where only the values are stored."""
         ...
 
+    @property
+    def holds_group_index(self) -> bool:
+        """Whether groups may be formed in another order than that of the inputs."""
+        ...
+
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse what this format cannot hold, before any work is done.
 

@@ -41,6 +41,7 @@ class CompressedTensors:
     """The format itself; see `quantkit.formats.base.Format`."""
 
     keeps_codes: ClassVar[bool] = True
+    holds_group_index: ClassVar[bool] = False
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse schemes that no format of compressed-tensors holds, and groups that do not divide K.

@@ -23,6 +23,7 @@ class Dense:
     """The format itself; see `quantkit.formats.base.Format`."""
 
     keeps_codes: ClassVar[bool] = False
+    holds_group_index: ClassVar[bool] = True
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse quantized activations, which a plain checkpoint cannot ask for, and groups that do not divide K.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -59,6 +61,12 @@ class Plan:
         }
 
     @property
+    def rest(self) -> list[str]:
+        """Names of the tensors outside the decoder layers, which are copied as they are."""
+        prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
+        return [name for name in self.reader.names if not name.startswith(prefixes)]
+
+    @property
     def head_dim(self) -> int:
         """Width of an attention head."""
         config = self.reader.config
@@ -85,6 +93,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     """
     reader = CheckpointReader(DEMO / "model" if model is None else resolve(model))
     name = "demo" if model is None else model
+    short = name if model is None or not Path(model).is_dir() else reader.path.resolve().name
     if "quantization_config" in reader.config:
         raise ModelError(f"{reader.path} is already quantized (config.json has quantization_config); give the original")
     architecture = find(reader.config)
@@ -96,7 +105,8 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     layers, left_alone = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    target = Path(output) if output else Path(f"{Path(name.rstrip('/')).name}-{recipe.name}")
+    _check_steps(recipe, format_)
+    target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     _check_output(target, reader.path)
     full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
     return Plan(
@@ -123,10 +133,9 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>") from None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
@@ -153,7 +162,7 @@ def _check_output(output: Path, source: Path) -> None:
 
 
 def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
-    """Dtype of the decoder layers' weights, which must be one of the float types."""
+    """Widest dtype of the decoder layers' weights, which must all be float types."""
     names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
     if not names:
         raise ModelError(
@@ -165,7 +174,7 @@ def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch
                 f"{reader.path}: tensor {name} is {reader.info(name).dtype}; "
                 "weights must be float32, bfloat16 or float16 to be compressed"
             )
-    return reader.info(names[0]).dtype
+    return reduce(torch.promote_types, (reader.info(name).dtype for name in names))
 
 
 def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
@@ -205,6 +214,15 @@ def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
             except SchemeError as error:
                 raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}") from None
             checked.add((scheme, shapes[name]))
+    format_.config({f"{skeleton.layer_name(i)}.{n}": s for i, ss in enumerate(layers) for n, s in ss.items()}, ())
+
+
+def _check_steps(recipe: Recipe, format_: Format) -> None:
+    if not format_.holds_group_index and any(getattr(step, "reorders_groups", False) for step in recipe.steps):
+        raise SchemeError(
+            f"format {recipe.format!r} cannot store groups in activation order: "
+            "set steps.gptq.act_order=weight, or format=dense"
+        )
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
@@ -212,7 +230,7 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
 
     Args:
         plan: the run.
-        num_tokens: calibration tokens, 0 without data.
+        num_tokens: calibration tokens whose hidden states are kept in memory.
     """
     size = torch.empty((), dtype=plan.compute_dtype).element_size()
     shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]

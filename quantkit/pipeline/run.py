@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import resource
 import shutil
 import sys
@@ -11,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from quantkit.calibration.activations import ActivationStore, Mode
 from quantkit.calibration.dataset import Samples, load_samples
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, first_line
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.pipeline.events import SILENT, Listener
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
-from quantkit.pipeline.state import RunState, identity_digest, open_state, partial_folder, was_completed
+from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
 from quantkit.recipe import Recipe
 from quantkit.results import CompressionResult, LayerRecord, to_dict
 
@@ -64,15 +65,14 @@ def quantize(
     """
     started = time.perf_counter()
     plan = make_plan(model, recipe, output, device)
-    if was_completed(plan.output) and not overwrite:
-        shutil.rmtree(partial_folder(plan.output))
-        return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
     samples = _load_samples(plan)
     for warning in samples.warnings if samples else ():
         listener.warning(warning)
     identity = _identity(plan, samples)
+    if resume and was_completed(plan.output, identity):
+        return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
     with open_state(plan.output, identity, resume=resume, overwrite=overwrite) as state:
-        run = _Run(plan=plan, state=state, listener=listener, mode=activations, samples=samples, resumable=resume)
+        run = _Run(plan=plan, state=state, listener=listener, mode=activations, samples=samples, overwrite=overwrite)
         try:
             with torch.inference_mode():
                 run.layers()
@@ -91,7 +91,7 @@ class _Run:
     listener: Listener
     mode: Mode
     samples: Samples | None
-    resumable: bool
+    overwrite: bool
     store: ActivationStore | None = None
     resumed: int = 0
     timer: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -105,7 +105,7 @@ class _Run:
         """Work on every layer that is not done yet."""
         self.resumed = len(self.state.records)
         count = self.plan.skeleton.num_layers
-        tokens = self.samples.num_tokens if self.samples else 0
+        tokens = self.samples.num_tokens if self.samples and self.mode == "ram" else 0
         self.listener.plan(
             {
                 "num_layers": count,
@@ -124,8 +124,7 @@ class _Run:
         if self.resumed:
             return ActivationStore.restore(folder, self.mode, self.resumed, self.state.activations)
         shutil.rmtree(folder, ignore_errors=True)
-        kept = folder if self.resumable or self.mode == "disk" else None
-        return ActivationStore(kept, self.mode, embed(self.plan, samples))
+        return ActivationStore(folder, self.mode, embed(self.plan, samples))
 
     def _layer(self, index: int) -> None:
         plan, seconds = self.plan, defaultdict[str, float](float)
@@ -175,7 +174,11 @@ class _Run:
             head_dim=plan.head_dim,
             store=self.store,
             arguments=partial(plan.skeleton.arguments, index),
-            seed=plan.recipe.seed + index,
+            stored_dtype={
+                key.removeprefix(f"{name}."): plan.reader.info(key).dtype
+                for key in plan.reader.names
+                if key.startswith(f"{name}.")
+            },
         )
 
     def _write(self, index: int, layer: LayerContext) -> tuple[str, str, list[str]]:
@@ -186,12 +189,16 @@ class _Run:
             prefix = f"{layer.name}.{linear}"
             check_weight(prefix, weight)
             local = plan.format.encode(weight, plan.layers[index][linear])
+            written = sum(t.numel() * t.element_size() for key, t in local.items() if not key.endswith("_shape"))
+            bits = 8 * written / weight.codes.numel()
+            layer.records[linear] = replace(layer.records[linear], bits_per_weight=bits)
             tensors |= {f"{prefix}.{key}": value.cpu() for key, value in local.items()}
         codes = {f"{layer.name}.{linear}.weight" for linear in layer.quantized}
         parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
         for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in codes):
-            kept = parameters.get(key)
-            tensors[key] = plan.reader.tensor(key) if kept is None else kept.to(plan.reader.info(key).dtype).cpu()
+            tensors[key], kept = plan.reader.tensor(key), parameters.get(key)
+            if kept is not None and not torch.equal(tensors[key].to(kept.dtype), kept.cpu()):
+                tensors[key] = kept.to(tensors[key].dtype).cpu()  # changed by a step
         shard = shard_name(index, plan.skeleton.num_layers)
         path = self.state.checkpoint / shard
         digest = write_shard(path, tensors)
@@ -203,11 +210,9 @@ class _Run:
         """Write what is not a decoder layer, check everything, and give the checkpoint its name."""
         started = time.perf_counter()
         plan, folder = self.plan, self.state.checkpoint
-        prefixes = tuple(f"{plan.skeleton.layer_name(i)}." for i in range(plan.skeleton.num_layers))
-        rest = [name for name in plan.reader.names if not name.startswith(prefixes)]
         shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
-        copy_tensors(plan.reader, rest, folder / shard)
-        weight_map = {**self.state.weight_map, **dict.fromkeys(rest, shard)}
+        copy_tensors(plan.reader, plan.rest, folder / shard)
+        weight_map = {**self.state.weight_map, **dict.fromkeys(plan.rest, shard)}
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
         config = {**plan.reader.config, **plan.format.config(plan.linears, plan.left_alone)}
@@ -218,7 +223,7 @@ class _Run:
         self.timer["finish"] = time.perf_counter() - started
         result = self._result(size)
         self._write_manifest(result)
-        promote(folder, plan.output, overwrite=True)
+        promote(folder, plan.output, overwrite=self.overwrite)
         shutil.rmtree(self.state.folder)
         return result
 
@@ -253,7 +258,7 @@ class _Run:
         """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
         write_json(self.state.checkpoint / "quantkit-run.json", to_dict(result))
         steady = to_dict(result)
-        for key in ("seconds", "peak_bytes", "resumed_layers"):
+        for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
             del steady[key]
         for layer in steady["layers"]:
             del layer["seconds"], layer["peak_bytes"]
@@ -284,7 +289,7 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
     table = plan.reader.gather_rows(name, used)
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))
-    ordered = sorted(samples.token_ids, key=len)
+    ordered = sorted(samples.token_ids, key=len, reverse=True)  # errors are measured on the first batches
     for length, group in itertools.groupby(ordered, key=len):
         ids = torch.tensor(list(group))  # (B, T)
         for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
@@ -297,7 +302,15 @@ def shard_name(index: int, num_layers: int) -> str:
 
 
 def peak_bytes() -> int:
-    """Highest resident memory of this process so far, as the kernel counts it."""
+    """Highest resident memory of this process so far, as the kernel counts it.
+
+    From /proc where there is one: what getrusage says there includes the program that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if found:
+            return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -311,9 +324,8 @@ def _load_samples(plan: Plan) -> Samples | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {reason}") from error
-    return load_samples(
+        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    samples = load_samples(
         plan.bundled_text if calibration.data == "bundled" else calibration.data,
         tokenizer,
         samples=calibration.samples,
@@ -323,6 +335,11 @@ def _load_samples(plan: Plan) -> Samples | None:
         field=calibration.field,
         split=calibration.split,
     )
+    limit = plan.reader.config.get("max_position_embeddings")
+    if limit is None or calibration.sequence_length <= limit:
+        return samples
+    text = f"sequence_length {calibration.sequence_length} is beyond the {limit} positions that the model was made for"
+    return replace(samples, warnings=(*samples.warnings, text))
 
 
 def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
@@ -336,6 +353,10 @@ def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             "device": plan.device.type,
             "dtype": str(plan.compute_dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "kernels": torch.cuda.get_device_name(plan.device)
+            if plan.device.type == "cuda"
+            else torch.backends.cpu.get_cpu_capability(),
+            "matmul": torch.get_float32_matmul_precision(),
         },
     }
 

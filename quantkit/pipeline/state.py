@@ -82,7 +82,7 @@ def open_state(output: Path, identity: dict[str, Any], *, resume: bool, overwrit
     """
     if output.exists() and not overwrite:
         raise OutputError(f"output {output} exists already; choose another --output or pass --overwrite")
-    if output.exists() and not (output / "config.json").exists() and (output.is_file() or any(output.iterdir())):
+    if output.exists() and not _replaceable(output):
         raise OutputError(
             f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away first"
         )
@@ -102,15 +102,36 @@ def open_state(output: Path, identity: dict[str, Any], *, resume: bool, overwrit
         yield _load(folder, identity)
 
 
+def _replaceable(output: Path) -> bool:
+    """Whether an existing output is empty or a checkpoint; anything else is not for us to delete."""
+    if not output.is_dir():
+        return False
+    names = {path.name for path in output.iterdir()}
+    return not names or ("config.json" in names and any(name.endswith(".safetensors") for name in names))
+
+
 def partial_folder(output: Path) -> Path:
     """Where a run works until `output` gets its name."""
     return output.with_name(output.name + ".partial")
 
 
-def was_completed(output: Path) -> bool:
-    """Whether an earlier run gave `output` its name but was killed before it could tidy up."""
+def was_completed(output: Path, identity: dict[str, Any]) -> bool:
+    """Whether an earlier run gave `output` its name but was killed before it could tidy up; that is done now.
+
+    Args:
+        output: where the finished checkpoint goes.
+        identity: of this run; true only if that run had the same.
+    """
     folder = partial_folder(output)
-    return output.exists() and (folder / "progress.json").exists() and not (folder / "checkpoint").exists()
+    if not (output.exists() and folder.exists()) or (folder / "checkpoint").exists():
+        return False
+    shutil.rmtree(folder)
+    shutil.rmtree(output.with_name(f".{output.name}.old"), ignore_errors=True)
+    try:
+        made_from = json.loads((output / "quantkit.json").read_text())["identity"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(made_from == json.loads(json.dumps(identity)))
 
 
 def identity_digest(identity: dict[str, Any]) -> str:
@@ -137,7 +158,10 @@ def _short(value: Any) -> str:
 def _load(folder: Path, identity: dict[str, Any]) -> RunState:
     path = folder / "progress.json"
     if not path.exists():
-        return RunState(folder=folder, identity=identity)
+        _clear(folder)  # of a run that was killed before it knew what it was
+        state = RunState(folder=folder, identity=identity)
+        state.save()
+        return state
     try:
         saved = json.loads(path.read_text())
         records = [LayerRecord.from_dict(record) for record in saved["records"]]

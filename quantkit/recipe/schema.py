@@ -126,7 +126,7 @@ class Calibration(Section):
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
     samples: Positive = 128
-    sequence_length: Positive = 512
+    sequence_length: Annotated[int, Field(ge=8)] = 512
     field: str = "text"
     split: str = "train"
 

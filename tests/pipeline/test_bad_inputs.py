@@ -152,6 +152,14 @@ RECIPES: list[tuple[str, str, str]] = [
     ("pattern that matches nothing", RECIPE + 'ignore: ["*.w1"]\n', r"'\*\.w1' matches no linear"),
     ("half of a fused set", RECIPE + 'ignore: ["*.k_proj"]\n', r"are fused by inference engines and need one scheme"),
     ("everything left alone", RECIPE + 'ignore: ["*"]\n', r"leaves every linear alone"),
+    (
+        "zero points beside others",
+        RECIPE.replace("32}", "32, symmetric: false}")
+        + 'overrides: [{modules: "*.down_proj", weights: {dtype: int8}}]\n',
+        r"set weights\.symmetric=true",
+    ),
+    ("groups in activation order", RECIPE + "steps:\n  - gptq: {act_order: group}\n", r"act_order=weight"),
+    ("sequences too short", RECIPE + "steps: [gptq]\ncalibration: {sequence_length: 1}\n", r"sequence_length"),
     ("a format that cannot hold it", RECIPE + "activations: {dtype: int8}\n", r"(int4|activations)"),
 ]
 
@@ -176,6 +184,7 @@ def test_other_bad_arguments(tiny_llama, tmp_path):
         ((*gptq, tmp_path / "nothing.jsonl"), 4, r"nothing\.jsonl does not exist"),
         ((*quantize, "rtn-int4", tiny_llama, "--device", "cuda:99"), 4, r"'cuda:99' is not there"),
         ((*quantize, "rtn-int4", tiny_llama, "--device", "tpu"), 4, r"device 'tpu'"),
+        ((*quantize, "rtn-int4", tiny_llama, "--device", "meta"), 4, r"device 'meta'"),
         (("quantize", "-o", tmp_path / "out"), 2, r"--recipe"),
         ((*quantize, "rtn-int4", "--sampels", "3"), 2, r"--samples"),
         (("quantise",), 2, r"quantize"),

@@ -13,7 +13,7 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.affine import fake_quantize_tokens
 from quantkit.recipe import shipped
-from tests.helpers import FAMILIES, edit_config, load_tensors, make_model, transformers_logits
+from tests.helpers import FAMILIES, edit_config, edit_tensors, load_tensors, make_model, transformers_logits
 
 IDS = torch.arange(2, 62).view(2, 30)
 
@@ -156,6 +156,60 @@ def test_the_manifest_says_how_it_was_made(tiny_llama, tmp_path, text_file):
     for layer in result.layers:
         assert layer.output_snr_db > 10
         assert all(linear.error < linear.rounding_error for linear in layer.linears)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int3", "int4", "int8"])
+@pytest.mark.parametrize("group_size", [32, "channel"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_integer_scheme_loads(tiny_llama, tmp_path, dtype, group_size, symmetric):
+    changes = {"weights.dtype": dtype, "weights.group_size": group_size, "weights.symmetric": symmetric}
+    run(tiny_llama, "rtn-int8", tmp_path / "out", overrides=changes)
+    torch.testing.assert_close(
+        transformers_logits(tmp_path / "out", IDS), decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4
+    )
+
+
+def test_mixed_source_dtypes_lose_nothing(tmp_path, text_file):
+    """Norms in bfloat16, linears in float32: what is left alone comes out bit for bit."""
+    model = make_model(tmp_path / "model")
+    norms = {n: t.bfloat16() for n, t in load_tensors(model).items() if "norm" in n}
+    edit_tensors(model, **{name.replace(".", "__"): value for name, value in norms.items()})
+    run(model, "gptq-int4", tmp_path / "out", text_file, overrides={"ignore": ["*.o_proj"]})
+    before, after = load_tensors(model), load_tensors(tmp_path / "out")
+    for name in [n for n in after if "norm" in n or "o_proj" in n or "embed" in n or "head" in n]:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name]), name
+
+
+def test_sixteen_bit_norms_are_calibrated_as_they_are_written(tmp_path, text_file):
+    """float16 is computed in float32 here; folded norms must already carry their final rounding."""
+    model = make_model(tmp_path / "model", dtype=torch.float16)
+    seen = {}
+    from quantkit.pipeline.run import _Run
+
+    original = _Run._write
+
+    def spy(self, index, layer):
+        seen.update({f"{layer.name}.{n}": p.clone() for n, p in layer.block.named_parameters() if "norm" in n})
+        return original(self, index, layer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Run, "_write", spy)
+        run(model, "awq-int4", tmp_path / "out", text_file)
+    tensors = load_tensors(tmp_path / "out")
+    assert len(seen) == 4
+    assert all(torch.equal(value.float(), tensors[name].float()) for name, value in seen.items())
+
+
+def test_steps_in_any_order_use_their_own_ranges(tiny_llama, tmp_path, text_file):
+    """A fold after a range search must not leave ranges behind that belong to other values."""
+    errors = {}
+    for steps in ([{"awq": {}}, {"smoothquant": {}}], [{"smoothquant": {}}, {"awq": {}}]):
+        changes = {"steps": steps, "weights.dtype": "int8", "weights.group_size": "channel", "weights.symmetric": True}
+        name = "-".join(next(iter(step)) for step in steps)
+        result = run(tiny_llama, "awq-int4", tmp_path / name, text_file, overrides=changes)
+        errors[name] = min(layer.output_snr_db for layer in result.layers)
+    assert errors["awq-smoothquant"] > errors["smoothquant-awq"] - 6
 
 
 def test_source_extras_are_carried_over(tmp_path):

@@ -77,11 +77,6 @@ def undisturbed(tiny_llama, tmp_path_factory, text_file):
     return hashes(output), int(done.stdout.split()[-1])
 
 
-def without_place(found):
-    """The manifest names the output path, which differs between test folders; everything else must not."""
-    return {name: digest for name, digest in found.items() if name != "quantkit.json"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", range(10))
 def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, place):
@@ -91,7 +86,7 @@ def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, 
     killed = killer(moment, "after" if place % 2 else "before", tiny_llama, output, text_file)
     assert killed.returncode == -signal.SIGKILL
     result = quantize(tiny_llama, output, text_file)
-    assert without_place(hashes(output)) == without_place(expected)
+    assert hashes(output) == expected
     assert not (tmp_path / "out.partial").exists()
     assert result.num_layers == 2
 
@@ -106,21 +101,22 @@ def test_killed_by_the_clock(tmp_path, text_file):
     started = time.perf_counter()
     subprocess.run([*command, str(tmp_path / "whole"), *options], check=True, capture_output=True)
     seconds = time.perf_counter() - started
-    generator, kills = random.Random(0), 0
+    generator, progress = random.Random(0), 0
     output = tmp_path / "out"
     for _ in range(3):
         process = subprocess.Popen([*command, str(output), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         time.sleep(seconds * generator.uniform(0.5, 0.95))
-        kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    assert kills
+        saved = tmp_path / "out.partial" / "progress.json"
+        progress = max(progress, len(json.loads(saved.read_text())["records"]) if saved.exists() else 0)
+    assert progress, "every kill came before the first layer was done"
     if not output.exists():
         subprocess.run([*command, str(output), *options], check=True, capture_output=True)
-    assert without_place(hashes(output)) == without_place(hashes(tmp_path / "whole"))
+    assert hashes(output) == hashes(tmp_path / "whole")
 
 
-def interrupted(model, output, text):
+def interrupted(model, output, text, **options):
     """Leave a run behind that was killed after its first layer."""
 
     class Stop(Exception):
@@ -134,7 +130,7 @@ def interrupted(model, output, text):
             raise Stop
 
     with pytest.raises(Stop):
-        quantize(model, output, text, listener=Listener())
+        quantize(model, output, text, listener=Listener(), **options)
 
 
 def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):
@@ -206,6 +202,7 @@ def test_an_existing_output_is_not_touched(tiny_llama, tmp_path, text_file):
         quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
     (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "model.safetensors").touch()
     quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
     assert not (tmp_path / "out" / "mine.txt").exists()
 
@@ -229,15 +226,48 @@ def test_the_source_cannot_be_the_output(tmp_path, text_file):
     assert (model / "model.safetensors").exists()
 
 
-def test_a_run_killed_while_tidying_up_is_complete(tiny_llama, tmp_path, text_file):
+@pytest.mark.parametrize("leftover", ["progress.json", "activations/1"])
+def test_a_run_killed_while_tidying_up_is_complete(tiny_llama, tmp_path, text_file, leftover):
     """Killed between the last rename and the removal of its leftovers: the same command tidies up and says done."""
     first = quantize(tiny_llama, tmp_path / "out", text_file)
     partial = tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "progress.json").write_text("{}")
+    (partial / leftover).parent.mkdir(parents=True)
+    (partial / leftover).touch()
     again = quantize(tiny_llama, tmp_path / "out", text_file)
     assert not partial.exists()
     assert again == first
+    partial.mkdir()
+    with pytest.raises(OutputError, match="exists already"):  # another recipe's output is not this one's
+        quantize(tiny_llama, tmp_path / "out", text_file, overrides={"weights.group_size": 16})
+    partial.mkdir(exist_ok=True)
+    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True).num_layers == 2
+
+
+def test_leftovers_of_an_unknown_run_are_not_kept(tiny_llama, tmp_path, text_file):
+    """Killed before it had written who it was: its files must not end up in this run's output."""
+    (tmp_path / "out.partial" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "out.partial" / "checkpoint" / "model-00001-of-00099.safetensors").touch()
+    quantize(tiny_llama, tmp_path / "out", text_file)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
+
+
+def test_what_appears_at_the_output_meanwhile_is_not_destroyed(tiny_llama, tmp_path, text_file):
+    class Listener:
+        def __getattr__(self, name):
+            return lambda *args: None
+
+        def layer_finished(self, record):
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / "precious.txt").write_text("keep")
+
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(tiny_llama, tmp_path / "out", text_file, listener=Listener())
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep"
+
+
+def test_a_run_that_started_over_can_be_resumed(tiny_llama, tmp_path, text_file):
+    interrupted(tiny_llama, tmp_path / "out", text_file, resume=False)
+    assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
 
 
 def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):

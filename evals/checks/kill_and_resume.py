@@ -1,0 +1,73 @@
+"""kill -9 at random moments of a run, each followed by the same command; the files must be those of an undisturbed run.
+
+    python evals/checks/kill_and_resume.py [--kills 10] [--samples 16] [--recipe gptq-int4] [--seed 0]
+
+Uses the bundled demo model. Prints one line per kill and ends with exit code 1 if any file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RUN_LOG = "quantkit-run.json"  # holds times, so it differs between any two runs
+
+
+def main() -> None:
+    """Measure an undisturbed run, then kill and resume as often as asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--recipe", default="gptq-int4")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "quantkit", "quantize", "--recipe", options.recipe, "-o", "out"]
+    command += ["--samples", str(options.samples), "--quiet"]
+    generator, failures = random.Random(options.seed), 0
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        expected = finish(command, Path(folder) / "undisturbed")
+        seconds = time.perf_counter() - started
+        for number in range(options.kills):
+            moment = generator.uniform(0, seconds)
+            place = Path(folder) / str(number)
+            left = kill(command, place, moment)
+            same = finish(command, place) == expected
+            failures += not same
+            print(
+                f"kill {number + 1} after {moment:.1f} of {seconds:.1f} s, left {left}: {'same' if same else 'DIFFERS'}"
+            )
+    print(f"{len(expected)} files, {options.kills} kills, {failures} differ")
+    sys.exit(1 if failures else 0)
+
+
+def finish(command: list[str], place: Path) -> dict[str, str]:
+    """Run to the end; SHA-256 of every file of the output but the run log."""
+    place.mkdir(exist_ok=True)
+    if not (place / "out").exists():
+        subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
+    files = sorted(path for path in (place / "out").iterdir() if path.name != RUN_LOG)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def kill(command: list[str], place: Path, moment: float) -> str:
+    """Start a run and kill it after `moment` seconds; what it left behind, in words."""
+    place.mkdir()
+    process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL)
+    time.sleep(moment)
+    process.kill()
+    process.wait()
+    if (place / "out").exists():
+        return "a finished output"
+    shards = list(place.glob("out.partial/checkpoint/*.safetensors"))
+    return f"{len(shards)} shards" if (place / "out.partial").exists() else "nothing"
+
+
+if __name__ == "__main__":
+    main()
