@@ -54,15 +54,14 @@ class AWQ:
             if can_fold(layer, group):
                 self._scale(layer, group, statistics[group.linears[0]])
         for group, names in sets:
-            seen = statistics[group.linears[0]]
             for name in names:
-                layer.ranges[name] = self._range(layer, name, layer.weight(name), seen, seen.divisor)
+                layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: _Statistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
 
         The search rounds with covering ranges, which is quick; that scaling is worth it at all is then
-        checked with the ranges that will be used.
+        checked with searched ones.
         """
         size = shared_by_heads(layer, group, seen.magnitude.mean)
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
@@ -93,15 +92,12 @@ class AWQ:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
 
-    def _range(
-        self, layer: LayerContext, name: str, weight: Tensor, seen: _Statistics, divisor: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Range of a linear's weight whose inputs are those seen, divided by `divisor` (K,)."""
-        scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
+    def _range(self, layer: LayerContext, name: str, seen: _Statistics) -> tuple[Tensor, Tensor | None]:
+        weight, scheme, dtype = layer.weight(name), layer.schemes[name].weight, layer.scale_dtype[name]
         if not self.clip:
             return minmax_parameters(weight, scheme, dtype)
-        gram = seen.gram(divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
-        return search_parameters(weight, scheme, dtype, importance=seen.mean_square(divisor), gram=gram)
+        gram = seen.gram(seen.divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
+        return search_parameters(weight, scheme, dtype, importance=seen.mean_square(seen.divisor), gram=gram)
 
     def _rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: _Statistics | None
@@ -111,10 +107,11 @@ class AWQ:
         if scheme is None or name in layer.quantized:
             return original
         scaled, dtype = original.float() * scales, layer.scale_dtype[name]
-        if seen is None:
+        if seen is None or not self.clip:
             ranges = minmax_parameters(scaled, scheme.weight, dtype)
         else:
-            ranges = self._range(layer, name, scaled, seen, scales)
+            importance = seen.mean_square(scales)  # without the Gram matrices: quicker, and near enough to compare
+            ranges = search_parameters(scaled, scheme.weight, dtype, importance=importance)
         return round_to_nearest(scaled, scheme.weight, *ranges, dtype).dequantize().div_(scales)
 
 
@@ -150,7 +147,7 @@ class _Statistics:
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
-    """The ratio i / grid in [0, 1) with the least error: a coarse pass, then the neighbourhood of its best.
+    """The ratio i / grid in [0, 1) with the least error: every fifth of the way, then ever nearer to the best.
 
     Args:
         error: function of a ratio, smooth enough that its best lies beside the best of the coarse points.
@@ -158,12 +155,14 @@ def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, flo
     Returns:
         ratio, its error.
     """
-    coarse = max(1, grid // 5)
-    found = {i: error(i / grid) for i in range(0, grid, coarse)}
-    centre = min(found, key=lambda i: found[i])
-    for i in range(max(0, centre - coarse + 1), min(grid, centre + coarse)):
-        if i not in found:
-            found[i] = error(i / grid)
+    step = max(1, grid // 5)
+    found = {i: error(i / grid) for i in range(0, grid, step)}
+    while step > 1:
+        step //= 2
+        best = min(found, key=lambda i: found[i])
+        for i in (best - step, best + step):
+            if 0 <= i < grid and i not in found:
+                found[i] = error(i / grid)
     best = min(found, key=lambda i: found[i])
     return best / grid, found[best]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures import LinearSet
 from quantkit.calibration.activations import ActivationStore
+from quantkit.calibration.memory import release_freed_memory
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError
 from quantkit.numerics.affine import (
@@ -105,6 +106,7 @@ class LayerContext:
 
         for hidden in self._hidden_states():
             self._probe(hidden, tuple(observers), look)
+        release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")

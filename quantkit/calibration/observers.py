@@ -9,6 +9,8 @@ from torch import Tensor
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
+# Tokens converted to float32 at once for it.
+_TOKENS = 1024
 
 
 class Observer(Protocol):
@@ -33,10 +35,11 @@ class Gram:
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
-        values = inputs.float()
-        for start in range(0, values.shape[1], _PANEL):
-            stop = min(start + _PANEL, values.shape[1])
-            self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
+        for rows in torch.split(inputs, _TOKENS):
+            values = rows.float()
+            for start in range(0, values.shape[1], _PANEL):
+                stop = min(start + _PANEL, values.shape[1])
+                self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
         self.num_tokens += values.shape[0]
 
     def finish(self) -> Tensor:
@@ -116,7 +119,7 @@ class Sample:
         limit: rows kept in all.
     """
 
-    def __init__(self, rows_per_batch: int = 32, limit: int = 128) -> None:
+    def __init__(self, rows_per_batch: int = 16, limit: int = 64) -> None:
         self._rows_per_batch, self._limit = rows_per_batch, limit
         self._kept: list[Tensor] = []
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from quantkit.calibration.activations import ActivationStore, Mode
 from quantkit.calibration.dataset import Samples, load_samples
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
+from quantkit.calibration.memory import release_freed_memory
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
 from quantkit.errors import ModelError, first_line
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
@@ -160,6 +161,7 @@ class _Run:
         self.state.finish_layer(record, shard, digest, names, states)
         if self.store is not None:
             self.store.forget_previous()
+        release_freed_memory()
         self.listener.layer_finished(record)
 
     def _context(self, index: int) -> LayerContext:
