@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system, where the C library would keep it for later.
+"""What this process takes, and giving freed memory back to the system, where the C library would keep it for later.
 
 glibc holds on to freed blocks of up to 32 MiB; between two phases with different needs that adds up to the peak.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
+import resource
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["release_freed_memory"]
+__all__ = ["peak_bytes", "release_freed_memory"]
 
 
 @functools.cache
@@ -27,3 +31,17 @@ def release_freed_memory() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def peak_bytes() -> int:
+    """Highest resident memory of this process so far, as the kernel counts it.
+
+    From /proc where there is one: what getrusage says there includes the program that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if found:
+            return int(found[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-import resource
 import shutil
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,20 +17,17 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.activations import ActivationStore, Mode
-from quantkit.calibration.dataset import Samples, load_samples
+from quantkit.calibration.dataset import Samples
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
-from quantkit.calibration.memory import release_freed_memory
+from quantkit.calibration.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
-from quantkit.errors import ModelError, first_line
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.pipeline.events import SILENT, Listener
+from quantkit.pipeline.inputs import embed, read_samples
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
 from quantkit.recipe import Recipe
 from quantkit.results import CompressionResult, LayerRecord, to_dict
-
-# Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
-_BATCH_TOKENS = 2048
 
 
 def quantize(
@@ -66,7 +59,7 @@ def quantize(
     """
     started = time.perf_counter()
     plan = make_plan(model, recipe, output, device)
-    samples = _load_samples(plan)
+    samples = read_samples(plan)
     for warning in samples.warnings if samples else ():
         listener.warning(warning)
     identity = _identity(plan, samples)
@@ -281,67 +274,9 @@ class _Run:
         seconds[name] += time.perf_counter() - started
 
 
-def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
-    """Hidden states before the first layer, batches (B, T, D) of samples of equal length, on the CPU.
-
-    Only the embedding rows of tokens that occur are read.
-    """
-    used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
-    name = f"{plan.architecture.embedding}.weight"
-    table = plan.reader.gather_rows(name, used)
-    row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
-    row_of[used] = torch.arange(len(used))
-    ordered = sorted(samples.token_ids, key=len, reverse=True)  # errors are measured on the first batches
-    for length, group in itertools.groupby(ordered, key=len):
-        ids = torch.tensor(list(group))  # (B, T)
-        for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
-            yield plan.skeleton.embed(batch, table, row_of)
-
-
 def shard_name(index: int, num_layers: int) -> str:
     """File of a layer; the one after the last holds everything else."""
     return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
-
-
-def peak_bytes() -> int:
-    """Highest resident memory of this process so far, as the kernel counts it.
-
-    From /proc where there is one: what getrusage says there includes the program that started this one.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _load_samples(plan: Plan) -> Samples | None:
-    calibration = plan.recipe.calibration
-    if calibration is None:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
-        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
-    samples = load_samples(
-        plan.bundled_text if calibration.data == "bundled" else calibration.data,
-        tokenizer,
-        samples=calibration.samples,
-        sequence_length=calibration.sequence_length,
-        vocab_size=plan.reader.info(f"{plan.architecture.embedding}.weight").shape[0],
-        seed=plan.recipe.seed,
-        field=calibration.field,
-        split=calibration.split,
-    )
-    limit = plan.reader.config.get("max_position_embeddings")
-    if limit is None or calibration.sequence_length <= limit:
-        return samples
-    text = f"sequence_length {calibration.sequence_length} is beyond the {limit} positions that the model was made for"
-    return replace(samples, warnings=(*samples.warnings, text))
 
 
 def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
