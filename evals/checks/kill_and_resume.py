@@ -31,20 +31,34 @@ def main() -> None:
     command += ["--samples", str(options.samples), "--quiet"]
     generator, failures = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        expected = finish(command, Path(folder) / "undisturbed")
-        seconds = time.perf_counter() - started
+        expected, seconds = watched(command, Path(folder) / "undisturbed")
         for number in range(options.kills):
             moment = generator.uniform(0, seconds)
             place = Path(folder) / str(number)
             left = kill(command, place, moment)
             same = finish(command, place) == expected
             failures += not same
-            print(
-                f"kill {number + 1} after {moment:.1f} of {seconds:.1f} s, left {left}: {'same' if same else 'DIFFERS'}"
-            )
+            verdict = "same" if same else "DIFFERS"
+            print(f"kill {number + 1}: {moment:.2f} of {seconds:.2f} s of work, left {left}: {verdict}", flush=True)
     print(f"{len(expected)} files, {options.kills} kills, {failures} differ")
     sys.exit(1 if failures else 0)
+
+
+def watched(command: list[str], place: Path) -> tuple[dict[str, str], float]:
+    """Run to the end undisturbed; hashes as `finish`, and the seconds from the first sign of work to the end."""
+    place.mkdir()
+    process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL)
+    await_work(process, place)
+    started = time.perf_counter()
+    if process.wait():
+        sys.exit("the undisturbed run failed")
+    return finish(command, place), time.perf_counter() - started
+
+
+def await_work(process: subprocess.Popen[bytes], place: Path) -> None:
+    """Wait until the run has begun to write."""
+    while process.poll() is None and not (place / "out.partial" / "progress.json").exists():
+        time.sleep(0.005)
 
 
 def finish(command: list[str], place: Path) -> dict[str, str]:
@@ -57,9 +71,10 @@ def finish(command: list[str], place: Path) -> dict[str, str]:
 
 
 def kill(command: list[str], place: Path, moment: float) -> str:
-    """Start a run and kill it after `moment` seconds; what it left behind, in words."""
+    """Start a run and kill it `moment` seconds after it began to write; what it left behind, in words."""
     place.mkdir()
     process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL)
+    await_work(process, place)
     time.sleep(moment)
     process.kill()
     process.wait()
