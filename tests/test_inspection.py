@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -98,10 +99,11 @@ def test_packed_codes_are_counted_as_the_weights_they_stand_for(tmp_path):
 
 
 def test_one_kind_stored_in_two_ways_is_two_rows(tmp_path):
-    schemes = {f"model.layers.{i}.self_attn.q_proj": INT4_G32 for i in range(NUM_LAYERS)}
+    four_bits = LinearScheme(weight=dataclasses.replace(INT4_G32.weight, symmetric=True))
+    schemes = {f"model.layers.{i}.self_attn.q_proj": four_bits for i in range(NUM_LAYERS)}
     schemes["model.layers.2.self_attn.q_proj"] = INT8_CHANNEL
     found = rows(inspect(quantized(tmp_path, schemes)))
-    assert found["self_attn.q_proj", "int4 g32 asym"].count == NUM_LAYERS - 1
+    assert found["self_attn.q_proj", "int4 g32"].count == NUM_LAYERS - 1
     assert found["self_attn.q_proj", "int8 channel"].count == 1
     # The bias is a parameter, but no weight bit.
     assert found["self_attn.q_proj", "int8 channel"].num_parameters == N * K + N

@@ -91,6 +91,14 @@ def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, 
     assert result.num_layers == 2
 
 
+def finished_layers(progress):
+    """Layers that a progress.json names; the file is replaced atomically, so it is never half written."""
+    try:
+        return len(json.loads(progress.read_text())["records"])
+    except FileNotFoundError:
+        return 0
+
+
 @pytest.mark.slow
 def test_killed_by_the_clock(tmp_path, text_file):
     """Three kills from outside at random times, always the same command, through the command line."""
@@ -98,19 +106,18 @@ def test_killed_by_the_clock(tmp_path, text_file):
     command = [sys.executable, "-m", "quantkit", "quantize", str(model), "--recipe", "gptq-int4", "-o"]
     options = ["--set", "weights.group_size=32", "--calibration", str(text_file), "--samples", "8"]
     options += ["--sequence-length", "48", "--quiet"]
-    started = time.perf_counter()
     subprocess.run([*command, str(tmp_path / "whole"), *options], check=True, capture_output=True)
-    seconds = time.perf_counter() - started
-    generator, progress = random.Random(0), 0
-    output = tmp_path / "out"
+    generator, progress = random.Random(0), []
+    output, saved = tmp_path / "out", tmp_path / "out.partial" / "progress.json"
     for _ in range(3):
         process = subprocess.Popen([*command, str(output), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        time.sleep(seconds * generator.uniform(0.5, 0.95))
+        while process.poll() is None and finished_layers(saved) == (progress[-1] if progress else 0):
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        saved = tmp_path / "out.partial" / "progress.json"
-        progress = max(progress, len(json.loads(saved.read_text())["records"]) if saved.exists() else 0)
-    assert progress, "every kill came before the first layer was done"
+        progress.append(finished_layers(saved))
+    assert progress[0] > 0, progress
     if not output.exists():
         subprocess.run([*command, str(output), *options], check=True, capture_output=True)
     assert hashes(output) == hashes(tmp_path / "whole")
