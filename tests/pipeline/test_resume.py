@@ -102,7 +102,7 @@ def finished_layers(progress):
 @pytest.mark.slow
 def test_killed_by_the_clock(tmp_path, text_file):
     """Three kills from outside at random times, always the same command, through the command line."""
-    model = make_model(tmp_path / "model", num_hidden_layers=6)
+    model = make_model(tmp_path / "model", num_hidden_layers=10)
     command = [sys.executable, "-m", "quantkit", "quantize", str(model), "--recipe", "gptq-int4", "-o"]
     options = ["--set", "weights.group_size=32", "--calibration", str(text_file), "--samples", "8"]
     options += ["--sequence-length", "48", "--quiet"]
@@ -113,7 +113,7 @@ def test_killed_by_the_clock(tmp_path, text_file):
         process = subprocess.Popen([*command, str(output), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while process.poll() is None and finished_layers(saved) == (progress[-1] if progress else 0):
             time.sleep(0.002)
-        time.sleep(generator.uniform(0, 0.1))
+        time.sleep(generator.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         progress.append(finished_layers(saved))
