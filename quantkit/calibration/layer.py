@@ -152,7 +152,7 @@ class LayerContext:
             weight: codes and scales; from here on the layer computes with their decoded values.
         """
         current, scheme = self.weight(name), self.schemes[name]
-        decoded = weight.dequantize(current.dtype)
+        decoded = weight.dequantize(weight.scale.dtype)  # as a loader in the model's dtype computes them
         sample = self.samples.get(self._set_key(name))
         dtype = self.scale_dtype[name]
 

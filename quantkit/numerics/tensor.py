@@ -44,13 +44,13 @@ class QuantizedTensor:
         return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + self.scale.numel() * self.scale.element_size()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values that the codes stand for, as loaders compute them: rounded to the scale's dtype.
+        """The values that the codes stand for.
 
-        The product of a code and a 16-bit scale is exact in float32, so it is rounded once, just as by a loader
-        that multiplies in the scale's dtype.
+        The product of a code and a 16-bit scale is exact in float32, so a shorter dtype rounds it once, just as a
+        loader does that multiplies in that dtype.
 
         Args:
-            dtype: of the result; a wider one than the scale's adds no precision.
+            dtype: of the result.
         Returns:
             (N, K) values.
         """
@@ -60,8 +60,8 @@ class QuantizedTensor:
             values = self.codes.float()
             if self.zero_point is not None:
                 values -= self.zero_point.float()[:, index]
-            return values.mul_(self.scale.float()[:, index]).to(self.scale.dtype).to(dtype)
+            return values.mul_(self.scale.float()[:, index]).to(dtype)
         values = self.codes.to(torch.float32).view(rows, self.scale.shape[1], -1)  # (N, G, g)
         if self.zero_point is not None:
             values -= self.zero_point.float().unsqueeze(-1)
-        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, width).to(self.scale.dtype).to(dtype)
+        return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, width).to(dtype)

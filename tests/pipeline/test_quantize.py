@@ -40,7 +40,10 @@ def decoded_logits(source, output):
         if linear is None:
             continue
         local = {n.removeprefix(f"{name}."): reader.tensor(n) for n in reader.names if n.startswith(f"{name}.")}
-        module.weight.data = format_.decode(local, linear).dequantize()
+        decoded = format_.decode(local, linear)
+        # transformers decodes zero points while loading, in the scale's dtype, all else in the dtype asked for.
+        asked = torch.float32 if linear.weight.symmetric else decoded.scale.dtype
+        module.weight.data = decoded.dequantize(asked).float()
         if linear.activation is not None:
             module.register_forward_pre_hook(
                 lambda module, args, scheme=linear.activation: (fake_quantize_tokens(args[0], scheme),)
@@ -73,10 +76,11 @@ def test_every_family(tmp_path, text_file, family, recipe):
     )
 
 
+@pytest.mark.parametrize("recipe", ["awq-int4", "gptq-int4", "w8a8-int8", "fp8-dynamic"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_models_keep_their_dtype(tmp_path, text_file, dtype):
+def test_sixteen_bit_models_keep_their_dtype(tmp_path, text_file, dtype, recipe):
     model = make_model(tmp_path / "model", dtype=dtype)
-    run(model, "awq-int4", tmp_path / "out", text_file)
+    run(model, recipe, tmp_path / "out", text_file)
     tensors = load_tensors(tmp_path / "out")
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == dtype
     assert tensors["model.norm.weight"].dtype == tensors["model.layers.0.input_layernorm.weight"].dtype == dtype
