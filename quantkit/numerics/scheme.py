@@ -40,7 +40,8 @@ class WeightScheme:
         if self.group_size is None:
             return in_features
         if in_features % self.group_size:
-            nearest = max(d for d in range(1, self.group_size + 1) if in_features % d == 0)
+            divisors = [d for d in range(1, in_features + 1) if in_features % d == 0]
+            nearest = min(divisors, key=lambda d: abs(d - (self.group_size or d)))
             raise SchemeError(
                 f"group_size {self.group_size} does not divide {in_features} inputs; "
                 f"nearest that does: {nearest}, or 'channel'"

@@ -75,7 +75,7 @@ class Plan:
     @property
     def bundled_text(self) -> Path:
         """The text that `calibration.data: bundled` means for this model."""
-        if self.model == "demo":
+        if self.reader.path.resolve() == (DEMO / "model").resolve():
             return DEMO / "calibration.txt"
         return Path(__file__).parent.parent / "calibration" / "text" / "general.txt"
 
