@@ -1,6 +1,6 @@
 """Train the demo model from nothing and export it: about an hour on one or two CPU cores, less on a GPU.
 
-    python evals/demo/train.py --work /tmp/demo-run
+    python evals/demo/train.py --work demo-run
 
 The same command resumes after an interruption: weights, optimizers and the step (which is also the data position)
 are saved every --save-every steps. The compute copy is bfloat16 on a float32 master; matrices are trained with
