@@ -123,3 +123,28 @@ class Scheme:
             if rule.matches(name):
                 found = rule.linear
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheScheme:
+    """Number type of the keys or of the values in the KV cache.
+
+    Args:
+        dtype: number type; None = as computed, 16 or 32 bits.
+        granularity: what shares one scale: "tensor" (fixed, 1.0 unless the checkpoint has one), "token" (a token's
+            values of one head) or "channel" (a channel of one head over the tokens of a page; the page is quantized
+            once, when it is complete).
+        symmetric: no zero point; always so for float types.
+    """
+
+    dtype: DType | None = None
+    granularity: Literal["tensor", "token", "channel"] = "token"
+    symmetric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVScheme:
+    """How keys and values are kept in the cache."""
+
+    key: CacheScheme = CacheScheme()
+    value: CacheScheme = CacheScheme()

@@ -1,0 +1,53 @@
+"""What one step computes: a list of (sequence, number of new tokens), as tensors that kernels read.
+
+Decode is one new token, a prefill chunk is many, a speculative verification is k + 1: one shape serves all three.
+Shapes: B sequences, T new tokens of all of them together, P pages of the longest, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBatch:
+    """One step. New tokens of all sequences lie one after another; tensors are on the model's device.
+
+    A worked example, pages of 4 tokens. Sequence A has 5 tokens in pages [7, 2] and gets one more; sequence B is new
+    and gets a chunk of 3, in page [9]:
+
+        query_lengths   (1, 3)           context_lengths  (6, 3)
+        token_ids       [a5, b0, b1, b2] positions        [5, 0, 1, 2]
+        query_starts    [0, 1, 4]        page_table       [[7, 2], [9, -1]]
+        slots           [9, 36, 37, 38]  (page * page_size + offset: 2*4+1, 9*4+0, ...)
+
+    Args:
+        token_ids: (T,) int64.
+        positions: (T,) int64, of each new token in its sequence.
+        query_starts: (B + 1,) int32, where each sequence's new tokens start.
+        page_table: (B, P) int32, page numbers of each sequence in order; -1 past its end.
+        slots: (T,) int64, where the keys and values of each new token are stored: page * page_size + offset.
+        tail_rows: (B,) int64, the sequence's row in the buffers that hold its open page in 16 bits.
+        logit_rows: (R,) int64, the new tokens after which logits are wanted.
+        query_lengths: new tokens by sequence, on the host.
+        context_lengths: tokens by sequence after this step, new ones included, on the host.
+        sequence_ids: stable number of each sequence, for models that keep state of their own.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_starts: Tensor
+    page_table: Tensor
+    slots: Tensor
+    tail_rows: Tensor
+    logit_rows: Tensor
+    query_lengths: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    sequence_ids: tuple[int, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence gets exactly one new token."""
+        return len(self.token_ids) == len(self.query_lengths)
