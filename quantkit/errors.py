@@ -7,8 +7,12 @@
     │   ├── RecipeError           a recipe: unknown key, bad value, impossible combination
     │   ├── SchemeError           a number scheme that does not fit a tensor or a format
     │   ├── DataError             calibration text
+    │   ├── GateError             a gate that cannot be read or names no known number
+    │   ├── ReportError           a report.json that is missing, damaged or of another version
     │   ├── OutputError           the place to write to
+    │   ├── RequestError          a prompt or its sampling parameters
     │   └── ResumeError           an interrupted run that belongs to other inputs
+    ├── GateFailure         3     a gate did not hold: the checkpoint is not what was asked for
     ├── ResourceError       5     out of disk, memory or device memory
     └── AuditError          1     the finished checkpoint is not what was planned: a bug, never the user's fault
 
@@ -53,12 +57,30 @@ class DataError(InputError):
     """Calibration data cannot be read or is unusable."""
 
 
+class GateError(InputError):
+    """A gate cannot be read or names no number that a report has."""
+
+
+class ReportError(InputError):
+    """A report is missing, damaged or of another version."""
+
+
 class OutputError(InputError):
     """The output path cannot be written or is already taken."""
 
 
+class RequestError(InputError):
+    """A prompt, its sampling parameters or the room it asks for cannot be served."""
+
+
 class ResumeError(InputError):
     """An interrupted run was started from other inputs than this one."""
+
+
+class GateFailure(QuantkitError):
+    """A gate did not hold; the message names the gates and the nearest remedy."""
+
+    exit_code = 3
 
 
 class ResourceError(QuantkitError):

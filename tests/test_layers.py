@@ -20,6 +20,7 @@ LAYERS = {
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
     "inspection": 6,
+    "measure": 6,
     "recipe": 5,
     "algorithms": 4,
     "runtime": 4,

@@ -1,0 +1,85 @@
+"""The two limits of a machine, measured where a run is measured: bytes per second of memory, FLOPs per second of a GEMM.
+
+Figures of a data sheet are not reached by anyone, and a shared machine has less than an idle one; so a share of the
+limit is always a share of what a plain read and a plain matrix product reached a moment ago, with the same threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# Several times the last-level cache of any machine, so that memory is measured and not the cache.
+_BUFFER_BYTES = 1 << 28
+_GEMM_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """Measured limits.
+
+    Args:
+        device: where.
+        threads: of torch, on a CPU.
+        bytes_per_s: of memory: reading on a CPU, the better of reading and copying on a GPU.
+        flops_per_s: of a square matrix product by dtype name, e.g. {"bfloat16": 2.1e11}.
+    """
+
+    device: str
+    threads: int
+    bytes_per_s: float
+    flops_per_s: dict[str, float]
+
+
+def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (), *, repeats: int = 5) -> Ceilings:
+    """Measure both limits; takes about a tenth of a second per repeat on a CPU.
+
+    Args:
+        device: where.
+        dtypes: of the matrix products; none = memory only.
+        repeats: the best of so many counts: everything that disturbs a measurement slows it down.
+    """
+    return Ceilings(
+        device=str(device),
+        threads=torch.get_num_threads(),
+        bytes_per_s=memory_bandwidth(device, repeats=repeats),
+        flops_per_s={str(dtype).removeprefix("torch."): gemm_rate(device, dtype, repeats=repeats) for dtype in dtypes},
+    )
+
+
+def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
+    """Bytes per second of reading a buffer much larger than the caches; on a GPU the better of reading and copying."""
+    buffer = torch.ones(_BUFFER_BYTES // 4, dtype=torch.float32, device=device)
+    best = _BUFFER_BYTES / _shortest(buffer.sum, device, repeats)
+    if device.type != "cpu":
+        target = torch.empty_like(buffer)
+        best = max(best, 2 * _BUFFER_BYTES / _shortest(lambda: target.copy_(buffer), device, repeats))
+    return best
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> float:
+    """Floating point operations per second of one matrix product of random data; zeros would flatter."""
+    size = _GEMM_ROWS if device.type == "cpu" else 8 * _GEMM_ROWS
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _shortest(lambda: torch.nn.functional.linear(left, right), device, repeats)
+
+
+def _shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of several runs, the first of which only warms up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
