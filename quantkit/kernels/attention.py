@@ -1,0 +1,216 @@
+"""Attention over a paged cache and the fresh keys of this step, and storing those: plain torch, any device.
+
+A new token sees what its sequence had before this step, as the cache holds it, and causally the fresh, never quantized
+keys and values of this step. One call serves decode, prefill chunks and verification of drafts, mixed at will.
+Shapes: B sequences, T new tokens of all of them, H heads (Hq of queries, Hkv of keys), D channels, S tokens per page,
+C tokens already cached, L new tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.kv_numbers import dequantize, quantize
+from quantkit.kernels.layouts import KVViews
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """What attention does besides softmax(q . k) v.
+
+    Args:
+        scale: of the scores.
+        window: a key is seen if query position - key position < window; None = all.
+        softcap: scores become softcap * tanh(score / softcap); None = as they are.
+        sinks: (Hq,), a further score of each head that takes part in the softmax and has no value; None = none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """One sequence of a batch: its number in it, its new tokens start:stop, and C tokens before them."""
+
+    row: int
+    start: int
+    stop: int
+    cached: int
+
+
+def _spans(batch: ForwardBatch) -> Iterator[_Span]:
+    start = 0
+    for row, (new, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
+        if new:
+            yield _Span(row=row, start=start, stop=start + new, cached=length - new)
+        start += new
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch, options: AttentionOptions
+) -> Tensor:
+    """Attention of new tokens to the cache and to each other; the cache is not modified.
+
+    Args:
+        query: (T, Hq, D), rotated.
+        key: (T, Hkv, D), rotated; Hkv divides Hq.
+        value: (T, Hkv, Dv).
+        views: the layer's pages and tails.
+        batch: what belongs to whom; its page table covers all cached tokens.
+        options: scale, window and the like.
+    Returns:
+        (T, Hq, Dv), dtype of query.
+    """
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    for span in _spans(batch):
+        new = slice(span.start, span.stop)
+        first = 0 if options.window is None else max(0, span.cached - options.window + 1)
+        keys, values = key[new].transpose(0, 1), value[new].transpose(0, 1)  # (Hkv, L, D)
+        if span.cached > first:
+            old_keys, old_values = _gather(views, batch, span, first, query.dtype)
+            keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
+        out[new] = _attend_one(query[new].transpose(0, 1), keys, values, options).transpose(0, 1)
+    return out
+
+
+def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cached keys and values (Hkv, C - first, D) of tokens first..C of a sequence. Slots past its end are cut off."""
+    size = views.layout.page_size
+    from_page, to_page = first // size, -(-span.cached // size)
+    pages = batch.page_table[span.row, from_page:to_page]
+    skip, stop = first - from_page * size, span.cached - from_page * size
+    values = _read(views, "value", pages, dtype)[:, skip:stop]
+    if views.key_tail is None:
+        return _read(views, "key", pages, dtype)[:, skip:stop], values
+    complete = span.cached // size  # pages before this one were quantized when they became complete
+    open_start = max(complete * size, first)
+    keys = [_read(views, "key", pages[: complete - from_page], dtype)[:, skip:]] if open_start > first else []
+    if span.cached > open_start:
+        keys.append(_read_tail(views.key_tail, batch.tail_rows[span.row], open_start, span.cached).to(dtype))
+    return torch.cat(keys, dim=1) if len(keys) > 1 else keys[0], values
+
+
+def _read(views: KVViews, what: str, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of whole pages, (Hkv, len(pages) * S, D)."""
+    layout = views.layout
+    scheme, fixed = (
+        (layout.scheme.key, layout.key_scale) if what == "key" else (layout.scheme.value, layout.value_scale)
+    )
+    blocks = getattr(views, what).index_select(0, pages)  # (P, H, S, D)
+    if scheme.dtype is None:
+        blocks = blocks.to(dtype)
+    else:
+        scale, zero = getattr(views, f"{what}_scale"), getattr(views, f"{what}_zero")
+        scale = None if scale is None else scale.index_select(0, pages)
+        zero = None if zero is None else zero.index_select(0, pages)
+        blocks = dequantize(blocks, scale, zero, scheme, dtype, fixed)
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def _read_tail(tail: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
+    """(Hkv, stop - start, D) of positions start..stop from a sequence's tail."""
+    slots = torch.arange(start, stop, device=tail.device) % tail.shape[2]
+    return tail[row].index_select(1, slots)
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention of one sequence: queries (Hq, L, D) are the last L of the keys (Hkv, N, D)."""
+    length, total = query.shape[1], key.shape[1]
+    causal = length > 1 and length == total and (options.window is None or options.window >= total)
+    mask = None if causal or length == 1 else _mask(length, total, options.window, query.device)
+    if options.softcap is None and options.sinks is None:
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], mask, is_causal=causal, scale=options.scale, enable_gqa=True
+        )[0]
+    return _attend_plain(query, key, value, _mask(length, total, options.window, query.device), options)
+
+
+def _mask(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
+    """(L, N), true where a key is seen."""
+    queries = torch.arange(total - length, total, device=device).unsqueeze(1)
+    keys = torch.arange(total, device=device)
+    seen = keys <= queries
+    return seen if window is None else seen & (queries - keys < window)
+
+
+def _attend_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention in float32 with every option spelled out."""
+    groups = query.shape[0] // key.shape[0]
+    grouped = query.float().unflatten(0, (-1, groups))  # (Hkv, G, L, D)
+    scores = grouped @ key.float().unsqueeze(1).transpose(-1, -2) * options.scale  # (Hkv, G, L, N)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf).flatten(0, 1)  # (Hq, L, N)
+    if options.sinks is not None:
+        sinks = options.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return (weights.unflatten(0, (-1, groups)) @ value.float().unsqueeze(1)).flatten(0, 1).to(query.dtype)
+
+
+def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
+    """Put the fresh keys and values of this step into the cache, quantized as the layout says.
+
+    Keys that are quantized per channel go to the sequence's tail; a page that this step completes is quantized into the
+    pool as well. The tail keeps its tokens, so a page with tokens that are taken back is simply quantized again.
+
+    Args:
+        key: (T, Hkv, D), rotated.
+        value: (T, Hkv, Dv).
+        views: the layer's pages and tails; modified.
+        batch: slots of the new tokens, and what belongs to whom.
+    """
+    pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
+    offsets = batch.slots - pages * views.layout.page_size
+    _write(views, "value", value, pages, offsets)
+    if views.key_tail is None:
+        _write(views, "key", key, pages, offsets)
+        return
+    for span in _spans(batch):
+        _store_tail(key[span.start : span.stop].transpose(0, 1), views, batch, span)
+
+
+def _write(views: KVViews, what: str, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """Store (T, Hkv, D) token by token."""
+    layout = views.layout
+    scheme, fixed = (
+        (layout.scheme.key, layout.key_scale) if what == "key" else (layout.scheme.value, layout.value_scale)
+    )
+    target: Tensor = getattr(views, what)
+    if scheme.dtype is None:
+        target[pages, :, offsets] = fresh.to(target.dtype)
+        return
+    codes, scale, zero = quantize(fresh, scheme, fixed)
+    target[pages, :, offsets] = codes
+    for kind, stored in (("scale", scale), ("zero", zero)):
+        if stored is not None:
+            getattr(views, f"{what}_{kind}")[pages, :, offsets] = stored
+
+
+def _store_tail(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: _Span) -> None:
+    """Keys (Hkv, L, D) of one sequence into its tail, and the pages that they complete into the pool."""
+    tail, layout = views.key_tail, views.layout
+    assert tail is not None and views.key_scale is not None and views.key_zero is not None
+    size, row, length = layout.page_size, batch.tail_rows[span.row], span.cached + fresh.shape[1]
+    from_page, to_page = span.cached // size, length // size
+    if to_page > from_page:
+        keys = fresh.to(tail.dtype)
+        if span.cached > from_page * size:
+            keys = torch.cat([_read_tail(tail, row, from_page * size, span.cached), keys], dim=1)
+        whole = keys[:, : (to_page - from_page) * size].unflatten(1, (-1, size)).transpose(0, 1)  # (pages, H, S, D)
+        pages = batch.page_table[span.row, from_page:to_page].long()
+        codes, scale, zero = quantize(whole, layout.scheme.key)
+        views.key[pages], views.key_scale[pages], views.key_zero[pages] = codes, scale, zero
+    kept = min(fresh.shape[1], tail.shape[2])
+    slots = torch.arange(length - kept, length, device=tail.device) % tail.shape[2]
+    tail[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(tail.dtype)

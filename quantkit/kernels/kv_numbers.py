@@ -1,0 +1,104 @@
+"""How keys and values are rounded: codes, scales and zeros of FP8, INT8 and INT4, and back. Plain torch, any device.
+
+Scales and zeros are fp16, rounded so that the range is covered (zero down, scale up); codes are chosen with the rounded
+ones. An error is then at most half a step, whatever the range. Value of a code: code * scale + zero; INT8 codes are
+signed and have no zero; INT4 codes are 0..15, packed as drawn in `layouts`.
+Shapes: ... any, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.layouts import SCALE_DTYPE
+from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+from quantkit.numerics.scheme import CacheScheme
+
+# fp16: half a unit in the last place, relative; smallest positive number; largest.
+_HALF_ULP = 2.0**-11
+_TINY = 2.0**-24
+_LARGEST = 65504.0
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """(..., D) uint8 codes 0..15 to (..., D/2) bytes: channel i low, channel i + D/2 high."""
+    low, high = codes.chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """(..., D/2) bytes to (..., D) uint8 codes 0..15; the inverse of `pack_int4`."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def quantize(
+    values: Tensor, scheme: CacheScheme, fixed_scale: float = 1.0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Codes, scale and zero of keys or values.
+
+    Args:
+        values: (..., D), for granularity "channel" (..., S, D) with all tokens of a page; not modified.
+        scheme: must be quantized.
+        fixed_scale: of granularity "tensor".
+    Returns:
+        codes: (..., D) uint8, or (..., D/2) for INT4.
+        scale, zero: (...) fp16 per token, (..., D) per channel (the token axis reduced), or None.
+    """
+    axis = -2 if scheme.granularity == "channel" else -1
+    single = values.float()
+    if scheme.dtype is FP8 and scheme.granularity == "tensor":
+        return _to_fp8(single / fixed_scale), None, None
+    if scheme.symmetric:
+        limit = FP8.maximum if scheme.dtype is FP8 else INT8.maximum
+        scale = _round_up(single.abs().amax(axis, keepdim=True) / limit)
+        codes = single / scale.float()
+        stored = _to_fp8(codes) if scheme.dtype is FP8 else codes.round_().clamp_(-limit, limit).to(torch.int8)
+        return stored.view(torch.uint8), scale.squeeze(axis), None
+    low, high = single.amin(axis, keepdim=True), single.amax(axis, keepdim=True)
+    zero = (low - low.abs() * _HALF_ULP).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
+    scale = _round_up((high - zero.float()) / INT4.full_range)
+    codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, INT4.full_range).to(torch.uint8)
+    return pack_int4(codes), scale.squeeze(axis), zero.squeeze(axis)
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    scheme: CacheScheme,
+    dtype: torch.dtype,
+    fixed_scale: float = 1.0,
+) -> Tensor:
+    """Values of codes; the inverse of `quantize` up to rounding.
+
+    Args:
+        codes, scale, zero: as returned by `quantize`.
+        scheme, fixed_scale: as given to it.
+        dtype: of the result.
+    Returns:
+        (..., D) values, computed in float32 and rounded once.
+    """
+    axis = -2 if scheme.granularity == "channel" else -1
+    single = _decode(codes, scheme.dtype)
+    if scheme.granularity == "tensor":
+        return (single if fixed_scale == 1.0 else single * fixed_scale).to(dtype)
+    assert scale is not None
+    single = single * scale.float().unsqueeze(axis)
+    return (single if zero is None else single.add_(zero.float().unsqueeze(axis))).to(dtype)
+
+
+def _decode(codes: Tensor, dtype: DType | None) -> Tensor:
+    if dtype is FP8:
+        return codes.view(FP8.storage).float()
+    return (unpack_int4(codes) if dtype is INT4 else codes.view(torch.int8)).float()
+
+
+def _to_fp8(values: Tensor) -> Tensor:
+    """Clamped first: a cast of what is too large gives NaN."""
+    return values.clamp(FP8.minimum, FP8.maximum).to(FP8.storage).view(torch.uint8)
+
+
+def _round_up(scale: Tensor) -> Tensor:
+    """Smallest fp16 scale that is not below the given one (to within one unit), and never zero."""
+    return (scale * (1 + _HALF_ULP)).clamp_(_TINY, _LARGEST).to(SCALE_DTYPE)

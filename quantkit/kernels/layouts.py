@@ -1,0 +1,300 @@
+"""Where keys and values lie in memory: one page of one layer, its bytes, and how many pages a budget buys.
+
+Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
+It is geometry and names only; how numbers are rounded is in `kv_numbers`.
+
+A page holds `page_size` tokens of all heads of one layer; every block starts at a multiple of 16 bytes:
+
+    ┌───────────────┬───────────────┬───────────┬──────────┬─────────────┬────────────┐
+    │ key codes     │ value codes   │ key scale │ key zero │ value scale │ value zero │   page_bytes
+    │ [head, token, │ [head, token, │ fp16, only where the scheme has them            │
+    │  dim]         │  dim]         │ per token: [head, token]; per channel: [head, dim]
+    └───────────────┴───────────────┴───────────┴──────────┴─────────────┴────────────┘
+
+INT4 packs channel i and channel i + D/2 into byte i, so that a score is two half-dots without a shuffle:
+
+    byte    0          1                D/2-1
+    low   │ dim 0    │ dim 1    │ ... │ dim D/2-1 │     q[:D/2] . low
+    high  │ dim D/2  │ dim D/2+1│ ... │ dim D-1   │   + q[D/2:] . high
+
+Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import SchemeError, suggestion
+from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.scheme import CacheScheme, KVScheme
+
+ALIGNMENT = 16
+DEFAULT_PAGE_SIZE = 64
+"""Tokens per page: at 64 the per-channel scales of INT4 keys cost half a bit per value."""
+
+MAX_ROLLBACK = 16
+"""Tokens of the last step that a sequence may take back, e.g. rejected drafts."""
+
+SCALE_DTYPE = torch.float16
+
+_INT4_TOKEN = CacheScheme(dtype=INT4, granularity="token", symmetric=False)
+_INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
+_INT8_TOKEN = CacheScheme(dtype=INT8, granularity="token")
+_FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
+_FP8_TOKEN = CacheScheme(dtype=FP8, granularity="token")
+
+_VALUE_SCHEMES = (_INT4_TOKEN, _INT8_TOKEN, _FP8_TENSOR, _FP8_TOKEN)
+_KEY_SCHEMES = (*_VALUE_SCHEMES, _INT4_CHANNEL)
+
+_PRESETS: dict[str, KVScheme | None] = {
+    "auto": None,
+    "bf16": None,
+    "fp16": None,
+    "fp32": None,
+    "fp8": KVScheme(key=_FP8_TENSOR, value=_FP8_TENSOR),
+    "int8": KVScheme(key=_INT8_TOKEN, value=_INT8_TOKEN),
+    "int4": KVScheme(key=_INT4_CHANNEL, value=_INT4_TOKEN),
+}
+_PRESET_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Block(NamedTuple):
+    """One array inside a page: where it starts, in bytes, its shape and its element type."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVViews:
+    """A layer's pool as typed arrays. Shapes: N pages, H heads, S tokens per page, D dims (or D/2 bytes of INT4).
+
+    Args:
+        layout: what the pool is laid out by.
+        key, value: (N, H, S, D) in the model's dtype, or uint8 codes.
+        key_scale, key_zero: (N, H, S) fp16 per token, (N, H, D) per channel; None where the scheme has none.
+        value_scale, value_zero: (N, H, S) fp16, or None.
+        key_tail: (rows, H, tail_tokens, D) in the model's dtype, the newest keys of each sequence, token at position p
+            in slot p % tail_tokens; None unless keys are quantized per channel.
+    """
+
+    layout: KVLayout
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None
+    key_zero: Tensor | None
+    value_scale: Tensor | None
+    value_zero: Tensor | None
+    key_tail: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVLayout:
+    """How one layer keeps keys and values.
+
+    Args:
+        num_heads: key/value heads, H.
+        head_dim: channels of a key, D.
+        page_size: tokens per page, S.
+        dtype: of keys and values that are not quantized, of the tail, and of what is computed.
+        scheme: number types; the default keeps both in `dtype`.
+        value_dim: channels of a value; None = head_dim.
+        key_scale, value_scale: of granularity "tensor", from the checkpoint or 1.0.
+    Raises:
+        SchemeError: a scheme that no kernel reads, or INT4 with an odd number of channels.
+    """
+
+    num_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    scheme: KVScheme = field(default_factory=KVScheme)
+    value_dim: int | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
+        for what, scheme, known, width in (
+            ("keys", self.scheme.key, _KEY_SCHEMES, self.head_dim),
+            ("values", self.scheme.value, _VALUE_SCHEMES, self.value_width),
+        ):
+            if scheme.dtype is not None and scheme not in known:
+                raise SchemeError(f"no KV cache keeps {what} as {_name(scheme)}; use {', '.join(map(_name, known))}")
+            if scheme.dtype is INT4 and width % 2:
+                raise SchemeError(f"int4 {what} need an even number of channels, not {width}; use int8")
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value, Dv."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are."""
+        return self.scheme.key.dtype is not None or self.scheme.value.dtype is not None
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the newest keys are kept in `dtype` because a page is only quantized once it is complete."""
+        return self.scheme.key.dtype is not None and self.scheme.key.granularity == "channel"
+
+    @property
+    def tail_tokens(self) -> int:
+        """Slots of one sequence's tail: an open page, and as many tokens as a step may take back."""
+        return self.page_size + MAX_ROLLBACK if self.has_tail else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of one sequence's tail in this layer."""
+        return self.tail_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of this layer, padding included."""
+        last = list(self.blocks().values())[-1]
+        return _aligned(last.offset + last.num_bytes)
+
+    def blocks(self) -> dict[str, Block]:
+        """The arrays of a page by name, in the order in which they lie."""
+        heads, tokens = self.num_heads, self.page_size
+        key, value = self.scheme.key, self.scheme.value
+        found: dict[str, Block] = {}
+        end = 0
+        for name, shape, dtype in (
+            ("key", *self._codes(key, self.head_dim)),
+            ("value", *self._codes(value, self.value_width)),
+            *_scales("key", key, (heads, tokens), (heads, self.head_dim)),
+            *_scales("value", value, (heads, tokens), (heads, self.value_width)),
+        ):
+            found[name] = Block(_aligned(end), shape, dtype)
+            end = found[name].offset + found[name].num_bytes
+        return found
+
+    def views(self, pool: Tensor, tail: Tensor | None = None) -> KVViews:
+        """Typed arrays into a pool; nothing is copied.
+
+        Args:
+            pool: (N, page_bytes) uint8, contiguous.
+            tail: (rows, H, tail_tokens, D), see `KVViews`; None unless `has_tail`.
+        """
+        arrays = {
+            name: pool[:, block.offset : block.offset + block.num_bytes].view(block.dtype).unflatten(1, block.shape)
+            for name, block in self.blocks().items()
+        }
+        return KVViews(
+            layout=self,
+            key=arrays["key"],
+            value=arrays["value"],
+            key_scale=arrays.get("key_scale"),
+            key_zero=arrays.get("key_zero"),
+            value_scale=arrays.get("value_scale"),
+            value_zero=arrays.get("value_zero"),
+            key_tail=tail,
+        )
+
+    def _codes(self, scheme: CacheScheme, width: int) -> tuple[tuple[int, ...], torch.dtype]:
+        if scheme.dtype is None:
+            return (self.num_heads, self.page_size, width), self.dtype
+        return (self.num_heads, self.page_size, width * scheme.dtype.bits // 8), torch.uint8
+
+
+def _scales(
+    name: str, scheme: CacheScheme, by_token: tuple[int, int], by_channel: tuple[int, int]
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """The scale arrays of keys or values: none, a scale, or a scale and a zero."""
+    if scheme.dtype is None or scheme.granularity == "tensor":
+        return []
+    shape = by_token if scheme.granularity == "token" else by_channel
+    kinds = ("scale",) if scheme.symmetric else ("scale", "zero")
+    return [(f"{name}_{kind}", shape, SCALE_DTYPE) for kind in kinds]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _name(scheme: CacheScheme) -> str:
+    if scheme.dtype is None:
+        return "unquantized"
+    return f"{scheme.dtype.name} per {scheme.granularity}" + ("" if scheme.symmetric else " asymmetric")
+
+
+def kv_scheme(name: str) -> KVScheme | None:
+    """The scheme that users mean by a short name; None = not quantized.
+
+    Args:
+        name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
+    Raises:
+        SchemeError: no such name.
+    """
+    if name not in _PRESETS:
+        raise SchemeError(
+            f"unknown KV cache type {name!r}{suggestion(name, _PRESETS)}; there are: {', '.join(_PRESETS)}"
+        )
+    return _PRESETS[name]
+
+
+def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
+    """The dtype in which `kv_scheme(name)` keeps what it does not quantize: the model's unless the name says one."""
+    return _PRESET_DTYPES.get(name, default)
+
+
+def make_layout(
+    *,
+    num_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    scheme: KVScheme | None,
+    window: int | None = None,
+    quantize: bool = True,
+    value_dim: int | None = None,
+) -> KVLayout:
+    """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
+
+    A window layer reads few tokens, so there is little to save, and its errors are known to cost accuracy.
+
+    Args:
+        num_heads, head_dim, page_size, dtype, value_dim: see `KVLayout`.
+        scheme: what the user asked for; None = not quantized.
+        window: the layer's sliding window, if it has one.
+        quantize: False keeps this layer unquantized, e.g. where keys have a large bias.
+    """
+    keep = scheme is None or window is not None or not quantize
+    return KVLayout(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        scheme=KVScheme() if keep or scheme is None else scheme,
+        value_dim=value_dim,
+    )
+
+
+def page_bytes(layouts: Sequence[KVLayout]) -> int:
+    """Bytes of one page number in all layers."""
+    return sum(layout.page_bytes for layout in layouts)
+
+
+def tail_bytes(layouts: Sequence[KVLayout], max_sequences: int) -> int:
+    """Bytes of the buffers for the newest keys of this many sequences, in all layers."""
+    return max_sequences * sum(layout.tail_bytes for layout in layouts)
+
+
+def pages_for_budget(layouts: Sequence[KVLayout], max_sequences: int, budget_bytes: int) -> int:
+    """Pages that fit beside the tails; 0 when not even those fit."""
+    return max(0, (budget_bytes - tail_bytes(layouts, max_sequences)) // page_bytes(layouts))

@@ -1,0 +1,111 @@
+"""The operations that a model is made of, as plain functions; each picks the fastest version there is for its tensors.
+
+| operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
+|----------------|----------------------------------------------|-----------|----------------|-----------------|
+| `rms_norm`     | x / rms(x) * weight                          | reference | bf16, fp32     | to come         |
+| `add_rms_norm` | the same after adding the residual           | reference | bf16, fp32     | to come         |
+| `layer_norm`   | (x - mean) / deviation * weight + bias       | reference | -              | -               |
+| `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | to come         |
+| `activate`     | activation by name                           | reference | -              | -               |
+| `gated`        | activation(gate) * up                        | reference | silu, gelu     | to come         |
+| `attend`       | attention over cached pages and fresh tokens | attention | few new tokens | to come         |
+| `store`        | quantize keys and values into pages          | attention | all KV types   | to come         |
+
+Triton versions will be `kernels/triton/<operation>.py`, chosen here by device, behind the same signatures.
+Linear layers have layouts of their own and live in `linear`. Shapes: T tokens, K features, H heads, D channels of a
+head, R channels that rotate, I width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quantkit.kernels import reference
+from quantkit.kernels.attention import attend, store
+
+__all__ = ["activate", "add_rms_norm", "attend", "gated", "layer_norm", "rms_norm", "rotary_", "store"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """Divide by the root mean square and scale; computed in float32, rounded once.
+
+    Args:
+        x: (..., K); not modified.
+        weight: (K,).
+        eps: added to the mean square.
+        offset: added to the weight, 1.0 for models that store it around zero.
+    Returns:
+        As x.
+    Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
+    """
+    return reference.rms_norm(x, weight, eps, offset=offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Subtract the mean, divide by the deviation, scale and shift.
+
+    Args:
+        x: (..., K); not modified.
+        weight, bias: (K,), or None for 1 and 0.
+        eps: added to the variance.
+    Returns:
+        As x.
+    """
+    return reference.layer_norm(x, weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x + residual, and that sum, which is the next residual.
+
+    Args:
+        x, residual: (..., K), same shape and dtype; not modified.
+        weight, eps, offset: see `rms_norm`.
+    Returns:
+        normed, total: both as x.
+    """
+    return reference.add_rms_norm(x, residual, weight, eps, offset=offset)
+
+
+def rotary_(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of the first R channels by angles that grow with position. In place.
+
+    Args:
+        query: (T, Hq, D), may be a slice of a larger tensor; modified.
+        key: (T, Hkv, D), likewise.
+        cos, sin: (T, R/2) float32, of each token's position.
+        interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + R/2).
+    Returns:
+        query, key: the tensors given.
+    Source: Su et al. 2021, RoFormer.
+    """
+    return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Activation of a feed-forward layer without a gate.
+
+    Args:
+        x: any shape; not modified.
+        activation: name as in config.json.
+    Raises:
+        ModelError: no such activation.
+    """
+    return reference.activate(x, activation)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up.
+
+    Args:
+        gate_up: (T, 2I), gate first; not modified.
+        activation: name as in config.json.
+    Returns:
+        (T, I), dtype of gate_up.
+    Raises:
+        ModelError: no such activation.
+    """
+    return reference.gated(gate_up, activation)

@@ -1,0 +1,93 @@
+"""The operations of a decoder block in plain torch: what every faster version must agree with. Any device, any dtype.
+
+Each computes in float32 and rounds once, to the dtype of its input. Shapes: T tokens, K features, H heads, D channels
+of a head, R channels that rotate, I width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.errors import ModelError, suggestion
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (weight + offset) over the last dimension; see `ops.rms_norm`."""
+    single = x.float()
+    scaled = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)
+    return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension; see `ops.layer_norm`."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x + residual), and x + residual; see `ops.add_rms_norm`."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset=offset), total
+
+
+def rotary_(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of channels by the position's angles, in place; see `ops.rotary_`."""
+    for states in (query, key):
+        _rotate_(states, cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
+    return query, key
+
+
+def _rotate_(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    half = cos.shape[-1]
+    rotated = states[..., : 2 * half]  # (T, H, R)
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.split(half, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    first.copy_(turned[0])
+    second.copy_(turned[1])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "linear": lambda x: x,
+}
+"""Activations by the name that transformers configs use."""
+
+
+def find_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation of that name.
+
+    Raises:
+        ModelError: no such activation.
+    """
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"config.json: activation {name!r} is unknown{suggestion(name, ACTIVATIONS)}; there are: "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x); see `ops.activate`."""
+    return find_activation(activation)(x.float()).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up; see `ops.gated`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (find_activation(activation)(gate.float()) * up).to(gate_up.dtype)

@@ -1,0 +1,122 @@
+"""The KV cache: one pool of pages per layer, and what attention does with it. It knows pages, not sequences.
+
+Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import ResourceError
+from quantkit.kernels import ops
+from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVLayout, page_bytes, tail_bytes
+
+
+class KVCache:
+    """Pages of all layers. *Mutable*: `attend` stores what it is given.
+
+    Rules for whoever hands out pages and builds batches:
+
+    - Tokens of a sequence that precede this step (context length - query length) must all be valid. A later step may
+      write positions again that an earlier one wrote (rejected drafts), up to `MAX_ROLLBACK` tokens before the furthest
+      position written; nothing needs to be told, shorter context lengths say it.
+    - A page is final, and may be published to the prefix cache, once all its tokens are accepted: pages before
+      accepted_tokens // page_size. There is nothing to flush: a page is quantized in the step that completes it, and
+      again if some of those tokens are taken back.
+    - A page that others may read is never written: a sequence that starts from shared pages starts at a page border.
+    - `batch.tail_rows` must be the same row for a sequence from its first token on (after a preemption, from the
+      recomputed first token on) and not be shared by two running sequences. A sequence that starts from shared pages
+      needs nothing in it.
+    - Pages need no clearing: what lies in slots past a sequence's end is never used, whatever its bits.
+
+    Args:
+        layouts: one per layer, same page size.
+        num_pages: pages of each layer.
+        max_sequences: rows of the tails.
+        device: where the pools live.
+    Raises:
+        ResourceError: the memory is not there; the message gives the bytes.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        num_pages: int,
+        max_sequences: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.page_size = self.layouts[0].page_size
+        self.num_pages = num_pages
+        self.max_sequences = max_sequences
+        self.device = torch.device(device)
+        try:
+            self._pools = [self._pool(layout) for layout in self.layouts]
+            self._tails = [self._tail(layout) for layout in self.layouts]
+        except RuntimeError as error:
+            wanted = num_pages * page_bytes(self.layouts) + tail_bytes(self.layouts, max_sequences)
+            raise ResourceError(
+                f"a KV cache of {num_pages} pages needs {wanted / 2**20:.0f} MiB on {self.device}, which are not free; "
+                "lower num_pages or memory, or use a smaller KV type"
+            ) from error
+        self._views = [
+            layout.views(pool, tail) for layout, pool, tail in zip(self.layouts, self._pools, self._tails, strict=True)
+        ]
+
+    def _pool(self, layout: KVLayout) -> Tensor:
+        return torch.empty(self.num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
+
+    def _tail(self, layout: KVLayout) -> Tensor | None:
+        if not layout.has_tail:
+            return None
+        shape = (self.max_sequences, layout.num_heads, layout.tail_tokens, layout.head_dim)
+        return torch.empty(shape, dtype=layout.dtype, device=self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools, without the tails."""
+        return sum(pool.nbytes for pool in self._pools)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the buffers that hold the newest keys of each sequence."""
+        return sum(tail.nbytes for tail in self._tails if tail is not None)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer's new tokens to what is cached and to each other; then they are cached too.
+
+        Args:
+            layer: number of the layer, as in `layouts`.
+            query: (T, Hq, D), rotated.
+            key: (T, Hkv, D), rotated.
+            value: (T, Hkv, Dv).
+            batch: this step.
+            scale: of the scores.
+            window: a key is seen if query position - key position < window; None = all.
+            softcap: scores become softcap * tanh(score / softcap); None = as they are.
+            sinks: (Hq,), a further score of each head that takes part in the softmax and has no value; None = none.
+        Returns:
+            (T, Hq, Dv), dtype of query.
+        """
+        views = self._views[layer]
+        options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out = ops.attend(query, key, value, views, batch, options)
+        ops.store(key, value, views, batch)
+        return out
