@@ -1,4 +1,4 @@
-"""What a number is: records of a compression, as plain data that JSON can carry. Torch-free."""
+"""Records of a compression and of what is in a checkpoint, as plain data that JSON can carry. Torch-free."""
 
 from __future__ import annotations
 
@@ -157,6 +157,6 @@ def to_dict(record: Any) -> dict[str, Any]:
     """A record as plain dicts and lists.
 
     Args:
-        record: an instance of any class of this module.
+        record: an instance of any class of this package.
     """
     return dataclasses.asdict(record)

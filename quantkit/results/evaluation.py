@@ -1,0 +1,238 @@
+"""What answering questions and reading text gave: per-sample records, perplexity, fidelity, and the damage map.
+
+Raw counts and per-sample scores are stored; perplexity, agreement and the like are computed from them, so that two
+models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.statistics`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quantkit.results._record import Record
+
+Through = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRecord(Record):
+    """One item of a task, answered by one model.
+
+    Args:
+        task: name of the task.
+        index: position of the item in the task; with `task` it names the item.
+        scores: metric -> score; 1.0 and 0.0 where an answer is right or wrong.
+        answer_tokens: length of the generated answer; None where nothing was generated.
+        item_hash: of the item's text, so that only equal items are paired; empty when unknown.
+        answer: what was generated, if kept.
+    """
+
+    task: str
+    index: int
+    scores: dict[str, float]
+    answer_tokens: int | None = None
+    item_hash: str = ""
+    answer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskResult(Record):
+    """One task by its main metric.
+
+    Args:
+        task: name of the task.
+        metric: main metric, e.g. `acc`; a key of every sample's scores.
+        value: as the task aggregates it.
+        stderr: standard error of `value`; None where the task gives none.
+        num_samples: items answered.
+        higher_is_better: direction of `metric`.
+        samples: one record per item, in order; may be empty where a task scores only as a whole.
+        others: further metrics of the task.
+        num_fewshot: examples in the prompt.
+        version: of the task's definition.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    num_samples: int
+    higher_is_better: bool = True
+    samples: tuple[SampleRecord, ...] = ()
+    others: dict[str, float] = field(default_factory=dict)
+    num_fewshot: int = 0
+    version: str = ""
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """Per-sample scores of the main metric."""
+        return tuple(sample.scores[self.metric] for sample in self.samples)
+
+    @property
+    def mean_answer_tokens(self) -> float | None:
+        """Mean length of generated answers; None where nothing was generated."""
+        lengths = [sample.answer_tokens for sample in self.samples if sample.answer_tokens is not None]
+        return sum(lengths) / len(lengths) if lengths else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerplexityResult(Record):
+    """Perplexity of one text.
+
+    Args:
+        data: name of the text.
+        window: tokens per window.
+        stride: tokens from one window to the next; each token is scored once, in the first window that reaches it.
+        through: "prefill" scores a window in one pass, "decode" token by token through the cache.
+        window_nll: summed negative log-likelihood (nats) of the tokens scored in each window.
+        window_tokens: how many tokens those are.
+    """
+
+    data: str
+    window: int
+    stride: int
+    through: Through
+    window_nll: tuple[float, ...]
+    window_tokens: tuple[int, ...]
+
+    @property
+    def nll(self) -> float:
+        """Summed negative log-likelihood, nats."""
+        return math.fsum(self.window_nll)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens scored."""
+        return sum(self.window_tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll per token); infinite when it exceeds a float."""
+        mean = self.nll / self.num_tokens
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult(Record):
+    """Everything that was asked of one model.
+
+    Args:
+        model: directory or name.
+        arithmetic: in which the runtime computed, e.g. "bfloat16"; the noise run uses another than the original's.
+        tasks: one result each.
+        perplexity: one result per text and path.
+        settings: suite, limit, seed, chat template, whether BOS is added, KV cache, ... as text.
+        seconds: wall time of the whole.
+    """
+
+    model: str
+    arithmetic: str = ""
+    tasks: tuple[TaskResult, ...] = ()
+    perplexity: tuple[PerplexityResult, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def find_task(self, task: str) -> TaskResult | None:
+        """The result of a task, or None."""
+        return next((result for result in self.tasks if result.task == task), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityResult(Record):
+    """How close the model's next-token distributions are to the original's, on fixed text.
+
+    Args:
+        data: name of the text.
+        num_tokens: positions compared.
+        mean_kl: KL(original || model) per position, nats.
+        p99_kl: its 99th percentile.
+        max_kl: its largest value.
+        top1_agreement: share of positions where both prefer the same token.
+        window_kl: mean KL of each window, for intervals.
+        first_divergence: for each prompt, how many greedily generated tokens agree before the first that differs; None
+            where all of them agree.
+        greedy_tokens: how many tokens were generated per prompt.
+    """
+
+    data: str
+    num_tokens: int
+    mean_kl: float
+    p99_kl: float
+    top1_agreement: float
+    max_kl: float | None = None
+    window_kl: tuple[float, ...] = ()
+    first_divergence: tuple[int | None, ...] = ()
+    greedy_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DamageRecord(Record):
+    """What one quantized unit, swapped alone into the original model, does.
+
+    Args:
+        layer: index of the decoder layer.
+        unit: modules that engines fuse count as one, e.g. "q/k/v", "o", "gate/up", "down".
+        modules: full names of the linears in it.
+        kl: mean KL to the original, nats per token.
+        quantized_bytes, dense_bytes: of the unit, as stored and in 16 bits.
+    """
+
+    layer: int
+    unit: str
+    modules: tuple[str, ...]
+    kl: float
+    quantized_bytes: int = 0
+    dense_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DamageProposal(Record):
+    """What to change in the recipe so that the model passes.
+
+    Args:
+        action: "leave alone" the units, or give them "more bits".
+        units: (layer, unit) in the order of damage per byte.
+        overrides: arguments for `quantkit quantize --set`, ready to paste.
+        predicted_kl: of the model after the change, from the records' sum.
+        extra_bytes: what the change costs on disk.
+    """
+
+    action: Literal["leave alone", "more bits"]
+    units: tuple[tuple[int, str], ...]
+    overrides: tuple[str, ...]
+    predicted_kl: float
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DamageMap(Record):
+    """Damage by layer and unit.
+
+    Args:
+        data: name of the text.
+        num_tokens: positions compared.
+        records: one per unit, in the order of the model.
+        total_kl: with every unit quantized at once; if the parts add up, about the sum of the records.
+        proposal: what to change; None when nothing needs it.
+    """
+
+    data: str
+    num_tokens: int
+    records: tuple[DamageRecord, ...]
+    total_kl: float
+    proposal: DamageProposal | None = None
+
+    @property
+    def sum_kl(self) -> float:
+        """Sum over the units."""
+        return math.fsum(record.kl for record in self.records)
+
+    @property
+    def additivity(self) -> float | None:
+        """Sum of the parts over the whole; near 1 the map can be read part by part."""
+        return self.sum_kl / self.total_kl if self.total_kl > 0 else None
+
+    def worst(self, count: int = 5) -> list[DamageRecord]:
+        """The units with the largest KL, worst first."""
+        return sorted(self.records, key=lambda record: record.kl, reverse=True)[:count]

@@ -1,0 +1,208 @@
+"""One document about one checkpoint: what was made, how it answers, how fast it is, and whether that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quantkit.errors import ReportError
+from quantkit.results._record import Record
+from quantkit.results.benchmark import BenchmarkResult, Diagnosis
+from quantkit.results.compression import CompressionResult
+from quantkit.results.evaluation import DamageMap, EvaluationResult, FidelityResult
+
+REPORT_VERSION = 1
+
+Verdict = Literal["better", "worse", "no difference seen", "noise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Record):
+    """One number of the model beside the original's, on the same items.
+
+    Args:
+        subject: task, text, "all tasks" or "answer length".
+        metric: what is compared, e.g. "acc".
+        baseline, value: of the original and of the model.
+        difference: value - baseline; for perplexity the ratio's logarithm is tested, the difference shown.
+        low, high: 95 % interval of `difference`.
+        p_value: of the paired test; None where there is nothing to test.
+        recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; for a metric where
+            lower is better, baseline as per cent of value. None where baseline is 0.
+        noise_floor: how far the original strays from itself under other arithmetic, in units of `difference`; None when
+            not measured.
+        num_samples: pairs compared.
+        higher_is_better: direction of `metric`.
+        verdict: "noise" within the noise floor; "no difference seen" when the test cannot tell; else which is better.
+        method: names of interval and test.
+    """
+
+    subject: str
+    metric: str
+    baseline: float
+    value: float
+    difference: float
+    low: float
+    high: float
+    p_value: float | None
+    num_samples: int
+    verdict: Verdict
+    recovery: float | None = None
+    recovery_low: float | None = None
+    recovery_high: float | None = None
+    noise_floor: float | None = None
+    higher_is_better: bool = True
+    method: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateResult(Record):
+    """Whether one promise was kept.
+
+    Args:
+        gate: as written, e.g. "recovery[demo_facts]>=97".
+        metric: the part before the bracket.
+        subject: the part inside the bracket; None when there is none.
+        limit: the number to hold.
+        value: what was measured; None when the report does not have it, which counts as not held.
+        held: whether the gate held.
+        explanation: one sentence with both numbers.
+        remedy: what to change, nearest first; None when held.
+    """
+
+    gate: str
+    metric: str
+    limit: float
+    value: float | None
+    held: bool
+    subject: str | None = None
+    explanation: str = ""
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts(Record):
+    """What is known of a model without running it.
+
+    Args:
+        name: as it should be printed.
+        path: directory it was read from.
+        format: on-disk format, "dense" for an original.
+        num_parameters: weights.
+        num_bytes: tensor bytes on disk.
+        bits_per_weight: of the quantized linears; None for an original.
+        architecture: class name of config.json.
+        scheme: short form, e.g. "int4 g128".
+        hub_id: of the model on the Hugging Face hub; None for a local one.
+        license: as the source's model card says; None when unknown.
+    """
+
+    name: str
+    path: str = ""
+    format: str = "dense"
+    num_parameters: int = 0
+    num_bytes: int = 0
+    bits_per_weight: float | None = None
+    architecture: str = ""
+    scheme: str = ""
+    hub_id: str | None = None
+    license: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment(Record):
+    """Where and with what the numbers were made.
+
+    Args:
+        versions: package -> version, quantkit's and python's included.
+        platform: operating system and machine.
+        cpu: name of the processor.
+        num_threads: that computed.
+        device: "cpu", or the name of the accelerator.
+        seeds: by purpose.
+        hashes: of source, checkpoint, data and recipe.
+        command: as given; empty from Python.
+        created: ISO date and time; empty keeps equal runs equal.
+    """
+
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = ""
+    cpu: str = ""
+    num_threads: int = 0
+    device: str = "cpu"
+    seeds: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    created: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report(Record):
+    """Everything known about one checkpoint; what was not measured is None or empty.
+
+    Args:
+        model, baseline_model: the checkpoint and its original.
+        compression: how it was made.
+        evaluation, baseline: answers of the checkpoint and of the original.
+        noise: answers of the original under other arithmetic.
+        comparisons: model beside original, computed from the three above; the first is the headline.
+        fidelity: distance of the next-token distributions.
+        noise_fidelity: the same of the original under other arithmetic.
+        damage: which units hurt.
+        benchmark, baseline_benchmark: speed and memory of both.
+        diagnosis: what binds, in plain words.
+        gates: promises and whether they were kept.
+        environment: where the numbers were made.
+        notes: everything out of the ordinary, one sentence each.
+        schema_version: of this document.
+    """
+
+    model: ModelFacts
+    baseline_model: ModelFacts | None = None
+    compression: CompressionResult | None = None
+    evaluation: EvaluationResult | None = None
+    baseline: EvaluationResult | None = None
+    noise: EvaluationResult | None = None
+    comparisons: tuple[Comparison, ...] = ()
+    fidelity: FidelityResult | None = None
+    noise_fidelity: FidelityResult | None = None
+    damage: DamageMap | None = None
+    benchmark: BenchmarkResult | None = None
+    baseline_benchmark: BenchmarkResult | None = None
+    diagnosis: Diagnosis | None = None
+    gates: tuple[GateResult, ...] = ()
+    environment: Environment = field(default_factory=Environment)
+    notes: tuple[str, ...] = ()
+    schema_version: int = REPORT_VERSION
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> Report:
+        """Inverse of `to_dict`; the version is checked before the fields are.
+
+        Raises:
+            ReportError: another version, or a field that does not fit.
+        """
+        if isinstance(data, Mapping) and "schema_version" in data:
+            check_version(data["schema_version"])
+        known = {key: value for key, value in data.items() if key != "metrics"}  # computed, written for readers of JSON
+        return super(Report, cls).from_dict(known, where=where)
+
+    @property
+    def held(self) -> bool:
+        """Whether every gate held; true when there are none."""
+        return all(gate.held for gate in self.gates)
+
+    def find_comparison(self, subject: str, metric: str | None = None) -> Comparison | None:
+        """The comparison of a subject (and metric), or None."""
+        fits = (c for c in self.comparisons if c.subject == subject and metric in (None, c.metric))
+        return next(fits, None)
+
+
+def check_version(version: object) -> None:
+    """Refuse a document of another version."""
+    if version != REPORT_VERSION:
+        raise ReportError(
+            f"report has schema version {version}, this quantkit reads {REPORT_VERSION}; "
+            "run `quantkit verify` again with this version"
+        )
