@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.kv_numbers import dequantize, quantize
-from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.layouts import KVViews, PagedArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,33 +87,30 @@ def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype:
     size = views.layout.page_size
     from_page, to_page = first // size, -(-span.cached // size)
     pages = batch.page_table[span.row, from_page:to_page]
-    skip, stop = first - from_page * size, span.cached - from_page * size
-    values = _read(views, "value", pages, dtype)[:, skip:stop]
-    if views.key_tail is None:
-        return _read(views, "key", pages, dtype)[:, skip:stop], values
-    complete = span.cached // size  # pages before this one were quantized when they became complete
-    open_start = max(complete * size, first)
-    keys = [_read(views, "key", pages[: complete - from_page], dtype)[:, skip:]] if open_start > first else []
-    if span.cached > open_start:
-        keys.append(_read_tail(views.key_tail, batch.tail_rows[span.row], open_start, span.cached).to(dtype))
-    return torch.cat(keys, dim=1) if len(keys) > 1 else keys[0], values
+    origin = from_page * size
+    values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
+    # Keys before this position are in pages: all, or those of pages that were quantized when they became complete.
+    paged = span.cached if views.key_tail is None else max(span.cached // size * size, first)
+    parts = []
+    if paged > first:
+        whole = pages[: -(-paged // size) - from_page]
+        parts.append(_read(views.key, whole, dtype)[:, first - origin : paged - origin])
+    if views.key_tail is not None and span.cached > paged:
+        parts.append(_read_tail(views.key_tail, batch.tail_rows[span.row], paged, span.cached).to(dtype))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], values
 
 
-def _read(views: KVViews, what: str, pages: Tensor, dtype: torch.dtype) -> Tensor:
+def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values of whole pages, (Hkv, len(pages) * S, D)."""
-    layout = views.layout
-    scheme, fixed = (
-        (layout.scheme.key, layout.key_scale) if what == "key" else (layout.scheme.value, layout.value_scale)
+    codes, scale, zero = (
+        None if part is None else part.index_select(0, pages) for part in (array.codes, array.scale, array.zero)
     )
-    blocks = getattr(views, what).index_select(0, pages)  # (P, H, S, D)
-    if scheme.dtype is None:
-        blocks = blocks.to(dtype)
+    assert codes is not None
+    if array.scheme.dtype is None:
+        values = codes.to(dtype)
     else:
-        scale, zero = getattr(views, f"{what}_scale"), getattr(views, f"{what}_zero")
-        scale = None if scale is None else scale.index_select(0, pages)
-        zero = None if zero is None else zero.index_select(0, pages)
-        blocks = dequantize(blocks, scale, zero, scheme, dtype, fixed)
-    return blocks.transpose(0, 1).flatten(1, 2)
+        values = dequantize(codes, scale, zero, array.scheme, dtype, array.fixed_scale)
+    return values.transpose(0, 1).flatten(1, 2)
 
 
 def _read_tail(tail: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
@@ -128,9 +125,10 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     causal = length > 1 and length == total and (options.window is None or options.window >= total)
     mask = None if causal or length == 1 else _mask(length, total, options.window, query.device)
     if options.softcap is None and options.sinks is None:
-        return F.scaled_dot_product_attention(
+        out: Tensor = F.scaled_dot_product_attention(
             query[None], key[None], value[None], mask, is_causal=causal, scale=options.scale, enable_gqa=True
-        )[0]
+        )
+        return out[0]
     return _attend_plain(query, key, value, _mask(length, total, options.window, query.device), options)
 
 
@@ -145,7 +143,7 @@ def _mask(length: int, total: int, window: int | None, device: torch.device) -> 
 def _attend_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Attention in float32 with every option spelled out."""
     groups = query.shape[0] // key.shape[0]
-    grouped = query.float().unflatten(0, (-1, groups))  # (Hkv, G, L, D)
+    grouped = query.float().view(-1, groups, *query.shape[1:])  # (Hkv, G, L, D)
     scores = grouped @ key.float().unsqueeze(1).transpose(-1, -2) * options.scale  # (Hkv, G, L, N)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -155,7 +153,8 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, optio
         weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    return (weights.unflatten(0, (-1, groups)) @ value.float().unsqueeze(1)).flatten(0, 1).to(query.dtype)
+    out = weights.view(-1, groups, *weights.shape[1:]) @ value.float().unsqueeze(1)  # (Hkv, G, L, Dv)
+    return out.flatten(0, 1).to(query.dtype)
 
 
 def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
@@ -172,45 +171,41 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     """
     pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
     offsets = batch.slots - pages * views.layout.page_size
-    _write(views, "value", value, pages, offsets)
+    _write(views.value, value, pages, offsets)
     if views.key_tail is None:
-        _write(views, "key", key, pages, offsets)
+        _write(views.key, key, pages, offsets)
         return
     for span in _spans(batch):
         _store_tail(key[span.start : span.stop].transpose(0, 1), views, batch, span)
 
 
-def _write(views: KVViews, what: str, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:
+def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:
     """Store (T, Hkv, D) token by token."""
-    layout = views.layout
-    scheme, fixed = (
-        (layout.scheme.key, layout.key_scale) if what == "key" else (layout.scheme.value, layout.value_scale)
-    )
-    target: Tensor = getattr(views, what)
-    if scheme.dtype is None:
-        target[pages, :, offsets] = fresh.to(target.dtype)
+    if array.scheme.dtype is None:
+        array.codes[pages, :, offsets] = fresh.to(array.codes.dtype)
         return
-    codes, scale, zero = quantize(fresh, scheme, fixed)
-    target[pages, :, offsets] = codes
-    for kind, stored in (("scale", scale), ("zero", zero)):
-        if stored is not None:
-            getattr(views, f"{what}_{kind}")[pages, :, offsets] = stored
+    codes, scale, zero = quantize(fresh, array.scheme, array.fixed_scale)
+    for target, stored in ((array.codes, codes), (array.scale, scale), (array.zero, zero)):
+        if target is not None and stored is not None:
+            target[pages, :, offsets] = stored
 
 
 def _store_tail(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: _Span) -> None:
     """Keys (Hkv, L, D) of one sequence into its tail, and the pages that they complete into the pool."""
-    tail, layout = views.key_tail, views.layout
-    assert tail is not None and views.key_scale is not None and views.key_zero is not None
-    size, row, length = layout.page_size, batch.tail_rows[span.row], span.cached + fresh.shape[1]
+    tail, size = views.key_tail, views.layout.page_size
+    assert tail is not None
+    row, length = batch.tail_rows[span.row], span.cached + fresh.shape[1]
     from_page, to_page = span.cached // size, length // size
     if to_page > from_page:
         keys = fresh.to(tail.dtype)
         if span.cached > from_page * size:
             keys = torch.cat([_read_tail(tail, row, from_page * size, span.cached), keys], dim=1)
-        whole = keys[:, : (to_page - from_page) * size].unflatten(1, (-1, size)).transpose(0, 1)  # (pages, H, S, D)
+        whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
         pages = batch.page_table[span.row, from_page:to_page].long()
-        codes, scale, zero = quantize(whole, layout.scheme.key)
-        views.key[pages], views.key_scale[pages], views.key_zero[pages] = codes, scale, zero
+        stored = quantize(whole.transpose(0, 1), views.key.scheme)  # of (pages, H, S, D)
+        for target, part in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
+            if target is not None and part is not None:
+                target[pages] = part
     kept = min(fresh.shape[1], tail.shape[2])
     slots = torch.arange(length - kept, length, device=tail.device) % tail.shape[2]
     tail[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(tail.dtype)

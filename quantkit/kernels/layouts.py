@@ -78,25 +78,39 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PagedArray:
+    """The keys, or the values, of all pages of a layer. Shapes: N pages, H heads, S tokens per page, D channels.
+
+    Args:
+        scheme: how they are quantized, if at all.
+        codes: (N, H, S, D) in the model's dtype, or uint8 codes, D/2 bytes for INT4.
+        scale, zero: (N, H, S) fp16 per token, (N, H, D) per channel; None where the scheme has none.
+        fixed_scale: of granularity "tensor".
+    """
+
+    scheme: CacheScheme
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    fixed_scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KVViews:
-    """A layer's pool as typed arrays. Shapes: N pages, H heads, S tokens per page, D dims (or D/2 bytes of INT4).
+    """A layer's pool as typed arrays.
 
     Args:
         layout: what the pool is laid out by.
-        key, value: (N, H, S, D) in the model's dtype, or uint8 codes.
-        key_scale, key_zero: (N, H, S) fp16 per token, (N, H, D) per channel; None where the scheme has none.
-        value_scale, value_zero: (N, H, S) fp16, or None.
+        pool: (N, page_bytes) uint8, what the arrays are views of.
+        key, value: its keys and values.
         key_tail: (rows, H, tail_tokens, D) in the model's dtype, the newest keys of each sequence, token at position p
             in slot p % tail_tokens; None unless keys are quantized per channel.
     """
 
     layout: KVLayout
-    key: Tensor
-    value: Tensor
-    key_scale: Tensor | None
-    key_zero: Tensor | None
-    value_scale: Tensor | None
-    value_zero: Tensor | None
+    pool: Tensor
+    key: PagedArray
+    value: PagedArray
     key_tail: Tensor | None
 
 
@@ -192,19 +206,23 @@ class KVLayout:
             tail: (rows, H, tail_tokens, D), see `KVViews`; None unless `has_tail`.
         """
         arrays = {
-            name: pool[:, block.offset : block.offset + block.num_bytes].view(block.dtype).unflatten(1, block.shape)
+            name: pool[:, block.offset : block.offset + block.num_bytes].view(block.dtype).view(-1, *block.shape)
             for name, block in self.blocks().items()
         }
-        return KVViews(
-            layout=self,
-            key=arrays["key"],
-            value=arrays["value"],
-            key_scale=arrays.get("key_scale"),
-            key_zero=arrays.get("key_zero"),
-            value_scale=arrays.get("value_scale"),
-            value_zero=arrays.get("value_zero"),
-            key_tail=tail,
+        key, value = (
+            PagedArray(
+                scheme=scheme,
+                codes=arrays[name],
+                scale=arrays.get(f"{name}_scale"),
+                zero=arrays.get(f"{name}_zero"),
+                fixed_scale=fixed_scale,
+            )
+            for name, scheme, fixed_scale in (
+                ("key", self.scheme.key, self.key_scale),
+                ("value", self.scheme.value, self.value_scale),
+            )
         )
+        return KVViews(layout=self, pool=pool, key=key, value=value, key_tail=tail)
 
     def _codes(self, scheme: CacheScheme, width: int) -> tuple[tuple[int, ...], torch.dtype]:
         if scheme.dtype is None:

@@ -47,7 +47,7 @@ def rotary_(
 def _rotate_(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     half = cos.shape[-1]
     rotated = states[..., : 2 * half]  # (T, H, R)
-    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.split(half, dim=-1)
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     first.copy_(turned[0])
     second.copy_(turned[1])
