@@ -1,0 +1,180 @@
+"""Linear layers laid out for one kernel: which one is decided here, once, when a weight is loaded.
+
+Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. What the
+numbers mean is in `numerics`; the kernels are in `native` (C, this machine's instructions) and in torch.
+Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import _torch_linear
+from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+
+class Linear(Protocol):
+    """A linear layer whose weight is laid out for one kernel; no autograd.
+
+    Attributes:
+        in_features, out_features: K and N.
+        stored_bytes: what one decode step reads.
+        description: number type and kernel, e.g. `int4 g128 (native)`.
+    """
+
+    in_features: int
+    out_features: int
+    stored_bytes: int
+    description: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: (T, K), any float dtype, T may be 0; not modified.
+        Returns:
+            (T, N) in the dtype of x.
+        """
+        ...
+
+
+class _Permuted:
+    """A linear whose inputs are reordered first, because its groups are not made of neighbours."""
+
+    def __init__(self, linear: Linear, order: Tensor) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.stored_bytes = linear.stored_bytes
+        self.description = linear.description
+        self._linear = linear
+        self._order = order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.index_select(1, self._order))
+
+
+def make_linear(
+    weight: Tensor | QuantizedTensor,
+    *,
+    bias: Tensor | None = None,
+    activation: ActivationScheme | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """Lay a weight out for the fastest kernel that this machine has for it.
+
+    Args:
+        weight: (N, K); not to be used afterwards, its memory may be taken over.
+        bias: (N,), added after the product.
+        activation: the input is rounded to this number type at run time, one scale per token.
+        dtype: of the computation; accumulation is in float32, and integers are multiplied exactly.
+        device: where the layer runs.
+    """
+    if isinstance(weight, Tensor):
+        return _make_dense(weight, bias, activation, dtype, device, "dense")
+    if weight.group_index is not None:
+        ordered = _sort_groups(weight)
+        if ordered is None:
+            return _decode(weight, bias, activation, dtype, device)
+        weight, order = ordered
+        linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=device)
+        return _Permuted(linear, order.to(device))
+    if activation is not None and _torch_linear.can_int8(weight, activation, device):
+        return _torch_linear.Int8Linear(weight, bias=bias, activation=activation, device=device)
+    if activation is not None and _torch_linear.can_fp8(weight, activation, dtype, device):
+        return _torch_linear.FP8Linear(weight, bias=bias, activation=activation, device=device)
+    if activation is None and _torch_linear.can_int4(weight, dtype, device):
+        return _torch_linear.Int4Linear(weight, bias=bias, device=device)
+    return _decode(weight, bias, activation, dtype, device)
+
+
+def _decode(
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    activation: ActivationScheme | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """The reference: decoded once."""
+    return _make_dense(weight.dequantize(dtype), bias, activation, dtype, device, f"{weight.scheme.describe()} decoded")
+
+
+def _make_dense(
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: ActivationScheme | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> Linear:
+    described = name if activation is None else f"{name}, activations {activation.describe()}"
+    return _torch_linear.DenseLinear(
+        weight.to(device, dtype),
+        bias=None if bias is None else bias.to(device, dtype),
+        activation=activation,
+        description=f"{described} {str(dtype).removeprefix('torch.')} (torch)",
+    )
+
+
+def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:
+    """The same weight with its groups made of neighbours, and the order that inputs must take.
+
+    Returns:
+        weight without group_index, and order (K,) int64; None when groups differ in size.
+    """
+    index = cast(Tensor, weight.group_index).long()
+    num_groups = weight.scale.shape[1]
+    counts = torch.bincount(index, minlength=num_groups)
+    if len(counts) != num_groups or bool((counts != len(index) // num_groups).any()):
+        return None
+    order = torch.argsort(index, stable=True)
+    codes = weight.codes.view(torch.uint8)[:, order].view(weight.codes.dtype)
+    return dataclasses.replace(weight, codes=codes, group_index=None), order
+
+
+def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | QuantizedTensor | None:
+    """Stack weights that read the same input, so that one product serves them all.
+
+    Args:
+        weights: each (N_i, K), e.g. of q, k and v, or of gate and up.
+    Returns:
+        (sum of N_i, K); None when they cannot be one weight: other number types, groups or widths.
+    """
+    if all(isinstance(weight, Tensor) for weight in weights):
+        return _join_tensors(cast("Sequence[Tensor]", weights))
+    if all(isinstance(weight, QuantizedTensor) for weight in weights):
+        return _join_quantized(cast("Sequence[QuantizedTensor]", weights))
+    return None
+
+
+def _join_tensors(weights: Sequence[Tensor]) -> Tensor | None:
+    if len({(w.dtype, w.device, w.shape[1]) for w in weights}) != 1:
+        return None
+    return torch.cat(list(weights))
+
+
+def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
+    first = weights[0]
+    kinds = {(w.scheme, w.scale.dtype, w.scale.shape[1], w.shape[1], w.zero_point is None) for w in weights}
+    if len(kinds) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
+        return None
+    codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
+    zeros = [w.zero_point for w in weights if w.zero_point is not None]
+    return QuantizedTensor(
+        codes=codes,
+        scale=torch.cat([w.scale for w in weights]),
+        zero_point=torch.cat(zeros) if zeros else None,
+        scheme=first.scheme,
+        group_index=first.group_index,
+    )
+
+
+def _same_groups(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -1,0 +1,167 @@
+"""make_linear against `x @ decoded.T`: every number type, granularity and input dtype, with and without the C kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.kernels.linear import join, make_linear
+from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+
+CPU = torch.device("cpu")
+SCHEMES = [
+    ("int4", 32, True),
+    ("int4", 128, False),
+    ("int4", None, True),
+    ("int4", 4, False),
+    ("int3", 64, True),
+    ("int2", 16, False),
+    ("int8", None, True),
+    ("int8", None, False),
+    ("int8", 64, True),
+    ("fp8", None, True),
+    ("fp8", 128, True),
+]
+# (N, K); K is a multiple of every group size above or of none
+SHAPES = [(64, 128), (100, 256), (1, 128), (193, 384)]
+
+
+def quantized(rows, width, name, group_size, symmetric, scale_dtype=torch.float32, seed=0):
+    scheme = WeightScheme(dtype=DTYPES[name], group_size=group_size, symmetric=symmetric)
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.1
+    weight[:, 0] += 0.3
+    return round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, scale_dtype), scale_dtype)
+
+
+def inputs(rows, width, dtype=torch.float32, seed=1):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(linear, x, weight, bias=None, activation=None, *, slack=2.0**-22):
+    """linear(x) is the float64 product of what inputs and codes stand for, up to one rounding of the result.
+
+    `slack` is what accumulation may lose, relative to the sum of the products' magnitudes.
+    """
+    actual = linear(x)
+    assert actual.dtype == x.dtype
+    values = (x.float() if activation is None else fake_quantize_tokens(x.float(), activation)).double()
+    decoded = (weight if isinstance(weight, torch.Tensor) else weight.dequantize()).double()
+    expected = values @ decoded.T + (0 if bias is None else bias.double())
+    unit = torch.finfo(x.dtype).eps
+    bound = unit * expected.abs() + slack * (values.abs() @ decoded.abs().T) + 1e-30
+    assert actual.shape == expected.shape
+    error = ((actual.double() - expected).abs() / bound).amax() if len(x) else 0
+    assert error <= 1, f"off by {error:.2f} times the bound"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_is_the_decoded_product(scheme, shape):
+    weight = quantized(*shape, *scheme)
+    bias = torch.randn(shape[0])
+    linear = make_linear(weight, bias=bias, dtype=torch.float32, device=CPU)
+    assert (linear.out_features, linear.in_features) == shape
+    for rows in (0, 1, 2, 7, 17):
+        check(linear, inputs(rows, shape[1]), weight, bias)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_is_the_decoded_product(scheme, shape):
+    weight = quantized(*shape, *scheme, scale_dtype=torch.bfloat16)
+    linear = make_linear(weight, dtype=torch.bfloat16, device=CPU)
+    for rows in (0, 1, 6, 17):
+        # Without own kernels the weight, or its zeros, are rounded to bfloat16.
+        check(linear, inputs(rows, shape[1], torch.bfloat16), weight, slack=2.0**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", [("int8", None, True), ("fp8", None, True), ("int8", 64, False), ("int4", 32, True)])
+def test_inputs_are_rounded_per_token(scheme, name, dtype):
+    weight, bias = quantized(100, 256, *scheme), torch.randn(100)
+    activation = ActivationScheme(dtype=DTYPES[name])
+    linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CPU)
+    slack = 2.0**-22 if dtype == torch.float32 else 2.0**-7
+    for rows in (0, 1, 5, 17):
+        x = inputs(rows, 256, dtype) * torch.logspace(-3, 3, rows).unsqueeze(1).to(dtype)
+        check(linear, x, weight, bias, activation, slack=slack)
+
+
+@pytest.mark.parametrize("activation", [None, "int8", "fp8"])
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_a_row_with_nan_or_infinity_gives_nan_and_harms_no_other(name, activation):
+    weight = quantized(64, 128, name, None, True)
+    scheme = None if activation is None else ActivationScheme(dtype=DTYPES[activation])
+    linear = make_linear(weight, activation=scheme, dtype=torch.float32, device=CPU)
+    x = inputs(5, 128)
+    clean = linear(x)
+    x[1, 3], x[3, 7] = torch.nan, torch.inf
+    out = linear(x)
+    assert out[1].isnan().all()
+    assert not out[3].isfinite().any()
+    assert torch.equal(out[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+def test_a_row_of_zeros_gives_the_bias():
+    weight, bias = quantized(64, 128, "int8", None, True), torch.randn(64)
+    linear = make_linear(
+        weight, bias=bias, activation=ActivationScheme(dtype=DTYPES["int8"]), dtype=torch.float32, device=CPU
+    )
+    assert torch.equal(linear(torch.zeros(2, 128)), bias.expand(2, -1))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_groups_may_be_formed_in_any_order(name):
+    weight = quantized(70, 128, name, 32, True)
+    index = torch.randperm(128, generator=torch.Generator().manual_seed(3)) // 32
+    weight = dataclasses.replace(weight, group_index=index)
+    check(make_linear(weight, dtype=torch.float32, device=CPU), inputs(3, 128), weight)
+    uneven = dataclasses.replace(weight, group_index=(torch.arange(128) % 5).clamp(max=3))
+    check(make_linear(uneven, dtype=torch.float32, device=CPU), inputs(3, 128), uneven)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 128), (100, 37), (1, 1), (130, 514)], ids=str)
+def test_dense(shape, dtype):
+    weight = inputs(*shape, dtype, seed=2)
+    bias = torch.randn(shape[0]).to(dtype)
+    linear = make_linear(weight.clone(), bias=bias, dtype=dtype, device=CPU)
+    for rows in (0, 1, 3, 16, 33):
+        check(linear, inputs(rows, shape[1], dtype), weight, bias)
+
+
+def test_inputs_of_another_dtype_or_stride_are_taken():
+    weight = quantized(64, 128, "int4", 32, True)
+    linear = make_linear(weight, dtype=torch.bfloat16, device=CPU)
+    x = inputs(6, 128, torch.bfloat16)
+    assert torch.equal(linear(x.float()).bfloat16(), linear(x))
+    assert linear(x.float()).dtype == torch.float32
+    wide = torch.cat([x, x], dim=1)
+    assert torch.equal(linear(wide[:, :128]), linear(x))
+    assert torch.equal(linear(x.t().contiguous().t()), linear(x))
+
+
+def test_joined_weights_give_the_joined_outputs():
+    parts = [quantized(rows, 128, "int4", 32, False, seed=rows) for rows in (64, 16, 17)]
+    x = inputs(3, 128)
+    expected = torch.cat([make_linear(p, dtype=torch.float32, device=CPU)(x) for p in parts], dim=1)
+    fused = join(parts)
+    assert fused.shape == (97, 128)
+    torch.testing.assert_close(make_linear(fused, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(join([torch.ones(2, 3), torch.zeros(1, 3)]), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3]))
+
+
+def test_what_cannot_be_one_weight_is_not_joined():
+    one = quantized(64, 128, "int4", 32, True)
+    assert join([one, quantized(64, 128, "int4", 64, True)]) is None
+    assert join([one, quantized(64, 128, "int4", 32, False)]) is None
+    assert join([one, quantized(64, 128, "int8", 32, True)]) is None
+    assert join([one, torch.ones(64, 128)]) is None
+    assert join([one, dataclasses.replace(one, group_index=torch.arange(128) % 4)]) is None
+    assert join([torch.ones(4, 8), torch.ones(4, 8, dtype=torch.bfloat16)]) is None
+    assert join([torch.ones(4, 8), torch.ones(4, 9)]) is None
