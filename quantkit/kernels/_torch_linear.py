@@ -86,7 +86,8 @@ class Int4Linear:
         """(T, K) -> (T, N)."""
         inputs = x.to(torch.bfloat16).contiguous()
         out = self._multiply(inputs, self._packed, self._group, self._scales)
-        return (out if self._bias is None else out + self._bias).to(x.dtype)
+        result: Tensor = out if self._bias is None else out + self._bias
+        return result.to(x.dtype)
 
 
 def can_int8(weight: QuantizedTensor, activation: ActivationScheme | None, device: torch.device) -> bool:
@@ -152,9 +153,10 @@ class Int8Linear:
 
     def _multiply_cpu(self, codes: Tensor) -> Tensor:
         unsigned = codes.add_(128).to(torch.uint8)
-        return torch.ops.onednn.qlinear_pointwise(
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
             unsigned, 1.0, 128, self._weight, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
+        return out
 
     def _multiply_cuda(self, codes: Tensor) -> Tensor:
         rows = len(codes)

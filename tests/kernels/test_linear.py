@@ -1,4 +1,4 @@
-"""make_linear against `x @ decoded.T`: every number type, granularity and input dtype, with and without the C kernels."""
+"""make_linear against `x @ decoded.T`: number types, granularities and dtypes, with and without C kernels."""
 
 from __future__ import annotations
 
