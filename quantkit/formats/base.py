@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Format(Protocol):
@@ -25,6 +28,11 @@ class Format(Protocol):
     @property
     def holds_group_index(self) -> bool:
         """Whether groups may be formed in another order than that of the inputs."""
+        ...
+
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What scales can be stored in; the first is taken when a model's own dtype is none of them."""
         ...
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
@@ -46,12 +54,16 @@ class Format(Protocol):
         """Inverse of `encode`."""
         ...
 
-    def config(self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(
+        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+    ) -> dict[str, Any]:
         """Entries to add to config.json.
 
         Args:
             linears: scheme of each quantized linear by full module name.
             left_alone: full names of linears that are not quantized, the output head included.
+            group_order: whether groups of some linear follow another order than that of the inputs; only formats
+                with `holds_group_index` are told so.
         """
         ...
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._compressed_tensors_config import PACKED, find_layout, make_config, read_config
+from quantkit.formats._tensors import check_groups, take
+from quantkit.formats.base import FLOAT_DTYPES
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -42,6 +44,7 @@ class CompressedTensors:
 
     keeps_codes: ClassVar[bool] = True
     holds_group_index: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse schemes that no format of compressed-tensors holds, and groups that do not divide K.
@@ -53,10 +56,7 @@ class CompressedTensors:
             SchemeError: says which recipe field to change.
         """
         find_layout(scheme)
-        try:
-            scheme.weight.group_width(shape[1])
-        except SchemeError as error:
-            raise SchemeError(f"weights.group_size: {error}") from error
+        check_groups(scheme, shape)
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`.
@@ -101,15 +101,17 @@ class CompressedTensors:
         packed = "weight_packed" in tensors
         codes = _packed_codes(tensors, scheme.weight) if packed else _plain_codes(tensors, scheme.weight)
         rows, groups = codes.shape[0], scheme.weight.num_groups(codes.shape[1])
-        scale = _take(tensors, "weight_scale", (rows, groups))
+        scale = take(tensors, "weight_scale", (rows, groups))
         zero_point = None
         if not scheme.weight.symmetric and packed:
             zero_point = _packed_zero_point(tensors, scheme.weight.dtype.bits, (rows, groups))
         elif not scheme.weight.symmetric:
-            zero_point = _take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
+            zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
         return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme.weight)
 
-    def config(self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(
+        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+    ) -> dict[str, Any]:
         """The `quantization_config` entry of config.json; nothing when no linear is quantized.
 
         Args:
@@ -155,7 +157,7 @@ def _unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
 
 def _packed_zero_point(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
     """Zero points (N, G), which are packed along N."""
-    packed = _take(tensors, "weight_zero_point", (math.ceil(shape[0] * bits / 32), shape[1]))
+    packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * bits / 32), shape[1]))
     # The library's own packed_dim=0 fails on a single row of words: transposed, its strides are not those it expects.
     turned = packed.t().clone(memory_format=torch.contiguous_format)  # (G, words)
     return _unpack_rows(turned, bits, (shape[1], shape[0])).t().contiguous()
@@ -163,30 +165,17 @@ def _packed_zero_point(tensors: Mapping[str, Tensor], bits: int, shape: tuple[in
 
 def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
     """Codes (N, K) from `weight_packed` and `weight_shape`."""
-    rows, width = _take(tensors, "weight_shape", (2,)).tolist()
-    packed = _take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
+    rows, width = take(tensors, "weight_shape", (2,)).tolist()
+    packed = take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
     return _unpack_rows(packed, scheme.dtype.bits, (rows, width))
 
 
 def _plain_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
     """Codes (N, K) from `weight`, one element each."""
-    codes = _take(tensors, "weight", None)
+    codes = take(tensors, "weight", None)
     if codes.dtype != scheme.dtype.storage or codes.ndim != 2:
         raise CheckpointError(
             f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of {scheme.dtype.storage} codes, "
             f"although config.json says {scheme.describe()}; the checkpoint contradicts itself: download it again"
         )
     return codes
-
-
-def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
-    """A tensor that must be there, of this shape if one is given."""
-    if name not in tensors:
-        raise CheckpointError(f"quantized linear has no tensor {name!r}, only {', '.join(sorted(tensors)) or 'none'}")
-    found = tensors[name]
-    if shape is not None and tuple(found.shape) != shape:
-        raise CheckpointError(
-            f"tensor {name!r} has shape {tuple(found.shape)}, its scheme needs {shape}; "
-            "config.json and weights do not belong together, or another version of compressed-tensors packed them"
-        )
-    return found

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError
+from quantkit.formats._tensors import check_groups, refuse_activations
+from quantkit.formats.base import FLOAT_DTYPES
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -24,6 +27,7 @@ class Dense:
 
     keeps_codes: ClassVar[bool] = False
     holds_group_index: ClassVar[bool] = True
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse quantized activations, which a plain checkpoint cannot ask for, and groups that do not divide K.
@@ -34,11 +38,8 @@ class Dense:
         Raises:
             SchemeError: says which recipe field to change.
         """
-        _refuse_activations(scheme)
-        try:
-            scheme.weight.group_width(shape[1])
-        except SchemeError as error:
-            raise SchemeError(f"weights.group_size: {error}") from error
+        refuse_activations(scheme, "dense")
+        check_groups(scheme, shape)
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """The decoded values, in the dtype of the scale.
@@ -51,7 +52,7 @@ class Dense:
         Raises:
             SchemeError: the scheme quantizes activations.
         """
-        _refuse_activations(scheme)
+        refuse_activations(scheme, "dense")
         return {"weight": weight.dequantize(weight.scale.dtype)}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
@@ -65,7 +66,9 @@ class Dense:
             "or write with --format compressed-tensors"
         )
 
-    def config(self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(
+        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+    ) -> dict[str, Any]:
         """Nothing: to a loader this is an ordinary checkpoint."""
         return {}
 
@@ -75,11 +78,3 @@ class Dense:
 
 
 FORMAT = Dense()
-
-
-def _refuse_activations(scheme: LinearScheme) -> None:
-    if scheme.activation is not None:
-        raise SchemeError(
-            f"the dense format has no place for {scheme.activation.describe()} activations; "
-            "leave activations out, or write with --format compressed-tensors"
-        )

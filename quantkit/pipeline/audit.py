@@ -85,15 +85,21 @@ def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerReco
 
 
 def planned_bytes(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> tuple[float, int]:
-    """Bytes that a scheme implies for codes, scales and zero points, and the most that packing into words may add."""
+    """Bytes that a scheme implies for codes, scales and zero points, and the most that a format may add to them.
+
+    That is what packing into words leaves unused, and zero points where a format stores them though they are constant.
+    """
     weight, groups = scheme.weight, scheme.weight.num_groups(shape[1])
     scale_bits = 8 * torch.empty((), dtype=scale_dtype).element_size() + (0 if weight.symmetric else weight.dtype.bits)
-    return (weight.dtype.bits * shape[1] + scale_bits * groups) * shape[0] / 8, 4 * (shape[0] + groups)
+    constant = weight.dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
+    size = (weight.dtype.bits * shape[1] + scale_bits * groups) * shape[0] / 8
+    return size, 4 * (shape[0] + groups) + constant
 
 
 def written_bytes(reader: CheckpointReader, linear: str) -> int:
     """Bytes of a linear's codes, scales and zero points in the files."""
-    names = [name for name in reader.names if name.startswith(f"{linear}.weight") and not name.endswith("_shape")]
+    beside = tuple(f"{linear}.{local}" for local in ("bias", "weight_shape", "g_idx"))
+    names = [name for name in reader.names if name.startswith(f"{linear}.") and name not in beside]
     return sum(reader.info(name).num_bytes for name in names)
 
 

@@ -32,7 +32,7 @@ class Plan:
         reader, skeleton, architecture, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         left_alone: full names of linears that are not quantized, the head included.
-        scale_dtype: dtype of scales by full module name: that of the source weight.
+        scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         compute_dtype: of the layer under compression and the hidden states.
         output: directory of the finished checkpoint.
         device: where layers are computed.
@@ -59,6 +59,11 @@ class Plan:
             for index, schemes in enumerate(self.layers)
             for name, scheme in schemes.items()
         }
+
+    @property
+    def group_order(self) -> bool:
+        """Whether some step forms groups in another order than that of the inputs."""
+        return any(getattr(step, "reorders_groups", False) for step in self.recipe.steps)
 
     @property
     def rest(self) -> list[str]:
@@ -118,7 +123,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         format=format_,
         layers=layers,
         left_alone=left_alone,
-        scale_dtype={linear: reader.info(f"{linear}.weight").dtype for linear in full},
+        scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
         compute_dtype=compute,
         output=target,
         device=place,
@@ -140,6 +145,11 @@ def pick_device(name: str) -> torch.device:
         count = torch.cuda.device_count()
         raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
     return device
+
+
+def stored_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
+    """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
+    return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:

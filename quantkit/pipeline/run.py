@@ -210,7 +210,8 @@ class _Run:
         weight_map = {**self.state.weight_map, **dict.fromkeys(plan.rest, shard)}
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
-        config = {**plan.reader.config, **plan.format.config(plan.linears, plan.left_alone)}
+        described = plan.format.config(plan.linears, plan.left_alone, group_order=plan.group_order)
+        config = {**plan.reader.config, **described}
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():
             shutil.copyfile(path, folder / path.name)

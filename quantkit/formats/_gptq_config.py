@@ -1,0 +1,161 @@
+"""What config.json says about a GPTQ checkpoint, in both directions, and what AutoRound calls the same layout.
+
+One set of numbers for all linears, and `dynamic` for those that differ: {"-:regex": {}} leaves modules alone,
+{"+:regex": {"bits": 8}} changes fields. The expressions match from the start of a module's name.
+Source: GPTQModel `quantization/config.py`; AutoRound `export/export_to_autoround`; vLLM `gptq_marlin.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantkit.errors import SchemeError
+from quantkit.numerics.dtype import DTYPES, DType
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
+
+_HEAD = "lm_head"
+
+
+def make_config(
+    linears: Mapping[str, LinearScheme], left_alone: Sequence[str], version: str, *, group_order: bool
+) -> dict[str, Any]:
+    """The `quantization_config` entry of config.json; nothing when no linear is quantized.
+
+    Args:
+        linears: scheme of each quantized linear by full module name.
+        left_alone: full names of linears that are not quantized.
+        version: "gptq" or "gptq_v2".
+        group_order: whether groups follow the activations' order.
+    """
+    if not linears:
+        return {}
+    common = Counter(linears.values()).most_common(1)[0][0].weight
+    dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in left_alone if not _is_head(name)}
+    for name, scheme in linears.items():
+        if scheme.weight != common:
+            dynamic[f"+:{_exactly(name)}"] = _numbers(scheme.weight)
+    section = {
+        "quant_method": "gptq",
+        "checkpoint_format": version,
+        "format": version,
+        **_numbers(common),
+        "desc_act": group_order,
+        "lm_head": any(_is_head(name) for name in linears),
+        "pack_dtype": "int32",
+        "meta": {"quantizer": ["quantkit"]},
+    }
+    return {"quantization_config": {**section, "dynamic": dynamic} if dynamic else section}
+
+
+def read_config(config: Mapping[str, Any], version: str) -> Scheme | None:
+    """The scheme of a config.json in this version of the layout; None when it is in another format.
+
+    Args:
+        config: contents of config.json.
+        version: "gptq" or "gptq_v2".
+    Raises:
+        SchemeError: it is GPTQ, but of a kind that cannot be decoded.
+    """
+    section = config.get("quantization_config")
+    if not isinstance(section, Mapping) or find_version(section) != version:
+        return None
+    default = _weight(section, {})
+    rules = [] if section.get(_HEAD) else [Rule(pattern=f"re:(.*\\.)?{_HEAD}", linear=None)]
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise SchemeError(f"quantization_config.dynamic is a {type(dynamic).__name__}, not an object of expressions")
+    # GPTQModel takes the first expression that matches, a Scheme the last.
+    for expression, changes in reversed(list(dynamic.items())):
+        rules.append(_rule(expression, changes, section))
+    extra = section.get("extra_config") or {}
+    for name, changes in extra.items() if isinstance(extra, Mapping) else ():
+        left = isinstance(changes, Mapping) and changes.get("bits", 0) >= 16
+        rules.append(Rule(pattern=name, linear=None if left else LinearScheme(weight=_weight(section, changes))))
+    return Scheme(default=LinearScheme(weight=default), rules=tuple(rules))
+
+
+def find_version(section: Mapping[str, Any]) -> str | None:
+    """ "gptq", "gptq_v2", or None when a `quantization_config` is of another method.
+
+    Raises:
+        SchemeError: it is GPTQ in a layout of one kernel (Marlin, ...), which cannot be decoded.
+    """
+    method = section.get("quant_method")
+    if method in ("auto-round", "intel/auto-round"):
+        packing = str(section.get("packing_format", ""))
+        return {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}.get(packing)
+    if method != "gptq":
+        return None
+    version = section.get("checkpoint_format") or section.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise SchemeError(
+            f"quantization_config.checkpoint_format is {version!r}, a layout of one kernel; "
+            "can be decoded: 'gptq', 'gptq_v2'"
+        )
+    return str(version)
+
+
+def integer_dtype(bits: Any, where: str) -> DType:
+    """The integer type of this many bits.
+
+    Raises:
+        SchemeError: there is none.
+    """
+    for dtype in DTYPES.values():
+        if dtype.kind == "int" and type(bits) is int and dtype.bits == bits:
+            return dtype
+    raise SchemeError(f"{where} is {bits!r}; can be decoded: 2, 3, 4, 8")
+
+
+def read_group_size(value: Any, where: str) -> int | None:
+    """A group size as these formats write it: -1 means one scale per channel.
+
+    Raises:
+        SchemeError: it is no whole number, or less than -1.
+    """
+    if type(value) is not int or value == 0 or value < -1:
+        raise SchemeError(f"{where} is {value!r}; expected a positive whole number, or -1 for one scale per channel")
+    return None if value == -1 else value
+
+
+def _numbers(weight: WeightScheme) -> dict[str, Any]:
+    return {
+        "bits": weight.dtype.bits,
+        "group_size": -1 if weight.group_size is None else weight.group_size,
+        "sym": weight.symmetric,
+    }
+
+
+def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
+    fields = {**section, **changes} if isinstance(changes, Mapping) else dict(section)
+    symmetric = fields.get("sym", True)
+    if type(symmetric) is not bool:
+        raise SchemeError(f"quantization_config.sym is {symmetric!r}; expected true or false")
+    return WeightScheme(
+        dtype=integer_dtype(fields.get("bits"), "quantization_config.bits"),
+        group_size=read_group_size(fields.get("group_size", -1), "quantization_config.group_size"),
+        symmetric=symmetric,
+    )
+
+
+def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
+    sign, _, pattern = expression.partition(":")
+    if sign not in ("+", "-"):
+        sign, pattern = "+", expression
+    full = f"(?:{pattern}).*"
+    try:
+        re.compile(full)
+    except re.error as error:
+        raise SchemeError(f"quantization_config.dynamic has {expression!r}, which is not valid: {error}") from error
+    return Rule(pattern=f"re:{full}", linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
+
+
+def _exactly(name: str) -> str:
+    return f"^{re.escape(name)}$"
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == _HEAD
