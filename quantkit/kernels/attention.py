@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -122,14 +123,18 @@ def _read_tail(tail: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attention of one sequence: queries (Hq, L, D) are the last L of the keys (Hkv, N, D)."""
     length, total = query.shape[1], key.shape[1]
-    causal = length > 1 and length == total and (options.window is None or options.window >= total)
-    mask = None if causal or length == 1 else _mask(length, total, options.window, query.device)
-    if options.softcap is None and options.sinks is None:
-        out: Tensor = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], mask, is_causal=causal, scale=options.scale, enable_gqa=True
-        )
-        return out[0]
-    return _attend_plain(query, key, value, _mask(length, total, options.window, query.device), options)
+    if options.softcap is not None or options.sinks is not None:
+        return _attend_plain(query, key, value, _mask(length, total, options.window, query.device), options)
+    sdpa = partial(F.scaled_dot_product_attention, scale=options.scale)
+    if length == total and (options.window is None or options.window >= total):
+        causal: Tensor = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)
+        return causal[0]
+    # The query heads of one key head as further queries: keys are read once, not once per query head.
+    groups = query.shape[0] // key.shape[0]
+    mask = None if length == 1 else _mask(length, total, options.window, query.device).repeat(groups, 1)
+    grouped = query.reshape(1, key.shape[0], groups * length, query.shape[2])
+    out: Tensor = sdpa(grouped, key[None], value[None], mask)
+    return out.view(query.shape[0], length, value.shape[2])
 
 
 def _mask(length: int, total: int, window: int | None, device: torch.device) -> Tensor:

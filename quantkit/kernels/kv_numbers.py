@@ -15,9 +15,9 @@ from quantkit.kernels.layouts import SCALE_DTYPE
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 from quantkit.numerics.scheme import CacheScheme
 
-# fp16: half a unit in the last place, relative; smallest positive number; largest.
+# fp16: half a unit in the last place of a normal number, relative; half the smallest number; the largest.
 _HALF_ULP = 2.0**-11
-_TINY = 2.0**-24
+_HALF_TINY = 2.0**-25
 _LARGEST = 65504.0
 
 
@@ -56,7 +56,7 @@ def quantize(
         stored = _to_fp8(codes) if scheme.dtype is FP8 else codes.round_().clamp_(-limit, limit).to(torch.int8)
         return stored.view(torch.uint8), scale.squeeze(axis), None
     low, high = single.amin(axis, keepdim=True), single.amax(axis, keepdim=True)
-    zero = (low - low.abs() * _HALF_ULP).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
+    zero = (low - low.abs() * _HALF_ULP - _HALF_TINY).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
     scale = _round_up((high - zero.float()) / INT4.full_range)
     codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, INT4.full_range).to(torch.uint8)
     return pack_int4(codes), scale.squeeze(axis), zero.squeeze(axis)
@@ -100,5 +100,5 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """Smallest fp16 scale that is not below the given one (to within one unit), and never zero."""
-    return (scale * (1 + _HALF_ULP)).clamp_(_TINY, _LARGEST).to(SCALE_DTYPE)
+    """An fp16 scale that is not below the given one, larger by one unit at most, and never zero."""
+    return (scale * (1 + _HALF_ULP) + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)

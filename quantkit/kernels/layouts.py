@@ -292,13 +292,13 @@ def make_layout(
         window: the layer's sliding window, if it has one.
         quantize: False keeps this layer unquantized, e.g. where keys have a large bias.
     """
-    keep = scheme is None or window is not None or not quantize
+    keep = window is not None or not quantize
     return KVLayout(
         num_heads=num_heads,
         head_dim=head_dim,
         page_size=page_size,
         dtype=dtype,
-        scheme=KVScheme() if keep or scheme is None else scheme,
+        scheme=KVScheme() if scheme is None or keep else scheme,
         value_dim=value_dim,
     )
 

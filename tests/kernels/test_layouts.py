@@ -1,0 +1,155 @@
+"""Bytes of a page: golden sizes, ratios, alignment, no overlap; codes and scales against the definition of each type."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.errors import SchemeError
+from quantkit.kernels.kv_numbers import dequantize, pack_int4, quantize, unpack_int4
+from quantkit.kernels.layouts import (
+    DEFAULT_PAGE_SIZE,
+    MAX_ROLLBACK,
+    kv_dtype,
+    kv_scheme,
+    page_bytes,
+    pages_for_budget,
+    tail_bytes,
+)
+from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.scheme import CacheScheme, KVScheme
+from tests.kernels.paged import KV_TYPES, layout
+
+INT4_TOKEN = CacheScheme(dtype=INT4, granularity="token", symmetric=False)
+INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
+INT8_TOKEN = CacheScheme(dtype=INT8)
+FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
+FP8_TOKEN = CacheScheme(dtype=FP8)
+TYPES = [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TENSOR, FP8_TOKEN]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("auto", 2 * 2 * 64 * 128 * 2),
+        ("fp8", 2 * 2 * 64 * 128),
+        ("int8", 2 * 2 * 64 * (128 + 2)),
+        ("int4", 2 * (64 * 64 + 128 * 4) + 2 * (64 * 64 + 64 * 4)),
+    ],
+)
+def test_bytes_of_a_page(kind, expected):
+    assert layout(kind, heads=2, dim=128, page_size=64, dtype=torch.bfloat16).page_bytes == expected
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.5)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ratio_to_16_bits(kind, ratio, dim):
+    sizes = [layout(k, dim=dim, page_size=DEFAULT_PAGE_SIZE, dtype=torch.bfloat16).page_bytes for k in ("auto", kind)]
+    assert sizes[0] / sizes[1] >= ratio
+
+
+@pytest.mark.parametrize("kind", KV_TYPES)
+@pytest.mark.parametrize("dim", [8, 16, 80, 96])
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_blocks_are_aligned_and_do_not_overlap(kind, dim, page_size):
+    shape = layout(kind, heads=3, dim=dim, page_size=page_size)
+    end = 0
+    for block in shape.blocks().values():
+        assert block.offset % 16 == 0
+        assert end <= block.offset < end + 16
+        end = block.offset + block.num_bytes
+    assert end <= shape.page_bytes < end + 16
+
+
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_views_share_the_pool_and_cover_each_block(kind):
+    shape = layout(kind, dim=80)
+    pool = torch.zeros(3, shape.page_bytes, dtype=torch.uint8)
+    views = shape.views(pool)
+    for name, block in shape.blocks().items():
+        side, _, what = name.partition("_")
+        array = getattr(getattr(views, side), what or "codes")
+        assert array.shape == (3, *block.shape)
+        array[1].view(torch.uint8).fill_(1)
+    assert pool[1].sum() == sum(block.num_bytes for block in shape.blocks().values())
+    assert pool[0].sum() == pool[2].sum() == 0
+
+
+def test_budget_is_spent_on_tails_and_whole_pages():
+    layouts = [layout("int4"), layout("int8"), layout()]
+    tails = tail_bytes(layouts, 5)
+    assert tails == 5 * (4 + MAX_ROLLBACK) * 2 * 16 * 4
+    assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts)) == 7
+    assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts) - 1) == 6
+    assert pages_for_budget(layouts, 5, tails - 1) == 0
+
+
+def test_int4_nibbles_are_the_halves_of_a_head():
+    codes = torch.tensor([[1, 2, 3, 12, 13, 14]], dtype=torch.uint8)
+    assert pack_int4(codes).tolist() == [[0xC1, 0xD2, 0xE3]]
+    assert torch.equal(unpack_int4(pack_int4(codes)), codes)
+
+
+@pytest.mark.parametrize("scheme", TYPES, ids=lambda s: f"{s.dtype.name}-{s.granularity}")
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 3e3])
+def test_no_error_exceeds_half_a_step(scheme, spread):
+    if scheme is FP8_TENSOR and spread > 20:
+        spread = 20.0  # what a scale of 1.0 can hold
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 2, 16, 24, generator=generator) * spread
+    values += 5 * spread * torch.randn(3, 2, 1, 24, generator=generator)
+    values[0, 0, 0] = 0
+    codes, scale, zero = quantize(values, scheme)
+    decoded = dequantize(codes, scale, zero, scheme, torch.float32)
+    error = (decoded.double() - values.double()).abs()
+    axis = -2 if scheme.granularity == "channel" else -1
+    if scheme.dtype is FP8:
+        unit = 1.0 if scale is None else scale.double().unsqueeze(axis)
+        # half a unit of three mantissa bits, of the value or of the smallest normal number
+        bound = torch.maximum(values.double().abs() / 16, torch.full_like(error, 2.0**-10) * unit)
+    else:
+        bound = scale.double().unsqueeze(axis) / 2
+        if not scheme.symmetric:
+            covered = scale.double() * 15
+            needed = (values.amax(axis) - values.amin(axis)).double()
+            # fp16: a step is wider than needed only by the rounding of scale and zero
+            slack = values.double().abs().amax(axis) * 2**-9 + covered * 2**-9 + 16 * 2.0**-24
+            assert (covered <= needed + slack).all()
+    assert (error <= bound * 1.001 + 1e-9).all()
+
+
+def test_fp8_clamps_instead_of_overflowing():
+    codes, _, _ = quantize(torch.tensor([[1e6, -1e6, 500.0, 448.0]]), FP8_TENSOR)
+    assert dequantize(codes, None, None, FP8_TENSOR, torch.float32).tolist() == [[448.0, -448.0, 448.0, 448.0]]
+
+
+def test_fixed_scale_of_the_checkpoint_is_used():
+    values = torch.tensor([[1000.0, -3.0]])
+    codes, _, _ = quantize(values, FP8_TENSOR, 4.0)
+    assert dequantize(codes, None, None, FP8_TENSOR, torch.float32, 4.0).tolist() == [[1024.0, -3.0]]
+
+
+def test_names_of_kv_types():
+    assert [kv_scheme(name) for name in ("auto", "bf16", "fp16", "fp32")] == [None] * 4
+    assert kv_scheme("int4") == KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN)
+    assert kv_dtype("bf16", torch.float32) is torch.bfloat16
+    assert kv_dtype("int8", torch.float32) is torch.float32
+    with pytest.raises(SchemeError, match=r"unknown KV cache type 'fp9' \(did you mean 'fp8'\?\); there are: auto"):
+        kv_scheme("fp9")
+
+
+def test_impossible_layouts_are_refused():
+    with pytest.raises(SchemeError, match="int4 keys need an even number of channels, not 7; use int8"):
+        layout("int4", dim=7)
+    with pytest.raises(
+        SchemeError, match="no KV cache keeps values as int4 per channel asymmetric; use int4 per token"
+    ):
+        dataclasses.replace(layout(), scheme=KVScheme(value=INT4_CHANNEL))
+    with pytest.raises(SchemeError, match="a KV page of 0 tokens"):
+        layout(page_size=0)
+
+
+def test_a_layer_can_be_left_alone():
+    assert layout("int4", quantize=False) == layout()
