@@ -20,14 +20,18 @@ LAYERS = {
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
     "inspection": 6,
+    "report": 6,
     "measure": 6,
+    "convert": 5,  # below the pipeline, which ends in it when the output is one file
     "recipe": 5,
     "algorithms": 4,
     "runtime": 4,
     "calibration": 3,
     "formats": 3,
     "kernels": 3,
+    "gates": 3,
     "checkpoint": 2,
+    "statistics": 2,
     "numerics": 1,
     "architectures": 1,
     "results": 1,
@@ -35,7 +39,7 @@ LAYERS = {
     "registry": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("architectures", "results", "errors", "registry", "cli")
+TORCH_FREE = ("architectures", "results", "statistics", "gates", "report", "errors", "registry", "cli")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -26,7 +26,7 @@ class Comparison(Record):
         metric: what is compared, e.g. "acc".
         baseline, value: of the original and of the model.
         difference: value - baseline; for perplexity the ratio's logarithm is tested, the difference shown.
-        low, high: 95 % interval of `difference`.
+        low, high: 95 % interval of `difference`; None where samples are missing and no error is known.
         p_value: of the paired test; None where there is nothing to test.
         recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; for a metric where
             lower is better, baseline as per cent of value. None where baseline is 0.
@@ -43,8 +43,8 @@ class Comparison(Record):
     baseline: float
     value: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p_value: float | None
     num_samples: int
     verdict: Verdict
