@@ -1,7 +1,43 @@
 """What a file is: one file per on-disk format, both directions."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError
 from quantkit.registry import Registry
 
-__all__ = ["REGISTRY"]
+if TYPE_CHECKING:
+    from quantkit.formats.base import Format
+    from quantkit.numerics.scheme import Scheme
+
+__all__ = ["REGISTRY", "recognise"]
 
 REGISTRY = Registry(package=__name__, attribute="FORMAT", noun="format")
+
+
+def recognise(config: Mapping[str, Any], where: str) -> tuple[str, Format, Scheme] | None:
+    """The format that a config.json describes; None when it describes an ordinary model.
+
+    Args:
+        config: contents of config.json.
+        where: its path, for messages.
+    Returns:
+        name of the format, the format, and the scheme of every linear.
+    Raises:
+        SchemeError: a known format, of a kind that cannot be decoded.
+        CheckpointError: a method that no format reads.
+    """
+    for name, known in REGISTRY.all().items():
+        scheme = known.recognise(config)
+        if scheme is not None:
+            return name, known, scheme
+    described = config.get("quantization_config")
+    if not described:
+        return None
+    method = described.get("quant_method") if isinstance(described, Mapping) else described
+    raise CheckpointError(
+        f"{where}: quantization_config is of method {method!r}, which no known format reads; "
+        f"known: {', '.join(REGISTRY.names())}"
+    )

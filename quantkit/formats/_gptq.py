@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.errors import SchemeError
 from quantkit.formats import _gptq_layout as layout
 from quantkit.formats._gptq_config import make_config, read_config
+from quantkit.formats._tensors import matrix_shape
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -49,6 +50,11 @@ class GPTQ:
                 f"{self.name} stores zero points minus one, so a zero point of 0 does not fit; "
                 "set format=gptq-v2, or weights.symmetric=true"
             )
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shapes of its tensors."""
+        words = matrix_shape(shapes.get("qweight"))
+        return words and (words[1], words[0] * 32 // scheme.weight.dtype.bits)
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; see `_gptq_layout.encode`."""

@@ -57,3 +57,8 @@ def refuse_activations(scheme: LinearScheme, format_name: str) -> None:
             f"the {format_name} format has no place for {scheme.activation.describe()} activations; "
             "leave activations out, or write with --format compressed-tensors"
         )
+
+
+def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
+    """The shape of a matrix; None when there is no tensor or it is no matrix."""
+    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None

@@ -23,7 +23,7 @@ from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._gptq_config import read_group_size
 from quantkit.formats._gptq_layout import SCALE_DTYPES, check_scale
 from quantkit.formats._packing import pack_words, unpack_words
-from quantkit.formats._tensors import check_groups, refuse_activations, take
+from quantkit.formats._tensors import check_groups, matrix_shape, refuse_activations, take
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -64,6 +64,11 @@ class AWQ:
                 f"awq packs outputs in eights, this linear has {shape[0]}; "
                 "add it to ignore, or set format=compressed-tensors"
             )
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shapes of its tensors."""
+        words = matrix_shape(shapes.get("qweight"))
+        return words and (words[1] * 8, words[0])
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`.

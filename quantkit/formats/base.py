@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,17 @@ class Format(Protocol):
         """
         ...
 
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shapes of its tensors alone; None when they do not tell.
+
+        K may come out larger, by less than a word of codes, where words are filled up.
+
+        Args:
+            shapes: of its tensors, by local name.
+            scheme: of the linear.
+        """
+        ...
+
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""
         ...
@@ -70,3 +82,36 @@ class Format(Protocol):
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
         """The scheme that a config.json in this format describes; None when it is not in this format."""
         ...
+
+
+# Local names that only a quantized linear has, whatever the format.
+_CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(absmax|SCB)|weight:_.*")
+
+
+def stores_codes(names: Iterable[str]) -> bool:
+    """Whether the tensors of one module, by local name, are those of a quantized linear."""
+    return any(_CODES.fullmatch(name) for name in names)
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Local tensor names by full module name, in the order of the layers.
+
+    What some formats store inside a weight belongs to the weight's module: `a.b.weight.absmax` is `weight.absmax` of
+    `a.b`, and `a.b._weight_qdata` .
+
+    Args:
+        names: of all tensors of a checkpoint.
+    """
+    modules: dict[str, list[str]] = {}
+    for name in sorted(names, key=_natural):
+        module, inside, rest = name.partition(".weight.")
+        local = f"weight.{rest}"
+        if not inside:
+            module, _, local = name.rpartition(".")
+        modules.setdefault(module, []).append(local)
+    return modules
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts layer 10 behind layer 2."""
+    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in name.split(".")]

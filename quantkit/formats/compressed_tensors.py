@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._compressed_tensors_config import PACKED, find_layout, make_config, read_config
-from quantkit.formats._tensors import check_groups, take
+from quantkit.formats._tensors import check_groups, matrix_shape, take
 from quantkit.formats.base import FLOAT_DTYPES
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -57,6 +57,16 @@ class CompressedTensors:
         """
         find_layout(scheme)
         check_groups(scheme, shape)
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shapes of its tensors; see `quantkit.formats.base.Format`."""
+        if "weight_packed" not in shapes:
+            return matrix_shape(shapes.get("weight"))
+        groups, words = matrix_shape(shapes.get("weight_scale")), matrix_shape(shapes["weight_packed"])
+        if groups is None or words is None:
+            return None
+        size = scheme.weight.group_size
+        return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`.

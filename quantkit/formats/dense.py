@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError
-from quantkit.formats._tensors import check_groups, refuse_activations
+from quantkit.formats._tensors import check_groups, matrix_shape, refuse_activations
 from quantkit.formats.base import FLOAT_DTYPES
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -40,6 +40,10 @@ class Dense:
         """
         refuse_activations(scheme, "dense")
         check_groups(scheme, shape)
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        """(N, K) of a linear from the shape of its weight."""
+        return matrix_shape(shapes.get("weight"))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """The decoded values, in the dtype of the scale.

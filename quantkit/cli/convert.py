@@ -1,0 +1,80 @@
+"""`quantkit convert`: the same codes in another on-disk format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output, output_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.convert import Conversion
+
+EPILOG = """\b
+Examples:
+  quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
+  quantkit convert demo-gptq --to compressed-tensors -o demo-ct
+  quantkit convert demo-gptq --to awq -o demo-awq
+  quantkit inspect demo-gptq demo-awq
+"""
+
+
+@click.command("convert", epilog=EPILOG, short_help="Write the same codes in another format.")
+@click.argument("checkpoint")
+@click.option("--to", required=True, metavar="FORMAT", help="compressed-tensors, gptq, gptq-v2, awq or dense.")
+@click.option("-o", "--output", metavar="DIR", help="What to create.  [default: ./<checkpoint>-<format>]")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@output_options
+def convert(output_to: Output, *, checkpoint: str, to: str, output: str | None, overwrite: bool) -> None:
+    """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
+
+    Nothing is rounded again: codes, scales and zero points are read back and compared bit for bit. What a format
+    cannot hold is refused, with the formats that can.
+    """
+    import dataclasses
+    from pathlib import Path
+
+    from quantkit.convert import convert as run
+
+    place = output or f"{Path(checkpoint).resolve().name}-{to}"
+    result = run(checkpoint, to, place, overwrite=overwrite, progress=_progress(output_to))
+    output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
+
+
+def _progress(output_to: Output) -> Any:
+    """Writes the layer in work over the last one, on a terminal's stderr."""
+    import sys
+
+    def show(done: int, total: int, name: str) -> None:
+        if output_to.shows_progress and sys.stderr.isatty():
+            click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
+
+    return show
+
+
+def _summary(result: Conversion) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("checkpoint", f"{result.source} ({result.source_format})")
+    table.add_row("linears", ", ".join(f"{count} x {name}" for name, count in result.stored.items()))
+    table.add_row("compared", f"{result.num_linears} linears read back, equal bit for bit")
+    table.add_row("size", f"{human_bytes(result.source_bytes)} → {human_bytes(result.output_bytes)}")
+    table.add_row("output", f"{result.output} ({result.format})")
+    for note in result.notes:
+        table.add_row("note", note)
+    return table
+
+
+def _next(result: Conversion) -> str:
+    return f"next: quantkit inspect {result.output}"
+
+
+COMMAND = convert
