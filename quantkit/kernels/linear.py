@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from quantkit.kernels import _torch_linear
+from quantkit.kernels import _native_linear, _torch_linear
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -84,6 +84,8 @@ def make_linear(
         weight, order = ordered
         linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=device)
         return _Permuted(linear, order.to(device))
+    if _native_linear.available(device) and _native_linear.can_quantized(weight):
+        return _native_linear.quantized(weight, bias=bias, activation=activation, dtype=dtype)
     if activation is not None and _torch_linear.can_int8(weight, activation, device):
         return _torch_linear.Int8Linear(weight, bias=bias, activation=activation, device=device)
     if activation is not None and _torch_linear.can_fp8(weight, activation, dtype, device):
@@ -112,6 +114,8 @@ def _make_dense(
     device: torch.device,
     name: str,
 ) -> Linear:
+    if _native_linear.available(device):
+        return _native_linear.dense(weight, bias=bias, activation=activation, dtype=dtype)
     described = name if activation is None else f"{name}, activations {activation.describe()}"
     return _torch_linear.DenseLinear(
         weight.to(device, dtype),

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from quantkit.kernels import native
 from quantkit.kernels.linear import join, make_linear
 from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
@@ -28,6 +29,16 @@ SCHEMES = [
 ]
 # (N, K); K is a multiple of every group size above or of none
 SHAPES = [(64, 128), (100, 256), (1, 128), (193, 384)]
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def kernels(request, monkeypatch):
+    """Every test here runs with the C kernels, if this machine has them, and without."""
+    if request.param == "torch":
+        monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    elif native.load() is None:
+        pytest.skip(native.status())
+    return request.param
 
 
 def quantized(rows, width, name, group_size, symmetric, scale_dtype=torch.float32, seed=0):

@@ -21,9 +21,11 @@ from typing import Any
 
 from quantkit.kernels.native.build import BuildError, build, load_library
 
+Function = Callable[..., Any]
+
 _lock = threading.Lock()
 _state: tuple[ctypes.CDLL | None, str] | None = None
-_functions: dict[str, Callable[..., Any]] = {}
+_functions: dict[str, Function] = {}
 
 
 def load() -> ctypes.CDLL | None:
@@ -45,7 +47,7 @@ def status() -> str:
     return _state[1] if _state else ""
 
 
-def function(name: str, *arguments: Any, returns: Any = None) -> Callable[..., Any] | None:
+def function(name: str, *arguments: Any, returns: Any = None) -> Function | None:
     """A function of the library, its signature declared.
 
     Args:

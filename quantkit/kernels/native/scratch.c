@@ -5,9 +5,9 @@
 static __thread struct { void *memory; size_t bytes; } slots[QK_NUM_SLOTS];
 
 void *qk_scratch(int slot, size_t bytes) {
-    if (slots[slot].bytes < bytes) {
+    if (!slots[slot].memory || slots[slot].bytes < bytes) {
         free(slots[slot].memory);
-        size_t rounded = (bytes + 4095) / 4096 * 4096;
+        size_t rounded = (bytes + 4096) / 4096 * 4096;
         slots[slot].memory = aligned_alloc(64, rounded);
         slots[slot].bytes = slots[slot].memory ? rounded : 0;
     }

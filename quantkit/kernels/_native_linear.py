@@ -1,0 +1,235 @@
+"""Linears on the kernels of `native/linear*.c`: weights laid out in panels of 64 outputs (see `native/linear.h`).
+
+Shapes: T tokens, N outputs, K inputs, G scales per row; P = N / 64 panels, rounded up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.errors import ResourceError
+from quantkit.kernels import native
+from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_PANEL = 64
+_BF16, _F32, _W4, _W8, _FP8, _U8 = range(6)
+_ACTIVATIONS = {"int8": 1, "fp8": 2}
+# Integer sums of K products of bytes stay below 2**31.
+_MAX_INT8_INPUTS = 1 << 16
+
+
+class _Descriptor(ctypes.Structure):
+    """`QkLinear` of native/linear.h."""
+
+    _fields_: ClassVar = [
+        ("codes", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("storage", ctypes.c_int32),
+        ("scale_is_bf16", ctypes.c_int32),
+    ]
+
+
+class NativeLinear:
+    """A weight in panels and the kernel that reads it.
+
+    Args:
+        shape: (N, K).
+        codes: uint8, laid out for `storage`.
+        scale: (P, G, 64) float32 or bf16, or None.
+        zero: (P, G, 64) int8, or None.
+        bias: (N,), or None.
+        group: inputs per scale, even.
+        storage: as numbered in native/linear.h.
+        activation: how the input is rounded.
+        dtype: of inputs and outputs; others are converted.
+        description: for tables.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        *,
+        codes: Tensor,
+        scale: Tensor | None,
+        zero: Tensor | None,
+        bias: Tensor | None,
+        group: int,
+        storage: int,
+        activation: ActivationScheme | None,
+        dtype: torch.dtype,
+        description: str,
+    ) -> None:
+        self.out_features, self.in_features = shape
+        self.description = description
+        padded = None if bias is None else _pad_rows(bias.float()).contiguous()
+        self._tensors = (codes, scale, zero, padded)  # kept alive: the descriptor has their addresses
+        self.stored_bytes = sum(t.nbytes for t in self._tensors if t is not None)
+        self._dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        addresses = [None if t is None else t.data_ptr() for t in self._tensors]
+        in_bf16 = scale is not None and scale.dtype == torch.bfloat16
+        self._descriptor = _Descriptor(*addresses, *shape, group, storage, in_bf16)
+        self._address = ctypes.addressof(self._descriptor)
+        self._kind = int(self._dtype == torch.bfloat16)
+        self._activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
+        self._multiply = _find_kernel("qk_linear_int8" if storage == _U8 else "qk_linear")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, K) -> (T, N)."""
+        if x.dtype != self._dtype:
+            return self(x.to(self._dtype)).to(x.dtype)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        tokens = x.shape[0]
+        out = x.new_empty((tokens, self.out_features))
+        threads = torch.get_num_threads()
+        if self._multiply(self._address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self._activation, threads):
+            raise ResourceError(f"out of memory for the inputs of a linear layer, {tokens} x {self.in_features}")
+        return out
+
+
+def _find_kernel(name: str) -> native.Function:
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    found = native.function(name, pointer, pointer, pointer, ctypes.c_int64, number, number, number, returns=number)
+    assert found is not None, "asked for without a library"
+    return found
+
+
+def available(device: torch.device) -> bool:
+    """Whether this machine has the kernels."""
+    return device.type == "cpu" and native.load() is not None
+
+
+def dense(
+    weight: Tensor, *, bias: Tensor | None, activation: ActivationScheme | None, dtype: torch.dtype
+) -> NativeLinear:
+    """A dense weight; kept in bf16 if it is bf16, also when the computation is in float32.
+
+    Args:
+        weight: (N, K) float.
+        bias: (N,), or None.
+        activation: how the input is rounded.
+        dtype: of the computation.
+    """
+    in_bf16 = weight.dtype == torch.bfloat16 or dtype == torch.bfloat16
+    name = "bfloat16" if in_bf16 else "float32"
+    return NativeLinear(
+        (weight.shape[0], weight.shape[1]),
+        codes=_lay_out_bf16(weight.to(torch.bfloat16)) if in_bf16 else _lay_out_f32(weight.float()),
+        scale=None,
+        zero=None,
+        bias=bias,
+        group=_even(weight.shape[1]),
+        storage=_BF16 if in_bf16 else _F32,
+        activation=activation,
+        dtype=dtype,
+        description=_describe(name, activation),
+    )
+
+
+def can_quantized(weight: QuantizedTensor) -> bool:
+    """Whether there is a layout: inputs in order, an even number of them per scale, FP8 without NaN."""
+    width = weight.shape[1]
+    groups = weight.scale.shape[1]
+    if weight.group_index is not None or (groups > 1 and (width // groups) % 2):
+        return False
+    return weight.scheme.dtype.name != "fp8" or not bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+def quantized(
+    weight: QuantizedTensor, *, bias: Tensor | None, activation: ActivationScheme | None, dtype: torch.dtype
+) -> NativeLinear:
+    """A quantized weight for which `can_quantized` holds.
+
+    Args:
+        weight: (N, K).
+        bias: (N,), or None.
+        activation: how the input is rounded.
+        dtype: of the computation.
+    """
+    rows, width = weight.shape
+    groups = weight.scale.shape[1]
+    name = weight.scheme.dtype.name
+    storage, lay_out = {"int8": (_W8, _lay_out_8), "fp8": (_FP8, _lay_out_8)}.get(name, (_W4, _lay_out_4))
+    group = _even(width) if groups == 1 else width // groups
+    if name == "int8" and activation is not None and activation.dtype.name == "int8" and _fits_integers(width, groups):
+        storage, lay_out, group = _U8, _lay_out_u8, -(-width // 4) * 4 if groups == 1 else group
+    return NativeLinear(
+        (rows, width),
+        codes=lay_out(weight.codes),
+        scale=_lay_out_scale(weight.scale),
+        zero=None if weight.zero_point is None else _by_panel(weight.zero_point),
+        bias=bias,
+        group=group,
+        storage=storage,
+        activation=activation,
+        dtype=dtype,
+        description=_describe(weight.scheme.describe(), activation),
+    )
+
+
+def _fits_integers(width: int, groups: int) -> bool:
+    return width <= _MAX_INT8_INPUTS and (groups == 1 or (width // groups) % 4 == 0)
+
+
+def _describe(name: str, activation: ActivationScheme | None) -> str:
+    return name + ("" if activation is None else f", activations {activation.describe()}") + " (native)"
+
+
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+def _pad_rows(values: Tensor) -> Tensor:
+    """Zeros after the first dimension's end, to whole panels."""
+    missing = -len(values) % _PANEL
+    return functional.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else values
+
+
+def _by_panel(values: Tensor) -> Tensor:
+    """(N, G) -> (P, G, 64)."""
+    return _pad_rows(values).view(-1, _PANEL, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def _lay_out_scale(scale: Tensor) -> Tensor:
+    return _by_panel(scale if scale.dtype == torch.bfloat16 else scale.float())
+
+
+def _blocks(values: Tensor, run: int) -> Tensor:
+    """(N, K) padded -> (P, 4 blocks, 16 lanes, K / run, run)."""
+    padded = functional.pad(_pad_rows(values), (0, -values.shape[1] % run))
+    return padded.view(-1, 4, 16, padded.shape[1] // run, run)
+
+
+def _lay_out_bf16(weight: Tensor) -> Tensor:
+    return _blocks(weight.view(torch.int16), 2).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def _lay_out_f32(weight: Tensor) -> Tensor:
+    return _blocks(weight, 2).permute(0, 3, 4, 1, 2).contiguous()
+
+
+def _lay_out_4(codes: Tensor) -> Tensor:
+    pairs = _blocks(codes, 2).permute(0, 3, 1, 2, 4).to(torch.int16) + 8  # (P, K / 2, 4, 16, 2)
+    shifts = torch.tensor([1, 16, 256, 4096], dtype=torch.int16).view(4, 1, 1)
+    return (pairs * shifts).sum(2, dtype=torch.int16).contiguous()
+
+
+def _lay_out_8(codes: Tensor) -> Tensor:
+    pairs = _blocks(codes.view(torch.uint8), 2).permute(0, 3, 1, 2, 4)  # (P, K / 2, 4, 16, 2)
+    return pairs.unflatten(2, (2, 2)).permute(0, 1, 2, 4, 5, 3).contiguous()  # byte = block within its half
+
+
+def _lay_out_u8(codes: Tensor) -> Tensor:
+    quads = _blocks(codes.view(torch.uint8), 4).permute(0, 3, 1, 2, 4)
+    return (quads ^ 0x80).contiguous()

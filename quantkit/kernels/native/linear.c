@@ -1,0 +1,182 @@
+/* y = x w' + bias for weights in bf16, fp32, int4, int8 and fp8, inputs in bf16 or fp32, sums in fp32.
+
+   Codes are multiplied as they are and a group's sum is scaled once, so nothing is rounded that the definition does not
+   round. Few tokens: codes become numbers in registers. Many: a piece of a panel is decoded into the first-level cache
+   and used for all of them. */
+#include "linear_segment.h"
+
+/* Up to this many tokens codes are decoded in registers, again for each block of MAX_TOKENS. */
+enum { DIRECT_TOKENS = 6, TILE_BYTES = 16384 };
+
+typedef struct {
+    const QkLinear *linear;
+    const void *x;
+    const float *row_scale, *sums;  /* by token; by token and group; NULL: not needed */
+    void *out;
+    int64_t tokens, pairs, stride, groups;
+    int x_is_bf16, out_is_bf16;
+} Job;
+
+/* main += scale * (partial - zero * sum of inputs) for some tokens and one group. */
+static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, const float *partial,
+                      float *main) {
+    const QkLinear *linear = job->linear;
+    int64_t index = (panel * job->groups + group) * QK_PANEL;
+    for (int b = 0; b < 4; b++) {
+        __m512 scale = qk_load_scale(linear, index + 16 * b);
+        __m512 zero = _mm512_setzero_ps();
+        if (linear->zero)
+            zero = _mm512_cvtepi32_ps(
+                _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b))));
+        for (int64_t m = 0; m < count; m++) {
+            __m512 sum = _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
+            if (linear->zero)
+                sum = _mm512_fnmadd_ps(zero, _mm512_set1_ps(job->sums[(token + m) * job->groups + group]), sum);
+            float *to = main + QK_PANEL * m + 16 * b;
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(to)));
+        }
+    }
+}
+
+/* Decode `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
+static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
+    const __m512i table = table_of(storage);
+#define EACH(kind)                                                                                                      \
+    case kind:                                                                                                          \
+        for (int64_t p = 0; p < pairs; p++) {                                                                           \
+            if (to_bf16) {                                                                                              \
+                __m512i v[4];                                                                                           \
+                load_pair(kind, w + p * PAIR_BYTES[kind], table, v);                                                    \
+                for (int b = 0; b < 4; b++) _mm512_store_si512(tile + 256 * p + 64 * b, v[b]);                          \
+            } else {                                                                                                    \
+                __m512 v[2][4];                                                                                         \
+                load_pair_f32(kind, w + p * PAIR_BYTES[kind], table, v);                                                \
+                for (int i = 0; i < 8; i++) _mm512_store_ps((float *)(tile + 512 * p) + 16 * i, v[i / 4][i % 4]);       \
+            }                                                                                                           \
+        }                                                                                                               \
+        break;
+    switch (storage) {
+        EACH(QK_BF16)
+        EACH(QK_W4)
+        EACH(QK_W8)
+        EACH(QK_FP8)
+    }
+#undef EACH
+}
+
+/* Pairs start..end of a panel, decoded in `w` with kind `storage`, for `tokens` tokens from `token` on. */
+static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *w, int64_t start, int64_t end,
+                     int64_t token, int64_t tokens, float *partial, float *main) {
+    Segment *const *segments = job->x_is_bf16 ? SEGMENTS_BF16[storage] : SEGMENTS_F32[storage];
+    int64_t width = job->linear->group / 2, blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
+    int element = job->x_is_bf16 ? 2 : 4;
+    for (int64_t i = 0; i < blocks; i++) {
+        QkRange range = qk_share(tokens, (int)i, (int)blocks);
+        int64_t count = range.last - range.first, shift = range.first * QK_PANEL;
+        const uint8_t *x = (const uint8_t *)job->x + (token + range.first) * job->stride * element;
+        for (int64_t p = start; p < end;) {
+            int64_t group = p / width, stop = qk_min(end, (group + 1) * width);
+            segments[count - 1](w + (p - start) * PAIR_BYTES[storage], x + 2 * p * element, job->stride, stop - p,
+                                partial + shift, p == group * width);
+            if (job->linear->scale && stop == (group + 1) * width)
+                add_group(job, panel, group, token + range.first, count, partial + shift, main + shift);
+            p = stop;
+        }
+    }
+}
+
+/* 64 outputs of `tokens` tokens (at most QK_ROWS) from `token` on. `memory`: two results and a tile. */
+static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
+    const QkLinear *linear = job->linear;
+    float *partial = (float *)(memory + TILE_BYTES), *main = partial + QK_ROWS * QK_PANEL;
+    int64_t bytes = PAIR_BYTES[linear->storage];
+    const uint8_t *codes = linear->codes + panel * job->pairs * bytes;
+    if (linear->scale) memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
+    if (tokens <= DIRECT_TOKENS) {
+        multiply(job, panel, linear->storage, codes, 0, job->pairs, token, tokens, partial, main);
+    } else {
+        int dense = job->x_is_bf16 ? QK_BF16 : QK_F32;
+        int64_t step = TILE_BYTES / PAIR_BYTES[dense];
+        for (int64_t start = 0; start < job->pairs; start += step) {
+            int64_t end = qk_min(job->pairs, start + step);
+            const uint8_t *w = codes + start * bytes;
+            if (linear->storage != dense) {
+                decode(linear->storage, job->x_is_bf16, w, end - start, memory);
+                w = memory;
+            }
+            multiply(job, panel, dense, w, start, end, token, tokens, partial, main);
+        }
+    }
+    const float *result = linear->scale ? main : partial;
+    int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
+    for (int64_t m = 0; m < tokens; m++) {
+        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
+        qk_store_panel(result + QK_PANEL * m, job->row_scale ? job->row_scale[token + m] : 1.f,
+                       linear->bias ? linear->bias + panel * QK_PANEL : NULL,
+                       (uint8_t *)job->out + at * (job->out_is_bf16 ? 2 : 4), width, job->out_is_bf16);
+    }
+}
+
+static int run_panels(const Job *job, QkRange range) {
+    size_t bytes = TILE_BYTES + 2 * sizeof(float) * QK_PANEL * QK_ROWS;
+    uint8_t *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, bytes);
+    if (!memory) return 1;
+    for (int64_t panel = range.first; panel < range.last; panel++)
+        for (int64_t token = 0; token < job->tokens; token += QK_ROWS)
+            one_panel(job, panel, token, qk_min(QK_ROWS, job->tokens - token), memory);
+    return 0;
+}
+
+/* Inputs as the loops want them: rounded if asked for, an even number per token. */
+static int prepare(Job *job, const void *x, int is_bf16, int activation) {
+    const QkLinear *linear = job->linear;
+    int64_t k = linear->k, padded = job->pairs * 2;
+    if (activation != QK_AS_IT_IS) {
+        uint16_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(job->tokens * padded) * 2);
+        float *scales = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)job->tokens * sizeof(float));
+        if (!codes || !scales) return 1;
+        for (int64_t m = 0; m < job->tokens; m++)
+            scales[m] = qk_quantize_bf16((const uint8_t *)x + m * k * (is_bf16 ? 2 : 4), is_bf16, k, padded, activation,
+                                         codes + m * padded);
+        job->x = codes, job->row_scale = scales, job->x_is_bf16 = 1;
+    } else if (padded != k) {
+        int element = is_bf16 ? 2 : 4;
+        uint8_t *copy = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(job->tokens * padded * element));
+        if (!copy) return 1;
+        for (int64_t m = 0; m < job->tokens; m++) {
+            memcpy(copy + m * padded * element, (const uint8_t *)x + m * k * element, (size_t)(k * element));
+            memset(copy + (m * padded + k) * element, 0, (size_t)((padded - k) * element));
+        }
+        job->x = copy;
+    }
+    if (!linear->zero) return 0;
+    float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(job->tokens * job->groups) * sizeof(float));
+    if (!sums) return 1;
+    for (int64_t m = 0; m < job->tokens; m++)
+        for (int64_t g = 0; g < job->groups; g++) {
+            int64_t from = m * padded + g * linear->group, to = from + qk_min(linear->group, padded - g * linear->group);
+            float sum = 0;
+            for (int64_t i = from; i < to; i++)
+                sum += job->x_is_bf16 ? qk_bf16_to_float(((const uint16_t *)job->x)[i]) : ((const float *)job->x)[i];
+            sums[m * job->groups + g] = sum;
+        }
+    job->sums = sums;
+    return 0;
+}
+
+/* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */
+QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16, int activation,
+                        int threads) {
+    Job job = {.linear = linear, .x = x, .out = out, .tokens = tokens, .pairs = (linear->k + 1) / 2,
+               .x_is_bf16 = is_bf16, .out_is_bf16 = is_bf16};
+    job.stride = job.pairs * 2;
+    job.groups = (job.stride + linear->group - 1) / linear->group;
+    if (prepare(&job, x, is_bf16, activation)) return 1;
+    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
+    if (threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM) threads = 1;
+    if (threads <= 1) return run_panels(&job, (QkRange){0, panels});
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)
+    for (int t = 0; t < threads; t++) failed |= run_panels(&job, qk_share(panels, t, threads));
+    return failed;
+}

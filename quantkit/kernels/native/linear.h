@@ -1,0 +1,60 @@
+/* Layout of a weight (N, K) for the native linear kernels, and of the inputs that they share.
+
+   Outputs are taken 64 at a time, a panel: four blocks of 16, one output per lane of a vector, so that nothing is ever
+   summed across lanes and scales are vectors. Outputs are padded to whole panels, inputs to whole pairs (quads for
+   int8), with zeros. A panel lies in memory in the order in which it is read; by storage, for one pair of inputs (e, o):
+
+       QK_BF16  [block 4][lane 16][e, o]  16-bit words                                            256 bytes
+       QK_F32   [e, o][block 4][lane 16]  floats                                                  512
+       QK_W4    [lane 16][e, o] words; nibble b of a word is the code + 8 of block b               64
+       QK_W8    [half 2][lane 16][e, o] words; byte b of a word is the code of block 2 half + b   128
+       QK_FP8   as QK_W8, codes in e4m3                                                           128
+       QK_U8    for a quad of inputs: [block 4][lane 16][4] bytes, the code + 128                 256
+
+   Scales and zeros are [panel][group][64]. */
+#pragma once
+#include "quantkit.h"
+
+enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_U8 };
+enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8 };
+
+typedef struct {
+    const uint8_t *codes;
+    const void *scale;    /* float or bf16; NULL: the codes are the values */
+    const int8_t *zero;   /* NULL: symmetric */
+    const float *bias;    /* [panel][64]; NULL: none */
+    int64_t n, k, group;  /* group: inputs per scale */
+    int32_t storage, scale_is_bf16;
+} QkLinear;
+
+enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs of a panel; tokens for which a panel's results are kept at once */
+
+/* Parts of a thread: panels first..last. */
+typedef struct { int64_t first, last; } QkRange;
+QK_INLINE QkRange qk_share(int64_t count, int part, int parts) {
+    return (QkRange){count * part / parts, count * (part + 1) / parts};
+}
+
+/* Below this many products a second thread costs more than it saves. */
+#define QK_PARALLEL_FROM (1 << 18)
+
+/* Round a row to a number type: codes as int8 or as bf16 values, padded with zeros to `padded`; returns the scale. */
+float qk_quantize_int8(const void *x, int is_bf16, int64_t k, int64_t padded, int8_t *codes);
+float qk_quantize_bf16(const void *x, int is_bf16, int64_t k, int64_t padded, int activation, uint16_t *codes);
+
+/* Write 64 results of one token: value * row_scale + bias, the first `width` of them. */
+QK_INLINE void qk_store_panel(const float *value, float row_scale, const float *bias, void *out, int64_t width,
+                              int is_bf16) {
+    for (int b = 0; b < 4 && 16 * b < width; b++) {
+        __mmask16 mask = width - 16 * b >= 16 ? 0xffff : (__mmask16)((1u << (width - 16 * b)) - 1);
+        __m512 v = _mm512_mul_ps(_mm512_loadu_ps(value + 16 * b), _mm512_set1_ps(row_scale));
+        if (bias) v = _mm512_add_ps(v, _mm512_loadu_ps(bias + 16 * b));
+        if (is_bf16) _mm256_mask_storeu_epi16((uint16_t *)out + 16 * b, mask, (__m256i)_mm512_cvtneps_pbh(v));
+        else _mm512_mask_storeu_ps((float *)out + 16 * b, mask, v);
+    }
+}
+
+QK_INLINE __m512 qk_load_scale(const QkLinear *linear, int64_t index) {
+    return linear->scale_is_bf16 ? qk_load_bf16((const uint16_t *)linear->scale + index)
+                                 : _mm512_loadu_ps((const float *)linear->scale + index);
+}

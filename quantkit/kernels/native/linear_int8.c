@@ -1,0 +1,151 @@
+/* y = x w' for int8 weights and inputs rounded to int8 per token: integer products, exact sums.
+
+   vpdpbusd multiplies unsigned by signed bytes, so codes are stored plus 128, and 128 times the sum of the inputs
+   (plus the zero point times it) is taken off at the end of a group. */
+#include "linear.h"
+
+enum { MAX_TOKENS = 6, QUAD_BYTES = 256, TILE_QUADS = 64 };
+
+typedef struct {
+    const QkLinear *linear;
+    const int8_t *x;
+    const float *row_scale;
+    const int32_t *sums;  /* of the inputs, [token][group] */
+    void *out;
+    int64_t tokens, quads, groups;
+    int is_bf16;
+} Job;
+
+typedef void Segment(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, int first);
+
+QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,
+                       int first) {
+    __m512i sum[MAX_TOKENS][4];
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++)
+            sum[m][b] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(partial + QK_PANEL * m + 16 * b);
+    for (int64_t q = 0; q < quads; q++, w += QUAD_BYTES) {
+        __m512i v[4];
+        for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
+        for (int m = 0; m < tokens; m++) {
+            int32_t four;
+            memcpy(&four, x + m * stride + 4 * q, 4);
+            __m512i input = _mm512_set1_epi32(four);
+            for (int b = 0; b < 4; b++) sum[m][b] = _mm512_dpbusd_epi32(sum[m][b], v[b], input);
+        }
+    }
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++) _mm512_storeu_si512(partial + QK_PANEL * m + 16 * b, sum[m][b]);
+}
+
+#define DEFINE(tokens)                                                                                                  \
+    static void segment_##tokens(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,    \
+                                 int first) {                                                                          \
+        segment(tokens, w, x, stride, quads, partial, first);                                                          \
+    }
+DEFINE(1)
+DEFINE(2)
+DEFINE(3)
+DEFINE(4)
+DEFINE(5)
+DEFINE(6)
+static Segment *const SEGMENTS[] = {segment_1, segment_2, segment_3, segment_4, segment_5, segment_6};
+
+static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, const int32_t *partial,
+                      float *main) {
+    const QkLinear *linear = job->linear;
+    int64_t index = (panel * job->groups + group) * QK_PANEL;
+    for (int b = 0; b < 4; b++) {
+        __m512 scale = qk_load_scale(linear, index + 16 * b);
+        __m512i offset = _mm512_set1_epi32(128);
+        if (linear->zero) {
+            __m128i zero = _mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b));
+            offset = _mm512_add_epi32(offset, _mm512_cvtepi8_epi32(zero));
+        }
+        for (int64_t m = 0; m < count; m++) {
+            __m512i inputs = _mm512_set1_epi32(job->sums[(token + m) * job->groups + group]);
+            __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(partial + QK_PANEL * m + 16 * b),
+                                           _mm512_mullo_epi32(offset, inputs));
+            float *to = main + QK_PANEL * m + 16 * b;
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, _mm512_loadu_ps(to)));
+        }
+    }
+}
+
+/* Quads start..end of a panel for `tokens` tokens from `token` on. */
+static void multiply(const Job *job, int64_t panel, int64_t start, int64_t end, int64_t token, int64_t tokens,
+                     int32_t *partial, float *main) {
+    int64_t width = job->linear->group / 4, blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS, stride = job->quads * 4;
+    const uint8_t *w = job->linear->codes + panel * job->quads * QUAD_BYTES;
+    for (int64_t i = 0; i < blocks; i++) {
+        QkRange range = qk_share(tokens, (int)i, (int)blocks);
+        int64_t count = range.last - range.first, shift = range.first * QK_PANEL;
+        const int8_t *x = job->x + (token + range.first) * stride;
+        for (int64_t q = start; q < end;) {
+            int64_t group = q / width, stop = qk_min(end, (group + 1) * width);
+            SEGMENTS[count - 1](w + q * QUAD_BYTES, x + 4 * q, stride, stop - q, partial + shift, q == group * width);
+            if (stop == (group + 1) * width)
+                add_group(job, panel, group, token + range.first, count, partial + shift, main + shift);
+            q = stop;
+        }
+    }
+}
+
+static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t tokens, float *memory) {
+    const QkLinear *linear = job->linear;
+    float *main = memory;
+    int32_t *partial = (int32_t *)(memory + QK_ROWS * QK_PANEL);
+    memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
+    /* Many tokens: a piece of the panel that fits the first-level cache at a time. */
+    int64_t step = tokens <= MAX_TOKENS ? job->quads : TILE_QUADS;
+    for (int64_t start = 0; start < job->quads; start += step)
+        multiply(job, panel, start, qk_min(job->quads, start + step), token, tokens, partial, main);
+    int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
+    for (int64_t m = 0; m < tokens; m++)
+        qk_store_panel(main + QK_PANEL * m, job->row_scale[token + m],
+                       linear->bias ? linear->bias + panel * QK_PANEL : NULL,
+                       (uint8_t *)job->out + ((token + m) * linear->n + panel * QK_PANEL) * (job->is_bf16 ? 2 : 4), width,
+                       job->is_bf16);
+}
+
+static int run_panels(const Job *job, QkRange range) {
+    float *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, 2 * sizeof(float) * QK_PANEL * QK_ROWS);
+    if (!memory) return 1;
+    for (int64_t panel = range.first; panel < range.last; panel++)
+        for (int64_t token = 0; token < job->tokens; token += QK_ROWS)
+            one_panel(job, panel, token, qk_min(QK_ROWS, job->tokens - token), memory);
+    return 0;
+}
+
+static int32_t sum_codes(const int8_t *codes, int64_t count) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += codes[i];
+    return sum;
+}
+
+/* As qk_linear; the input is always rounded to int8. */
+QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16,
+                             int activation, int threads) {
+    (void)activation;
+    int64_t quads = (linear->k + 3) / 4, padded = quads * 4, groups = (padded + linear->group - 1) / linear->group;
+    int8_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(tokens * padded));
+    float *scales = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)tokens * sizeof(float));
+    int32_t *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(tokens * groups) * sizeof(int32_t));
+    if (tokens && (!codes || !scales || !sums)) return 1;
+    Job job = {linear, codes, scales, sums, out, tokens, quads, groups, is_bf16};
+    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
+    if (threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 8)
+    for (int64_t m = 0; m < tokens; m++) {
+        const uint8_t *row = (const uint8_t *)x + m * linear->k * (is_bf16 ? 2 : 4);
+        scales[m] = qk_quantize_int8(row, is_bf16, linear->k, padded, codes + m * padded);
+        for (int64_t g = 0; g < groups; g++)
+            sums[m * groups + g] =
+                sum_codes(codes + m * padded + g * linear->group, qk_min(linear->group, padded - g * linear->group));
+    }
+    if (threads <= 1) return run_panels(&job, (QkRange){0, panels});
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)
+    for (int t = 0; t < threads; t++) failed |= run_panels(&job, qk_share(panels, t, threads));
+    return failed;
+}

@@ -1,0 +1,166 @@
+/* The innermost loops: one panel (64 outputs) times up to six tokens, over a run of input pairs that share a scale.
+
+   Included by linear.c only. Sums of one output are always formed in the same order, however many tokens there are, so a
+   token's result does not depend on what else is in the batch. */
+#pragma once
+#include "linear.h"
+
+enum { MAX_TOKENS = 6 };
+
+static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128, [QK_FP8] = 128};
+
+/* bf16 of -8..7, twice: vpermw looks at five bits of a word, of which the highest belongs to the next nibble. */
+static const uint16_t INT4_VALUES[32] __attribute__((aligned(64))) = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+    0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
+    0x4080, 0x40a0, 0x40c0, 0x40e0};
+/* bf16 of the e4m3 subnormals m * 2^-9. */
+static const uint16_t FP8_SUBNORMALS[32] __attribute__((aligned(64))) = {0x0000, 0x3b00, 0x3b80, 0x3bc0,
+                                                                       0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+/* bf16 of e4m3 codes in the low bytes of words: the exponent is moved and its bias raised by 120. */
+QK_INLINE __m512i fp8_words(__m512i v, __m512i table) {
+    __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(v, 4), _mm512_set1_epi16(0x07f0));
+    magnitude = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
+    __mmask32 subnormal = _mm512_testn_epi16_mask(v, _mm512_set1_epi16(0x0078));
+    magnitude = _mm512_mask_permutexvar_epi16(magnitude, subnormal, v, table);
+    /* (v << 8 & 0x8000) | magnitude */
+    return _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 8), _mm512_set1_epi16((short)0x8000), magnitude, 0xea);
+}
+
+/* bf16 of int8 codes in the high bytes of words. */
+QK_INLINE __m512i int8_words(__m512i v) {
+    __m512i words = _mm512_srai_epi16(v, 8);
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(words)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(words, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* One pair of inputs of a panel as bf16 words, [block][lane][e, o]. */
+QK_INLINE void load_pair(int storage, const uint8_t *w, __m512i table, __m512i v[4]) {
+    if (storage == QK_BF16)
+        for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
+    if (storage == QK_W4) {
+        __m512i codes = _mm512_loadu_si512(w);
+        v[0] = _mm512_permutexvar_epi16(codes, table);
+        v[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+        v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+        v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    }
+    if (storage == QK_W8 || storage == QK_FP8)
+        for (int half = 0; half < 2; half++) {
+            __m512i codes = _mm512_loadu_si512(w + 64 * half);
+            if (storage == QK_W8) {
+                v[2 * half] = int8_words(_mm512_slli_epi16(codes, 8));
+                v[2 * half + 1] = int8_words(codes);
+            } else {
+                v[2 * half] = fp8_words(codes, table);
+                v[2 * half + 1] = fp8_words(_mm512_srli_epi16(codes, 8), table);
+            }
+        }
+}
+
+QK_INLINE __m512i table_of(int storage) {
+    if (storage == QK_W4) return _mm512_load_si512(INT4_VALUES);
+    if (storage == QK_FP8) return _mm512_load_si512(FP8_SUBNORMALS);
+    return _mm512_setzero_si512();
+}
+
+/* The same pair as floats, v[e, o][block]. */
+QK_INLINE void load_pair_f32(int storage, const uint8_t *w, __m512i table, __m512 v[2][4]) {
+    if (storage == QK_F32) {
+        for (int i = 0; i < 8; i++) v[i / 4][i % 4] = _mm512_loadu_ps((const float *)w + 16 * i);
+        return;
+    }
+    if (storage == QK_W8) {
+        for (int half = 0; half < 2; half++) {
+            __m512i c = _mm512_loadu_si512(w + 64 * half);
+            v[0][2 * half] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(c, 24), 24));
+            v[0][2 * half + 1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(c, 16), 24));
+            v[1][2 * half] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(c, 8), 24));
+            v[1][2 * half + 1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(c, 24));
+        }
+        return;
+    }
+    __m512i words[4];
+    load_pair(storage, w, table, words);
+    for (int b = 0; b < 4; b++) {
+        v[0][b] = _mm512_castsi512_ps(_mm512_slli_epi32(words[b], 16));
+        v[1][b] = _mm512_castsi512_ps(_mm512_and_si512(words[b], _mm512_set1_epi32((int)0xffff0000)));
+    }
+}
+
+/* partial[token][64] (+)= w * x over `pairs` pairs; x has `stride` elements per token. */
+typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, float *partial, int first);
+
+QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uint16_t *x, int64_t stride, int64_t pairs,
+                            float *partial, int first) {
+    const __m512i table = table_of(storage);
+    __m512 sum[MAX_TOKENS][4];
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++)
+            sum[m][b] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
+    for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
+        __m512i v[4];
+        load_pair(storage, w, table, v);
+        for (int m = 0; m < tokens; m++) {
+            int32_t both;
+            memcpy(&both, x + m * stride + 2 * p, 4);
+            __m512i input = _mm512_set1_epi32(both);
+            for (int b = 0; b < 4; b++) sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)v[b], (__m512bh)input);
+        }
+    }
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++) _mm512_storeu_ps(partial + QK_PANEL * m + 16 * b, sum[m][b]);
+}
+
+QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const float *x, int64_t stride, int64_t pairs,
+                           float *partial, int first) {
+    const __m512i table = table_of(storage);
+    __m512 sum[MAX_TOKENS][4];
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++)
+            sum[m][b] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
+    for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
+        __m512 v[2][4];
+        load_pair_f32(storage, w, table, v);
+        for (int i = 0; i < 2; i++)
+            for (int m = 0; m < tokens; m++) {
+                __m512 input = _mm512_set1_ps(x[m * stride + 2 * p + i]);
+                for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fmadd_ps(v[i][b], input, sum[m][b]);
+            }
+    }
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++) _mm512_storeu_ps(partial + QK_PANEL * m + 16 * b, sum[m][b]);
+}
+
+#define DEFINE(kind, type, storage, tokens)                                                                             \
+    static void kind##_##storage##_##tokens(const uint8_t *w, const void *x, int64_t stride, int64_t pairs,              \
+                                            float *partial, int first) {                                               \
+        segment_##kind(storage, tokens, w, (const type *)x, stride, pairs, partial, first);                            \
+    }
+#define DEFINE_ALL(kind, type, storage)                                                                                 \
+    DEFINE(kind, type, storage, 1)                                                                                      \
+    DEFINE(kind, type, storage, 2)                                                                                      \
+    DEFINE(kind, type, storage, 3)                                                                                      \
+    DEFINE(kind, type, storage, 4)                                                                                      \
+    DEFINE(kind, type, storage, 5)                                                                                      \
+    DEFINE(kind, type, storage, 6)
+#define ROW(kind, storage)                                                                                              \
+    [storage] = {kind##_##storage##_1, kind##_##storage##_2, kind##_##storage##_3,                                      \
+                 kind##_##storage##_4, kind##_##storage##_5, kind##_##storage##_6}
+
+DEFINE_ALL(bf16, uint16_t, QK_BF16)
+DEFINE_ALL(bf16, uint16_t, QK_W4)
+DEFINE_ALL(bf16, uint16_t, QK_W8)
+DEFINE_ALL(bf16, uint16_t, QK_FP8)
+DEFINE_ALL(f32, float, QK_F32)
+DEFINE_ALL(f32, float, QK_BF16)
+DEFINE_ALL(f32, float, QK_W4)
+DEFINE_ALL(f32, float, QK_W8)
+DEFINE_ALL(f32, float, QK_FP8)
+
+static Segment *const SEGMENTS_BF16[5][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_W8),
+                                                      ROW(bf16, QK_FP8)};
+static Segment *const SEGMENTS_F32[5][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_BF16), ROW(f32, QK_W4),
+                                                     ROW(f32, QK_W8), ROW(f32, QK_FP8)};

@@ -1,0 +1,140 @@
+/* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/ops.py. */
+#include "states.h"
+#include "vector_math.h"
+
+/* Rows worth a second thread: below this the barrier costs more than the work. */
+#define PARALLEL_ELEMENTS (1 << 16)
+
+QK_INLINE float row_scale(const void *x, int64_t width, int type, float eps) {
+    __m512 a = _mm512_setzero_ps(), b = a;
+    int64_t k = 0;
+    for (; k + 32 <= width; k += 32) {
+        __m512 first = qk_load_state(x, k, type, 0xFFFF), second = qk_load_state(x, k + 16, type, 0xFFFF);
+        a = _mm512_fmadd_ps(first, first, a);
+        b = _mm512_fmadd_ps(second, second, b);
+    }
+    for (; k < width; k += 16) {
+        __m512 v = qk_load_state(x, k, type, qk_lanes(k, width));
+        a = _mm512_fmadd_ps(v, v, a);
+    }
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(_mm512_add_ps(a, b)) / (float)width + eps);
+}
+
+QK_INLINE void norm_row(const void *x, const void *weight, void *out, int64_t width, int type, float eps, float offset) {
+    __m512 scale = _mm512_set1_ps(row_scale(x, width, type, eps)), add = _mm512_set1_ps(offset);
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        __m512 w = _mm512_add_ps(qk_load_state(weight, k, type, lanes), add);
+        qk_store_state(out, k, type, lanes, _mm512_mul_ps(_mm512_mul_ps(qk_load_state(x, k, type, lanes), scale), w));
+    }
+}
+
+/* x: outer x inner rows with these strides, in elements; out: dense. */
+QK_EXPORT void qk_rms_norm(const void *x, const void *weight, void *out, int64_t outer, int64_t inner, int64_t width,
+                           int64_t outer_stride, int64_t inner_stride, double eps, double offset, int type,
+                           int threads) {
+    int64_t size = qk_state_bytes(type), rows = outer * inner;
+    threads = rows * width < PARALLEL_ELEMENTS ? 1 : threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const char *from = (const char *)x + (row / inner * outer_stride + row % inner * inner_stride) * size;
+        char *to = (char *)out + row * width * size;
+        if (type == QK_F32)
+            norm_row(from, weight, to, width, QK_F32, (float)eps, (float)offset);
+        else
+            norm_row(from, weight, to, width, QK_BF16, (float)eps, (float)offset);
+    }
+}
+
+QK_INLINE void add_norm_row(const void *x, const void *residual, const void *weight, void *normed, void *total,
+                            int64_t width, int type, float eps, float offset) {
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        qk_store_state(total, k, type, lanes,
+                       _mm512_add_ps(qk_load_state(x, k, type, lanes), qk_load_state(residual, k, type, lanes)));
+    }
+    norm_row(total, weight, normed, width, type, eps, offset);
+}
+
+/* All dense. */
+QK_EXPORT void qk_add_rms_norm(const void *x, const void *residual, const void *weight, void *normed, void *total,
+                               int64_t rows, int64_t width, double eps, double offset, int type, int threads) {
+    int64_t row_bytes = width * qk_state_bytes(type);
+    threads = rows * width < PARALLEL_ELEMENTS ? 1 : threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t at = row * row_bytes;
+        if (type == QK_F32)
+            add_norm_row((const char *)x + at, (const char *)residual + at, weight, (char *)normed + at,
+                         (char *)total + at, width, QK_F32, (float)eps, (float)offset);
+        else
+            add_norm_row((const char *)x + at, (const char *)residual + at, weight, (char *)normed + at,
+                         (char *)total + at, width, QK_BF16, (float)eps, (float)offset);
+    }
+}
+
+QK_INLINE void rotate_head(void *states, const float *cos, const float *sin, int64_t half, int type) {
+    for (int64_t k = 0; k < half; k += 16) {
+        __mmask16 lanes = qk_lanes(k, half);
+        __m512 c = _mm512_maskz_loadu_ps(lanes, cos + k), s = _mm512_maskz_loadu_ps(lanes, sin + k);
+        __m512 a = qk_load_state(states, k, type, lanes), b = qk_load_state(states, k + half, type, lanes);
+        qk_store_state(states, k, type, lanes, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        qk_store_state(states, k + half, type, lanes, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    }
+}
+
+/* Channel i turns with channel i + half; strides in elements, heads of a token lie one after another. */
+QK_EXPORT void qk_rotary(void *query, void *key, const float *cos, const float *sin, int64_t tokens,
+                         int64_t query_heads, int64_t key_heads, int64_t head_dim, int64_t query_stride,
+                         int64_t key_stride, int64_t half, int type, int threads) {
+    int64_t heads = query_heads + key_heads, size = qk_state_bytes(type);
+    threads = tokens * heads * head_dim < PARALLEL_ELEMENTS ? 1 : threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < heads; head++) {
+            char *at = head < query_heads ? (char *)query + (token * query_stride + head * head_dim) * size
+                                          : (char *)key + (token * key_stride + (head - query_heads) * head_dim) * size;
+            if (type == QK_F32)
+                rotate_head(at, cos + token * half, sin + token * half, half, QK_F32);
+            else
+                rotate_head(at, cos + token * half, sin + token * half, half, QK_BF16);
+        }
+}
+
+enum { SILU, GELU, GELU_TANH };
+
+QK_INLINE __m512 activate(__m512 x, int kind) {
+    __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    if (kind == SILU)
+        return _mm512_div_ps(x, _mm512_add_ps(one, qk_exp(_mm512_sub_ps(zero, x))));
+    __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+    if (kind == GELU)
+        return _mm512_fmadd_ps(half, qk_erf(_mm512_mul_ps(x, _mm512_set1_ps(0.70710678118654752f))), half);
+    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+    return _mm512_fmadd_ps(half, qk_tanh(_mm512_mul_ps(inner, _mm512_set1_ps(0.79788456080286536f))), half);
+}
+
+QK_INLINE void gate_row(const void *gate_up, void *out, int64_t width, int kind, int type) {
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        __m512 gate = activate(qk_load_state(gate_up, k, type, lanes), kind);
+        qk_store_state(out, k, type, lanes, _mm512_mul_ps(gate, qk_load_state(gate_up, k + width, type, lanes)));
+    }
+}
+
+/* gate_up: rows of 2 x width, out: rows of width, all dense. */
+QK_EXPORT void qk_gated(const void *gate_up, void *out, int64_t rows, int64_t width, int kind, int type, int threads) {
+    int64_t row_bytes = width * qk_state_bytes(type);
+    threads = rows * width * 4 < PARALLEL_ELEMENTS ? 1 : threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const char *from = (const char *)gate_up + 2 * row * row_bytes;
+        char *to = (char *)out + row * row_bytes;
+#define CASE(k) \
+    if (kind == k && type == QK_F32) gate_row(from, to, width, k, QK_F32); \
+    if (kind == k && type == QK_BF16) gate_row(from, to, width, k, QK_BF16);
+        CASE(SILU) CASE(GELU) CASE(GELU_TANH)
+#undef CASE
+    }
+}
