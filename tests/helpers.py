@@ -11,6 +11,39 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# What a tiny model of a family needs beside the sizes that all share.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 6, "query_pre_attn_scalar": 24},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "mistral": {"sliding_window": 32},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 32},
+    "olmo2": {},
+    "olmoe": {**_EXPERTS},
+    "phi": {},
+    "phi3": {"sliding_window": 32},
+    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
+    "smollm3": {"num_hidden_layers": 4},
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": {"sliding_window": 32},
+}
+EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+# Families without experts that the compress side takes, beside those above.
+MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPERT_FAMILIES))
 
 TEXT = "\n\n".join(
     f"The {animal} of {town} counted {number} apples and gave {number - 3} of them to a friend called {name}."
@@ -54,13 +87,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "max_position_embeddings": 256,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "pad_token_id": None,
         "tie_word_embeddings": False,
     }
-    if family == "qwen3":
-        settings["head_dim"] = 16
-    if family == "mistral":
-        settings["sliding_window"] = 32
-    return AutoConfig.for_model(family, **{**settings, **changes})
+    return AutoConfig.for_model(family, **{**settings, **SETTINGS.get(family, {}), **changes})
 
 
 def make_model(

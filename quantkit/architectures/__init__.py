@@ -9,7 +9,7 @@ from quantkit.architectures.base import Architecture, LinearSet
 from quantkit.errors import ModelError
 from quantkit.registry import Registry
 
-__all__ = ["Architecture", "LinearSet", "find", "supported"]
+__all__ = ["Architecture", "LinearSet", "find", "find_compressible", "supported"]
 
 REGISTRY = Registry(package=__name__, attribute="ARCHITECTURE", noun="architecture")
 
@@ -35,3 +35,15 @@ def find(config: Mapping[str, Any]) -> Architecture:
         if name in known:
             return known[name]
     raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(sorted(known))}")
+
+
+def find_compressible(config: Mapping[str, Any]) -> Architecture:
+    """As `find`, for the compress side.
+
+    Raises:
+        ModelError: config.json names none, one that no file describes, or one that can be run but not compressed.
+    """
+    found = find(config)
+    if found.not_compressible is not None:
+        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {found.not_compressible}")
+    return found

@@ -1,5 +1,5 @@
 """Mistral: Llama with an optional sliding window; the linears are the same."""
 
-from quantkit.architectures.base import Architecture
+from quantkit.architectures.base import Architecture, Window
 
-ARCHITECTURE = Architecture(hf_names=("MistralForCausalLM",))
+ARCHITECTURE = Architecture(hf_names=("MistralForCausalLM",), window=Window(rule="all"))

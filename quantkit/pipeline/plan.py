@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.architectures import Architecture, find
+from quantkit.architectures import Architecture, find_compressible
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.skeleton import Skeleton
 from quantkit.checkpoint.source import resolve
@@ -101,7 +101,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     short = name if model is None or not Path(model).is_dir() else reader.path.resolve().name
     if "quantization_config" in reader.config:
         raise ModelError(f"{reader.path} is already quantized (config.json has quantization_config); give the original")
-    architecture = find(reader.config)
+    architecture = find_compressible(reader.config)
     place = pick_device(device)
     dtype = _source_dtype(reader, architecture)
     compute = pick_compute_dtype(dtype, place)

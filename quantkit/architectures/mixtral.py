@@ -1,0 +1,17 @@
+"""Mixtral: Mistral with eight experts in place of the MLP, two of them for each token."""
+
+from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, Window
+
+ARCHITECTURE = Architecture(
+    hf_names=("MixtralForCausalLM",),
+    not_compressible=FUSED_EXPERTS,
+    window=Window(rule="all"),
+    experts=Experts(
+        router="block_sparse_moe.gate",
+        up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+        down="block_sparse_moe.experts.{expert}.w2",
+        width="intermediate_size",
+        normalize=True,
+    ),
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+)

@@ -1,0 +1,161 @@
+"""Rotary position embeddings: which angle belongs to which position, for every scaling that released models use.
+
+Only angles; turning queries and keys by them is `kernels.ops.rotary_`. Where the wavelengths depend on the length of
+the sequence (dynamic, longrope), new tokens get those of their sequence's length at that step, as in transformers,
+and keys in the cache keep theirs. Shapes: T tokens, R rotated channels of a head.
+Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN, which also describes linear and dynamic); Ding et al. 2024
+(LongRoPE); transformers `modeling_rope_utils.py` for the meaning of the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+_FIRST_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of some layers.
+
+    Args:
+        kind: how wavelengths are scaled.
+        theta: base of the wavelengths.
+        width: channels of a head that are rotated, R; even.
+        interleaved: neighbouring channels are a pair.
+        max_length: what the unscaled model was made for, or is configured for.
+        factor: how much longer contexts are to be.
+        original_length: length of the pretraining (yarn, llama3, longrope).
+        attention_factor: of cosine and sine (yarn, longrope).
+        beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
+        low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
+        short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
+    """
+
+    kind: Kind = "default"
+    theta: float
+    width: int
+    interleaved: bool = False
+    max_length: int
+    factor: float = 1.0
+    original_length: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def turning_length(self) -> int | None:
+        """Length of a sequence beyond which wavelengths depend on it; None = they never do."""
+        return {"dynamic": self.max_length, "longrope": self.original_length}.get(self.kind)
+
+
+def frequencies(rope: RopeConfig, length: int) -> Tensor:
+    """Angle per position of each pair of channels.
+
+    Args:
+        rope: the rotary embedding.
+        length: of the sequence, for the kinds that depend on it.
+    Returns:
+        (R/2,) float32.
+    """
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.float32) / rope.width
+    plain: Tensor = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "dynamic":
+        stretch = rope.factor * max(length, rope.max_length) / rope.max_length - (rope.factor - 1)
+        return plain / stretch ** (exponents * (rope.width / (rope.width - 2)))
+    if rope.kind == "longrope":
+        factors = rope.long_factors if length > rope.original_length else rope.short_factors
+        return plain / torch.tensor(factors, dtype=torch.float32)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    return plain
+
+
+def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Short waves as they are, long ones interpolated, a ramp between."""
+
+    def channel(rotations: float) -> float:
+        """The pair that turns this often within the original length."""
+        waves = math.log(rope.original_length / (rotations * 2 * math.pi))
+        return rope.width * waves / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(rope.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """As YaRN with a ramp over wavelengths in place of channels."""
+    waves = rope.original_length / (2 * math.pi / plain)  # rotations within the original length
+    span = rope.high_frequency_factor - rope.low_frequency_factor
+    ramp = ((waves - rope.low_frequency_factor) / span).clamp(0, 1)
+    return (1 - ramp) * plain / rope.factor + ramp * plain
+
+
+class RopeTable:
+    """Cosine and sine by position, computed as far as they have been asked for.
+
+    Args:
+        rope: the rotary embedding.
+        device: of the model.
+    """
+
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
+        self.rope, self.device = rope, device
+        self._length = 0
+        self._cos = self._sin = torch.empty(0)
+        self._grow(_FIRST_ROWS)
+
+    def gather(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each new token.
+
+        Args:
+            batch: one step; its positions and lengths are read.
+        Returns:
+            cos, sin: (T, R/2) float32.
+        """
+        longest, limit = max(batch.context_lengths), self.rope.turning_length
+        if longest > self._length:
+            self._grow(longest)
+        if limit is None or longest <= limit:
+            return self._cos[batch.positions], self._sin[batch.positions]
+        pairs = []
+        chunks = torch.split(batch.positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
+        for positions, length in zip(chunks, batch.context_lengths, strict=True):
+            if length <= limit:
+                pairs.append((self._cos[positions], self._sin[positions]))
+            else:
+                pairs.append(self._angles(positions, length))
+        cos, sin = zip(*pairs, strict=True)
+        return torch.cat(cos), torch.cat(sin)
+
+    def _grow(self, length: int) -> None:
+        self._length = max(length, 2 * self._length)
+        self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
+
+    def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        angles = positions.float().unsqueeze(1) * frequencies(self.rope, length).to(self.device)  # (T, R/2)
+        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor

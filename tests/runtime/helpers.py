@@ -1,0 +1,115 @@
+"""Running a model without an engine: pages in shuffled order, chunks of any size."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.runtime.kv_cache import KVCache
+from tests.helpers import tiny_config
+
+PAGE_SIZE = 16
+
+
+def make_loud_model(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A random model in which every weight, bias and norm matters, and attention is far from uniform."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **{"max_position_embeddings": 512, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.4 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            else:
+                loud = any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value", "gate.weight"))
+                parameter.copy_(noise * (2.5 if loud else 1.0) / parameter.shape[-1] ** 0.5)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def reference_logits(folder: Path, sequences: list[list[int]]) -> list[Tensor]:
+    """Logits (length, V) at every position, by transformers in float32 with its plain attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return [model(input_ids=torch.tensor([sequence])).logits[0].float() for sequence in sequences]
+
+
+def prompts(*lengths: int, vocab_size: int = 260) -> list[list[int]]:
+    """Random token ids of these lengths."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference of logits, relative to the largest logit of the same sequence."""
+    pairs = zip(found, expected, strict=True)
+    return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+
+
+def make_batch(
+    tokens: list[list[int]],
+    pasts: list[int],
+    pages: list[list[int]],
+    *,
+    page_size: int = PAGE_SIZE,
+    ids: list[int] | None = None,
+    rows: list[int] | None = None,
+) -> ForwardBatch:
+    """One step: new tokens of each sequence after `pasts` tokens cached in `pages`; logits of all by default."""
+    positions = [list(range(past, past + len(new))) for new, past in zip(tokens, pasts, strict=True)]
+    slots = [
+        pages[i][position // page_size] * page_size + position % page_size
+        for i, places in enumerate(positions)
+        for position in places
+    ]
+    width = max(len(item) for item in pages)
+    flat = [token for new in tokens for token in new]
+    starts = [0]
+    for new in tokens:
+        starts.append(starts[-1] + len(new))
+    ids = ids or list(range(len(tokens)))
+    return ForwardBatch(
+        token_ids=torch.tensor(flat),
+        positions=torch.tensor([position for places in positions for position in places]),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        page_table=torch.tensor([item + [-1] * (width - len(item)) for item in pages], dtype=torch.int32),
+        slots=torch.tensor(slots),
+        tail_rows=torch.tensor(ids),
+        logit_rows=torch.arange(len(flat)) if rows is None else torch.tensor(rows, dtype=torch.int64),
+        query_lengths=tuple(len(new) for new in tokens),
+        context_lengths=tuple(past + len(new) for new, past in zip(tokens, pasts, strict=True)),
+        sequence_ids=tuple(ids),
+    )
+
+
+def run(
+    model, sequences: list[list[int]], chunk: int | None = None, kv=None, page_size: int = PAGE_SIZE
+) -> list[Tensor]:
+    """Logits (length, V) at every position of each sequence, fed in chunks; shorter sequences finish earlier."""
+    counts = [-(-len(sequence) // page_size) for sequence in sequences]
+    numbers = list(range(sum(counts)))
+    random.Random(0).shuffle(numbers)
+    pages = [[numbers.pop() for _ in range(count)] for count in counts]
+    cache = KVCache(model.layouts(kv, page_size), sum(counts), len(sequences)) if model.paged else None
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    past = 0
+    while running := [i for i, sequence in enumerate(sequences) if len(sequence) > past]:
+        stop = past + (chunk or max(map(len, sequences)))
+        new = [sequences[i][past:stop] for i in running]
+        batch = make_batch(new, [past] * len(new), [pages[i] for i in running], page_size=page_size, ids=running)
+        logits = model.forward(batch, cache)
+        for i, part in zip(running, logits.split([len(item) for item in new]), strict=True):
+            found[i].append(part)
+        past = stop
+    return [torch.cat(parts) for parts in found]
