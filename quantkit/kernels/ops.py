@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quantkit.kernels import reference
+from quantkit.kernels import _native_ops, reference
 from quantkit.kernels.attention import attend, store
 
 __all__ = ["activate", "add_rms_norm", "attend", "gated", "layer_norm", "rms_norm", "rotary_", "store"]
@@ -38,7 +38,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
         As x.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
-    return reference.rms_norm(x, weight, eps, offset=offset)
+    out = _native_ops.rms_norm(x, weight, eps, offset)
+    return reference.rms_norm(x, weight, eps, offset=offset) if out is None else out
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -65,7 +66,8 @@ def add_rms_norm(
     Returns:
         normed, total: both as x.
     """
-    return reference.add_rms_norm(x, residual, weight, eps, offset=offset)
+    out = _native_ops.add_rms_norm(x, residual, weight, eps, offset)
+    return reference.add_rms_norm(x, residual, weight, eps, offset=offset) if out is None else out
 
 
 def rotary_(
@@ -82,6 +84,8 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
+    if not interleaved and _native_ops.rotary_(query, key, cos, sin):
+        return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
 
 
@@ -108,4 +112,5 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     Raises:
         ModelError: no such activation.
     """
-    return reference.gated(gate_up, activation)
+    out = _native_ops.gated(gate_up, activation)
+    return reference.gated(gate_up, activation) if out is None else out

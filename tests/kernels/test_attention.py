@@ -88,7 +88,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_error_of_a_decode_is_within_what_the_steps_allow(kind):
-    """Score error <= d = scale * |q| . key steps / 2, so the output moves by at most (e^2d - 1) |v| + value step / 2."""
+    """Scores err by d = scale * |q| . key steps / 2, outputs by (e^2d - 1) |v| + value step / 2 at most."""
     shape = layout(kind, heads=1, dim=32, page_size=16)
     sequences = Sequences(shape, (49,), query_heads=2)
     cache = sequences.cache()

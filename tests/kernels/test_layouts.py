@@ -1,4 +1,4 @@
-"""Bytes of a page: golden sizes, ratios, alignment, no overlap; codes and scales against the definition of each type."""
+"""Bytes of a page: golden sizes, ratios, alignment, no overlap; codes and scales against each type's definition."""
 
 from __future__ import annotations
 

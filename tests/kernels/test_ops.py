@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from quantkit.errors import ModelError
-from quantkit.kernels import ops
+from quantkit.kernels import _native_ops, native, ops
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 WIDTHS = pytest.mark.parametrize("width", [8, 48, 96, 100, 2048])
 ROWS = pytest.mark.parametrize("rows", [0, 1, 5])
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test runs with the C kernels and with the reference."""
+    if request.param == "torch":
+        monkeypatch.setattr(_native_ops, "_functions", lambda: None)
+    elif native.load() is None:
+        pytest.skip(native.status())
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
