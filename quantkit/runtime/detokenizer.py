@@ -1,0 +1,133 @@
+"""Token ids to text while they arrive, and stop texts found in it.
+
+A piece is text that no later token can change: characters whose bytes have not all arrived are held back, and so is
+text that may turn out to be the beginning of a stop text. Put together, the pieces are what decoding everything at
+once gives (with the tokenizer's own tidying of spaces switched off, which would rewrite text already shown; and
+unless a model writes bytes that are no text, which byte-fallback tokenizers replace by the run, not by the byte).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Decode = Callable[[list[int]], str]
+
+_BROKEN = "\ufffd"
+# Decoding starts over at a recent token once the window is this long, and keeps so many tokens as context: what a
+# tokenizer does at a token depends on its neighbours at most, and on being the first of all.
+_WINDOW, _CONTEXT = 16, 4
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """The plain decoding function of a transformers tokenizer: special tokens skipped, spaces not tidied."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # the same thing without 30 us of dispatch
+        return lambda ids: backend.decode(ids, skip_special_tokens=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Detokenizer:
+    """Incremental decoding of one sequence.
+
+    Args:
+        decode: ids to text, see `decoder`.
+        context: tokens that come before and whose text is not wanted again: with the prompt, the pieces continue its
+            text (a leading space stays); without, they are the text of the new tokens alone.
+    """
+
+    def __init__(self, decode: Decode, context: list[int] | tuple[int, ...] = ()) -> None:
+        self._decode = decode
+        self._window = list(context[-_WINDOW:])
+        self._shown = len(decode(self._window).rstrip(_BROKEN)) if self._window else 0  # characters of the window
+
+    def push(self, token: int) -> str:
+        """Text that this token completes; often empty, sometimes more than a character."""
+        window = self._window
+        window.append(token)
+        text = self._decode(window)
+        if text.endswith(_BROKEN):  # perhaps a character's first bytes
+            stable = text.rstrip(_BROKEN)
+            piece = stable[self._shown :]
+            self._shown = max(self._shown, len(stable))
+            return piece
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        if len(window) > _WINDOW:
+            self._restart(text)
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, broken characters and all; nothing may be pushed afterwards."""
+        return self._decode(self._window)[self._shown :] if self._window else ""
+
+    def _restart(self, text: str) -> None:
+        """Forget the beginning of the window, if what remains decodes to the end of the same text."""
+        tail = self._window[-_CONTEXT:]
+        kept = self._decode(tail)
+        # Empty: the next token would be treated as the first of all and might lose its leading space.
+        if kept and text.endswith(kept):
+            self._window, self._shown = tail, len(kept)
+
+
+class StopFinder:
+    """Finds the first of several texts in a stream.
+
+    Args:
+        stops: the texts.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops))
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Text that is certainly before any stop, and whether a stop was found; it and the rest are dropped."""
+        text = self._held + piece
+        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        if places:
+            self._held = ""
+            return text[: min(places)], True
+        size = self._num_held(text)
+        self._held = text[len(text) - size :]
+        return text[: len(text) - size], False
+
+    def flush(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+class TextStream:
+    """Text of one request: detokenizer and stop finder in a row.
+
+    Args:
+        decode: ids to text.
+        prompt: its token ids, context of the output.
+        stops: stop texts, may be none.
+    """
+
+    def __init__(self, decode: Decode, prompt: list[int], stops: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(decode, prompt)
+        self._finder = StopFinder(stops) if stops else None
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """New certain text, and whether a stop text was found."""
+        piece = self._detokenizer.push(token)
+        return self._finder.push(piece) if self._finder else (piece, False)
+
+    def flush(self) -> tuple[str, bool]:
+        """The rest when the request ends, and whether it held a stop text after all."""
+        piece = self._detokenizer.flush()
+        if self._finder is None:
+            return piece, False
+        text, found = self._finder.push(piece)
+        return (text, True) if found else (text + self._finder.flush(), False)

@@ -1,0 +1,111 @@
+"""Who holds which page of the KV pool. Numbers only: bytes are in `kv_cache`, names of contents in `prefix_cache`.
+
+A page is free or referenced. Free pages whose contents are known keep their key until they are reused, so the free
+list in order of release is the eviction policy: nameless pages go first, then the one released longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class PagePool:
+    """Reference-counted pages 0 .. num_pages - 1, and a table from content key to page.
+
+    Args:
+        num_pages: how many there are.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._counts = [0] * num_pages
+        self._blank = list(range(num_pages - 1, -1, -1))  # free without a key; the last goes first
+        self._cached: dict[int, None] = {}  # free with a key, released longest ago first
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated, those with known contents included."""
+        return len(self._blank) + len(self._cached)
+
+    def is_free(self, page: int) -> bool:
+        """Whether nobody references the page."""
+        return self._counts[page] == 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Take free pages; their former contents are forgotten. The caller has asked `num_free` before."""
+        assert count <= self.num_free, f"{count} pages asked for, {self.num_free} free"
+        pages = []
+        for _ in range(count):
+            if self._blank:
+                page = self._blank.pop()
+            else:
+                page = next(iter(self._cached))
+                del self._cached[page]
+                del self._page_of[self._key_of.pop(page)]
+            self._counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more reference to a page; a free one is taken off the free list."""
+        if self._counts[page] == 0:
+            del self._cached[page]
+        self._counts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less to each page, given in the order of a sequence.
+
+        The sequence's last page is freed first and therefore reused first: a prefix without its tail is still of
+        use, a tail without its prefix is not.
+        """
+        for page in reversed(list(pages)):
+            assert self._counts[page] > 0, f"page {page} is released but free"
+            self._counts[page] -= 1
+            if self._counts[page] == 0:
+                if page in self._key_of:
+                    self._cached[page] = None
+                else:
+                    self._blank.append(page)
+
+    def publish(self, key: bytes, page: int) -> None:
+        """Make a referenced page's contents known; nothing happens when another page already has this key."""
+        assert self._counts[page] > 0, f"page {page} is published but free"
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The page with these contents, free or not."""
+        return self._page_of.get(key)
+
+    def forget_contents(self) -> None:
+        """Drop all keys, for instance because the cache was written by somebody else."""
+        self._page_of.clear()
+        self._key_of.clear()
+        self._blank.extend(self._cached)
+        self._cached.clear()
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Compare the pool with itself and with the sequences that hold pages.
+
+        Args:
+            holders: the pages of every sequence.
+        Raises:
+            AssertionError: a page is lost, free and held, held too often, or twice in one list.
+        """
+        held: Counter[int] = Counter()
+        for pages in holders:
+            listed = list(pages)
+            assert len(set(listed)) == len(listed), f"a sequence holds a page twice: {listed}"
+            held.update(listed)
+        free = [*self._blank, *self._cached]
+        assert len(set(free)) == len(free), "a page is on the free list twice"
+        for page, count in enumerate(self._counts):
+            assert count == held[page], f"page {page} has {count} references, {held[page]} sequences hold it"
+        assert set(free) == {page for page, count in enumerate(self._counts) if count == 0}, "a free page is lost"
+        assert self._key_of == {page: key for key, page in self._page_of.items()}, "keys and pages disagree"
+        assert all(page in self._key_of for page in self._cached), "a page without a key is kept for its contents"
+        assert not any(page in self._key_of for page in self._blank), "a page with a key is listed without one"

@@ -1,0 +1,144 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, log-probabilities; all rows at once.
+
+Order: penalties, temperature, top-k, top-p, min-p (the last two over what the one before left), then the draw. A
+token that ties with the last one kept is kept too.
+
+The draw is a race (Gumbel-max): token i wins with probability softmax(x)[i] where x[i] - log(E[i]) is largest and
+E[i] are exponential variates. E[i] is a function of (seed, position, i) and of nothing else, so a request gives the
+same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model races with
+the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn anyway:
+see `speculative`.
+Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantkit.runtime.penalties import apply_penalties
+from quantkit.runtime.types import Sequence, TokenLogprob
+
+# Rows to sample: a sequence, and how many of its drafts come before the token.
+Rows = list[tuple[Sequence, int]]
+
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def sample(logits: Tensor, rows: Rows) -> list[int]:
+    """One token for each row.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        rows: what each row belongs to.
+    """
+    if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
+        return logits.argmax(-1).tolist()
+    logits = apply_penalties(logits, rows)
+    drawn = [index for index, (sequence, _) in enumerate(rows) if sequence.params.temperature > 0]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows).tolist()
+    tokens: list[int] = logits.argmax(-1).tolist()
+    if drawn:
+        picked = _draw(logits[drawn], [rows[index] for index in drawn]).tolist()
+        for index, token in zip(drawn, picked, strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None]:
+    """Log-probabilities of the rows whose request wants them, by the model itself.
+
+    Args:
+        logits: (R, V) float32.
+        rows: what each row belongs to.
+        tokens: chosen for each row.
+    """
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    wanted = [index for index, (sequence, _) in enumerate(rows) if sequence.params.logprobs is not None]
+    if not wanted:
+        return found
+    table = logits[wanted].log_softmax(-1)  # (W, V)
+    most = max(rows[index][0].params.logprobs or 0 for index in wanted)
+    values, ids = table.topk(min(most, table.shape[-1]), dim=-1)
+    for place, index in enumerate(wanted):
+        count = rows[index][0].params.logprobs or 0
+        top = zip(ids[place, :count].tolist(), values[place, :count].tolist(), strict=True)
+        found[index] = TokenLogprob(token_id=tokens[index], logprob=float(table[place, tokens[index]]), top=tuple(top))
+    return found
+
+
+def filtered(logits: Tensor, rows: Rows) -> Tensor:
+    """Logits (R, V) over temperature, -inf where top-k, top-p or min-p exclude the token.
+
+    Args:
+        logits: (R, V) float32, penalties applied.
+        rows: what each row belongs to; temperatures above 0.
+    """
+    params = [sequence.params for sequence, _ in rows]
+    scaled = logits / _column([p.temperature for p in params], logits)
+    size = logits.shape[-1]
+    if any(p.top_k is not None or p.top_p < 1 for p in params):
+        bound = _nucleus_bound(scaled, [min(p.top_k or size, size) for p in params], [p.top_p for p in params])
+        scaled = scaled.masked_fill(scaled < bound, -torch.inf)
+    if any(p.min_p > 0 for p in params):
+        shares = _column([p.min_p for p in params], logits)
+        scaled = scaled.masked_fill(scaled < scaled.amax(-1, keepdim=True) + shares.log(), -torch.inf)
+    return scaled
+
+
+def _nucleus_bound(scaled: Tensor, top_k: list[int], top_p: list[float]) -> Tensor:
+    """Smallest logit that top-k and then top-p keep, (R, 1)."""
+    most = max(top_k)
+    ordered = scaled.topk(most, dim=-1).values if most < scaled.shape[-1] else scaled.sort(-1, descending=True).values
+    rank = torch.arange(most, device=scaled.device)
+    counts = torch.tensor(top_k, device=scaled.device).unsqueeze(-1)  # (R, 1)
+    ordered = ordered.masked_fill(rank >= counts, -torch.inf)
+    probabilities = ordered.softmax(-1)
+    # A token stays when those before it do not reach top_p yet; the first always does.
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (before < _column(top_p, scaled)) & (rank < counts)
+    kept[:, 0] = True
+    return ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+
+
+def _draw(logits: Tensor, rows: Rows) -> Tensor:
+    keys = [derived_seed(sequence.seed, len(sequence.ids) + ahead) for sequence, ahead in rows]
+    return (filtered(logits, rows) - _log_exponentials(keys, logits.shape[-1], logits.device)).argmax(-1)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(-1)
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """64 random bits, as a signed integer, for the request or position with this number."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, number), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _log_exponentials(keys: list[int], size: int, device: torch.device) -> Tensor:
+    """Logarithms of exponential variates (R, size) float32, a function of key and column only."""
+    x = torch.tensor(keys, device=device).unsqueeze(-1) + _counters(size, device)  # (R, V) int64, wraps
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x *= _signed(_MIX_1)
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x *= _signed(_MIX_2)
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    # 32 bits, scaled to (0, 1). Small values decide the race and are exact; 1 itself would be log(0).
+    uniform = (((x >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_()
+
+
+@lru_cache(maxsize=8)
+def _counters(size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+
+
+def _signed(bits: int) -> int:
+    """The same 64 bits as a signed integer, which is what torch has."""
+    return bits - (1 << 64) if bits >> 63 else bits

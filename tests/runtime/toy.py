@@ -1,0 +1,186 @@
+"""A model whose logits depend on every token that it finds through page table and slots: a page mistake shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.scheduler import SchedulerOptions
+from quantkit.runtime.speculation_governor import Governor
+from quantkit.runtime.speculative import DraftModelProposer, NgramProposer
+from quantkit.runtime.types import Completion, SamplingParams
+
+VOCAB = 32
+
+
+class ToyCache:
+    """Token ids by slot, full of wrong ones at first; and who uses each tail row."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.tokens = np.random.default_rng(0).integers(0, VOCAB, num_pages * page_size)
+        self.owners: dict[int, int] = {}
+
+
+class ToyModel:
+    """Next token is mostly 3 * last + 1, so n-grams repeat; where it is not, the whole history decides.
+
+    Args:
+        noise: how often the history decides.
+        seed: of the part that history decides; drafts differ from their target by it.
+    """
+
+    paged = True
+    vocab_size = VOCAB
+    eos_ids: tuple[int, ...] = ()
+    stored_bytes = num_bytes = 0
+    notes = ()
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, noise: float = 1.5, seed: int = 0, max_length: int = 10_000) -> None:
+        generator = np.random.default_rng(seed)
+        self.max_length = max_length
+        self.table = (generator.standard_normal((997, VOCAB)) * noise).astype(np.float32)
+        self.weights = np.random.default_rng(7).integers(1, 2**31, 20_000)
+        self.num_forwards = 0
+        self.forgotten: list[int] = []
+        self.fail_at: int | None = None
+
+    def forget(self, sequence_id: int) -> None:
+        self.forgotten.append(sequence_id)
+
+    def logits_of(self, ids: Sequence[int]) -> np.ndarray:
+        """(T, V), what one forward over the whole history gives."""
+        tokens = np.asarray(ids, dtype=np.int64)
+        mixed = np.cumsum(tokens * self.weights[: len(tokens)] % 1_000_003)
+        logits = self.table[mixed % 997].copy()
+        logits[np.arange(len(tokens)), (3 * tokens + 1) % VOCAB] += 4
+        return logits
+
+    def forward(self, batch: ForwardBatch, cache: ToyCache) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == self.fail_at:
+            raise RuntimeError("out of luck")
+        check(batch, cache)
+        cache.tokens[batch.slots.numpy()] = batch.token_ids.numpy()
+        found = []
+        for index, (count, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
+            places = np.arange(length)
+            pages = batch.page_table[index].numpy().astype(np.int64)
+            history = cache.tokens[pages[places // cache.page_size] * cache.page_size + places % cache.page_size]
+            found.append(self.logits_of(history)[length - count :])
+        return torch.from_numpy(np.concatenate(found))[batch.logit_rows]
+
+
+def check(batch: ForwardBatch, cache: ToyCache) -> None:
+    """The promises of ForwardBatch and of KVCache's rules."""
+    starts = batch.query_starts.tolist()
+    assert starts[0] == 0
+    assert starts[-1] == len(batch.token_ids) == sum(batch.query_lengths)
+    assert batch.page_table.dtype == batch.query_starts.dtype == torch.int32
+    assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
+    assert len(set(batch.tail_rows.tolist())) == len(batch.tail_rows), "two sequences in one tail row"
+    assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
+    size = cache.page_size
+    for index, (count, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
+        positions = batch.positions[starts[index] : starts[index + 1]]
+        assert positions.tolist() == list(range(length - count, length))
+        pages = batch.page_table[index].long()
+        slots = pages[positions // size] * size + positions % size
+        assert slots.tolist() == batch.slots[starts[index] : starts[index + 1]].tolist()
+        row, owner = int(batch.tail_rows[index]), batch.sequence_ids[index]
+        if (length - count) % size == 0:
+            cache.owners[row] = owner
+        assert cache.owners[row] == owner, f"sequence {owner} uses the tail row of {cache.owners[row]}"
+
+
+def make_engine(
+    *,
+    model: ToyModel | None = None,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_sequences: int = 8,
+    token_budget: int = 32,
+    speculate: str | None = None,
+    max_drafts: int = 4,
+    prefix_cache: bool = True,
+    tokenizer: Any = None,
+    force: bool = True,
+    **options: Any,
+) -> Engine:
+    """An engine over the toy model."""
+    model = model or ToyModel()
+    proposer = None
+    if speculate == "ngram":
+        proposer = NgramProposer(3, 1)
+    elif speculate is not None:
+        draft = model if speculate == "self" else ToyModel(seed=1)
+        proposer = DraftModelProposer(
+            draft,
+            ToyCache(num_pages, page_size),
+            num_pages=num_pages,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            token_budget=token_budget,
+            vocab_size=VOCAB,
+        )
+    return Engine(
+        model,
+        ToyCache(num_pages, page_size),
+        num_pages=num_pages,
+        options=SchedulerOptions(
+            page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, **options
+        ),
+        tokenizer=tokenizer,
+        prefix_cache=prefix_cache,
+        proposer=proposer,
+        governor=None if proposer is None else Governor(max_drafts, force=force),
+    )
+
+
+def run(engine: Engine, *, check: bool = True, limit: int = 10_000) -> dict[int, Completion]:
+    """Step until nothing is left; completions by request."""
+    done = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            assert engine.pool.num_free == engine.pool.num_pages
+            return done
+        done |= {output.request_id: output.completion for output in engine.step() if output.completion}
+        if check:
+            engine.check_integrity()
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+def generate(engine: Engine, prompts: Iterable[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
+    """New tokens of each prompt."""
+    numbers = [engine.add(prompt, params) for prompt in prompts]
+    done = run(engine)
+    return [done[number].token_ids for number in numbers]
+
+
+def greedy(model: ToyModel, prompt: list[int], count: int) -> tuple[int, ...]:
+    """What the model alone says, without an engine."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model.logits_of(ids)[-1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    """Random prompts of mixed lengths; every third begins like the first."""
+    generator = np.random.default_rng(seed)
+    found = [generator.integers(0, VOCAB, generator.integers(1, longest)).tolist() for _ in range(count)]
+    for index in range(0, count, 3):
+        found[index] = (found[0] + found[index])[: max(longest, 1)]
+    return found
+
+
+__all__ = ["VOCAB", "ToyCache", "ToyModel", "check", "generate", "greedy", "make_engine", "prompts", "run"]
