@@ -191,7 +191,7 @@ def _build(reader: CheckpointReader) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
             return model
     except Exception as error:  # whatever transformers raises on a config it cannot use
         reason = first_line(error)
