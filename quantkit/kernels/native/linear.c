@@ -14,28 +14,24 @@ typedef struct {
     const float *row_scale, *sums;  /* by token; by token and group; NULL: not needed */
     void *out;
     int64_t tokens, pairs, stride, groups;
+    int64_t width, run, runs_per_group, runs; /* pairs of a group and of a run; a run is what is summed before scaling */
     int x_is_bf16, out_is_bf16;
 } Job;
 
-/* main += scale * (partial - zero * sum of inputs) for some tokens and one group. */
-static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, const float *partial,
-                      float *main) {
+/* What the sums of one group, or of a piece of it, are multiplied by. `run` counts the pieces. */
+static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t run, int64_t token, Factors *factors) {
     const QkLinear *linear = job->linear;
+    factors->dense = !linear->scale;
+    factors->inputs = NULL;
+    if (factors->dense) return;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
-    for (int b = 0; b < 4; b++) {
-        __m512 scale = qk_load_scale(linear, index + 16 * b);
-        __m512 zero = _mm512_setzero_ps();
-        if (linear->zero)
-            zero = _mm512_cvtepi32_ps(
-                _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b))));
-        for (int64_t m = 0; m < count; m++) {
-            __m512 sum = _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
-            if (linear->zero)
-                sum = _mm512_fnmadd_ps(zero, _mm512_set1_ps(job->sums[(token + m) * job->groups + group]), sum);
-            float *to = main + QK_PANEL * m + 16 * b;
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(to)));
-        }
-    }
+    for (int b = 0; b < 4; b++) factors->scale[b] = qk_load_scale(linear, index + 16 * b);
+    if (!linear->zero) return;
+    for (int b = 0; b < 4; b++)
+        factors->zero[b] = _mm512_cvtepi32_ps(
+            _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b))));
+    factors->inputs = job->sums + token * job->runs + run;
+    factors->stride = job->runs;
 }
 
 /* Decode `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
@@ -64,66 +60,89 @@ static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, ui
 #undef EACH
 }
 
+/* A tile ends with a run, so that sums are formed in the same pieces as without tiles. */
+static int64_t tile_end(const Job *job, int64_t start) {
+    int64_t step = TILE_BYTES / PAIR_BYTES[job->x_is_bf16 ? QK_BF16 : QK_F32];
+    int64_t end = start - start % job->width; /* of the group */
+    if (job->width > step) {
+        int64_t inside = start - end;
+        return qk_min(job->pairs, end + qk_min(job->width, inside - inside % job->run + job->run));
+    }
+    return qk_min(job->pairs, start + step / job->width * job->width);
+}
+
 /* Pairs start..end of a panel, decoded in `w` with kind `storage`, for `tokens` tokens from `token` on. */
 static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *w, int64_t start, int64_t end,
-                     int64_t token, int64_t tokens, float *partial, float *main) {
+                     int64_t token, int64_t tokens, float *main) {
     Segment *const *segments = job->x_is_bf16 ? SEGMENTS_BF16[storage] : SEGMENTS_F32[storage];
-    int64_t width = job->linear->group / 2, blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
+    int64_t blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
     int element = job->x_is_bf16 ? 2 : 4;
-    for (int64_t i = 0; i < blocks; i++) {
-        QkRange range = qk_share(tokens, (int)i, (int)blocks);
-        int64_t count = range.last - range.first, shift = range.first * QK_PANEL;
-        const uint8_t *x = (const uint8_t *)job->x + (token + range.first) * job->stride * element;
-        for (int64_t p = start; p < end;) {
-            int64_t group = p / width, stop = qk_min(end, (group + 1) * width);
-            segments[count - 1](w + (p - start) * PAIR_BYTES[storage], x + 2 * p * element, job->stride, stop - p,
-                                partial + shift, p == group * width);
-            if (job->linear->scale && stop == (group + 1) * width)
-                add_group(job, panel, group, token + range.first, count, partial + shift, main + shift);
-            p = stop;
+    for (int64_t p = start, stop; p < end; p = stop) {
+        int64_t group = p / job->width, run = (p - group * job->width) / job->run;
+        stop = qk_min(end, qk_min(group * job->width + (run + 1) * job->run, (group + 1) * job->width));
+        for (int64_t i = 0; i < blocks; i++) {
+            QkRange range = qk_share(tokens, (int)i, (int)blocks);
+            int64_t first = token + range.first;
+            Factors factors;
+            load_factors(job, panel, group, group * job->runs_per_group + run, first, &factors);
+            segments[range.last - range.first - 1](
+                w + (p - start) * PAIR_BYTES[storage], (const uint8_t *)job->x + (first * job->stride + 2 * p) * element,
+                job->stride, stop - p, &factors, main + range.first * QK_PANEL);
         }
     }
 }
 
-/* 64 outputs of `tokens` tokens (at most QK_ROWS) from `token` on. `memory`: two results and a tile. */
+/* 64 outputs of `tokens` tokens (at most QK_ROWS) from `token` on. `memory`: a tile and the results. */
 static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
     const QkLinear *linear = job->linear;
-    float *partial = (float *)(memory + TILE_BYTES), *main = partial + QK_ROWS * QK_PANEL;
+    float *main = (float *)(memory + TILE_BYTES);
     int64_t bytes = PAIR_BYTES[linear->storage];
     const uint8_t *codes = linear->codes + panel * job->pairs * bytes;
-    if (linear->scale) memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
-    if (tokens <= DIRECT_TOKENS) {
-        multiply(job, panel, linear->storage, codes, 0, job->pairs, token, tokens, partial, main);
+    int dense = job->x_is_bf16 ? QK_BF16 : QK_F32;
+    memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
+    if (tokens <= DIRECT_TOKENS || linear->storage == dense) {
+        multiply(job, panel, linear->storage, codes, 0, job->pairs, token, tokens, main);
     } else {
-        int dense = job->x_is_bf16 ? QK_BF16 : QK_F32;
-        int64_t step = TILE_BYTES / PAIR_BYTES[dense];
-        for (int64_t start = 0; start < job->pairs; start += step) {
-            int64_t end = qk_min(job->pairs, start + step);
-            const uint8_t *w = codes + start * bytes;
-            if (linear->storage != dense) {
-                decode(linear->storage, job->x_is_bf16, w, end - start, memory);
-                w = memory;
-            }
-            multiply(job, panel, dense, w, start, end, token, tokens, partial, main);
+        for (int64_t start = 0, end; start < job->pairs; start = end) {
+            end = tile_end(job, start);
+            decode(linear->storage, job->x_is_bf16, codes + start * bytes, end - start, memory);
+            multiply(job, panel, dense, memory, start, end, token, tokens, main);
         }
     }
-    const float *result = linear->scale ? main : partial;
     int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
     for (int64_t m = 0; m < tokens; m++) {
         int64_t at = (token + m) * linear->n + panel * QK_PANEL;
-        qk_store_panel(result + QK_PANEL * m, job->row_scale ? job->row_scale[token + m] : 1.f,
+        qk_store_panel(main + QK_PANEL * m, job->row_scale ? job->row_scale[token + m] : 1.f,
                        linear->bias ? linear->bias + panel * QK_PANEL : NULL,
                        (uint8_t *)job->out + at * (job->out_is_bf16 ? 2 : 4), width, job->out_is_bf16);
     }
 }
 
 static int run_panels(const Job *job, QkRange range) {
-    size_t bytes = TILE_BYTES + 2 * sizeof(float) * QK_PANEL * QK_ROWS;
+    size_t bytes = TILE_BYTES + sizeof(float) * QK_PANEL * QK_ROWS;
     uint8_t *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, bytes);
     if (!memory) return 1;
     for (int64_t panel = range.first; panel < range.last; panel++)
         for (int64_t token = 0; token < job->tokens; token += QK_ROWS)
             one_panel(job, panel, token, qk_min(QK_ROWS, job->tokens - token), memory);
+    return 0;
+}
+
+/* Sums of the inputs of each run, for the zero points. */
+static int sum_inputs(Job *job) {
+    float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(job->tokens * job->runs) * sizeof(float));
+    if (!sums) return 1;
+    job->sums = sums;
+    for (int64_t m = 0; m < job->tokens; m++)
+        for (int64_t r = 0; r < job->runs; r++) {
+            int64_t group = r / job->runs_per_group, from = group * job->width + r % job->runs_per_group * job->run;
+            int64_t count = 2 * (qk_min(from + job->run, (group + 1) * job->width) - from);
+            int64_t at = m * job->stride + 2 * from;
+            float sum = 0;
+            for (int64_t i = at; i < at + count; i++)
+                sum += job->x_is_bf16 ? qk_bf16_to_float(((const uint16_t *)job->x)[i]) : ((const float *)job->x)[i];
+            sums[m * job->runs + r] = sum;
+        }
     return 0;
 }
 
@@ -149,19 +168,7 @@ static int prepare(Job *job, const void *x, int is_bf16, int activation) {
         }
         job->x = copy;
     }
-    if (!linear->zero) return 0;
-    float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(job->tokens * job->groups) * sizeof(float));
-    if (!sums) return 1;
-    for (int64_t m = 0; m < job->tokens; m++)
-        for (int64_t g = 0; g < job->groups; g++) {
-            int64_t from = m * padded + g * linear->group, to = from + qk_min(linear->group, padded - g * linear->group);
-            float sum = 0;
-            for (int64_t i = from; i < to; i++)
-                sum += job->x_is_bf16 ? qk_bf16_to_float(((const uint16_t *)job->x)[i]) : ((const float *)job->x)[i];
-            sums[m * job->groups + g] = sum;
-        }
-    job->sums = sums;
-    return 0;
+    return linear->zero ? sum_inputs(job) : 0;
 }
 
 /* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */
@@ -170,7 +177,12 @@ QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_
     Job job = {.linear = linear, .x = x, .out = out, .tokens = tokens, .pairs = (linear->k + 1) / 2,
                .x_is_bf16 = is_bf16, .out_is_bf16 = is_bf16};
     job.stride = job.pairs * 2;
-    job.groups = (job.stride + linear->group - 1) / linear->group;
+    job.width = linear->group / 2;
+    job.groups = job.pairs / job.width;
+    job.run = qk_min(job.width, TILE_BYTES / PAIR_BYTES[is_bf16 || activation ? QK_BF16 : QK_F32]);
+    job.runs_per_group = (job.width + job.run - 1) / job.run;
+    job.runs = job.groups * job.runs_per_group;
+    if (!tokens) return 0;
     if (prepare(&job, x, is_bf16, activation)) return 1;
     int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
     if (threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM) threads = 1;

@@ -90,16 +90,45 @@ QK_INLINE void load_pair_f32(int storage, const uint8_t *w, __m512i table, __m51
     }
 }
 
-/* partial[token][64] (+)= w * x over `pairs` pairs; x has `stride` elements per token. */
-typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, float *partial, int first);
+/* What one panel's sums are multiplied by: main += scale * (sum - zero * sum of inputs). */
+typedef struct {
+    __m512 scale[4], zero[4];
+    const float *inputs; /* sums of inputs by token; NULL: no zero points */
+    int64_t stride;      /* of inputs */
+    int dense;           /* main += sum */
+} Factors;
+
+/* main[token][64] += factors * (w * x) over `pairs` pairs; x has `stride` elements per token. */
+typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, const Factors *factors, float *main);
+
+QK_INLINE void finish_segment(int tokens, __m512 sum[MAX_TOKENS][4], const Factors *factors, float *main) {
+    if (factors->dense) {
+        for (int m = 0; m < tokens; m++)
+            for (int b = 0; b < 4; b++) {
+                float *to = main + QK_PANEL * m + 16 * b;
+                _mm512_storeu_ps(to, _mm512_add_ps(sum[m][b], _mm512_loadu_ps(to)));
+            }
+        return;
+    }
+    if (factors->inputs)
+        for (int m = 0; m < tokens; m++) {
+            __m512 input = _mm512_set1_ps(factors->inputs[m * factors->stride]);
+            for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fnmadd_ps(factors->zero[b], input, sum[m][b]);
+        }
+    for (int m = 0; m < tokens; m++)
+        for (int b = 0; b < 4; b++) {
+            float *to = main + QK_PANEL * m + 16 * b;
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[m][b], factors->scale[b], _mm512_loadu_ps(to)));
+        }
+}
 
 QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uint16_t *x, int64_t stride, int64_t pairs,
-                            float *partial, int first) {
+                            const Factors *factors, float *main) {
     const __m512i table = table_of(storage);
     __m512 sum[MAX_TOKENS][4];
     for (int m = 0; m < tokens; m++)
         for (int b = 0; b < 4; b++)
-            sum[m][b] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
+            sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512i v[4];
         load_pair(storage, w, table, v);
@@ -110,17 +139,16 @@ QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uin
             for (int b = 0; b < 4; b++) sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)v[b], (__m512bh)input);
         }
     }
-    for (int m = 0; m < tokens; m++)
-        for (int b = 0; b < 4; b++) _mm512_storeu_ps(partial + QK_PANEL * m + 16 * b, sum[m][b]);
+    finish_segment(tokens, sum, factors, main);
 }
 
 QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const float *x, int64_t stride, int64_t pairs,
-                           float *partial, int first) {
+                           const Factors *factors, float *main) {
     const __m512i table = table_of(storage);
     __m512 sum[MAX_TOKENS][4];
     for (int m = 0; m < tokens; m++)
         for (int b = 0; b < 4; b++)
-            sum[m][b] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(partial + QK_PANEL * m + 16 * b);
+            sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512 v[2][4];
         load_pair_f32(storage, w, table, v);
@@ -130,14 +158,13 @@ QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const floa
                 for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fmadd_ps(v[i][b], input, sum[m][b]);
             }
     }
-    for (int m = 0; m < tokens; m++)
-        for (int b = 0; b < 4; b++) _mm512_storeu_ps(partial + QK_PANEL * m + 16 * b, sum[m][b]);
+    finish_segment(tokens, sum, factors, main);
 }
 
 #define DEFINE(kind, type, storage, tokens)                                                                             \
     static void kind##_##storage##_##tokens(const uint8_t *w, const void *x, int64_t stride, int64_t pairs,              \
-                                            float *partial, int first) {                                               \
-        segment_##kind(storage, tokens, w, (const type *)x, stride, pairs, partial, first);                            \
+                                            const Factors *factors, float *main) {                                               \
+        segment_##kind(storage, tokens, w, (const type *)x, stride, pairs, factors, main);                            \
     }
 #define DEFINE_ALL(kind, type, storage)                                                                                 \
     DEFINE(kind, type, storage, 1)                                                                                      \
