@@ -44,9 +44,8 @@ class Engine:
         governor: says how many; needed with a proposer.
         eos_ids: tokens that end a request, besides the model's.
         identity: of model and KV format, for the prefix cache.
+        max_length: tokens of a sequence at most; None = what the model can.
         seed: of requests that bring none.
-    Raises:
-        RequestError: speculation with a model that keeps its own state.
     """
 
     def __init__(
@@ -62,17 +61,18 @@ class Engine:
         governor: Governor | None = None,
         eos_ids: Many[int] = (),
         identity: str = "",
+        max_length: int | None = None,
         seed: int = 0,
     ) -> None:
-        if proposer is not None and not model.paged:
-            raise RequestError("this model runs in transformers, where drafts cannot be taken back: no speculation")
         assert (proposer is None) == (governor is None), "a proposer and a governor go together"
         self.model = model
         self.pool = PagePool(num_pages)
         self.prefix = PrefixCache(self.pool, options.page_size, identity=identity, enabled=prefix_cache and model.paged)
         self.scheduler = Scheduler(self.pool, self.prefix, options, self._forget)
         self.governor = governor
-        self.capacity = min(model.max_length, num_pages * options.page_size)
+        self.options = options
+        self.max_length = model.max_length if max_length is None else min(max_length, model.max_length)
+        self.capacity = min(self.max_length, num_pages * options.page_size)
         self._eos_ids = frozenset((*model.eos_ids, *eos_ids))
         self._proposer = proposer
         self._decode = None if tokenizer is None else decoder(tokenizer)
@@ -135,7 +135,7 @@ class Engine:
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
         if params.stop_texts and self._decode is None:
             raise RequestError("stop texts need a tokenizer, and this engine has none; use stop_token_ids")
-        pooled = self.capacity < self.model.max_length
+        pooled = self.capacity < self.max_length
         where = f"the KV pool holds {self.capacity} tokens" if pooled else f"the context is {self.capacity} tokens"
         left = self.capacity - len(ids)
         if left < 1:

@@ -21,6 +21,7 @@ from quantkit.errors import RequestError
 from quantkit.runtime.pages import PagePool
 from quantkit.runtime.runner import Piece, Runner
 from quantkit.runtime.sampling import sample
+from quantkit.runtime.scheduler import SchedulerOptions
 from quantkit.runtime.types import Sequence
 
 if TYPE_CHECKING:
@@ -132,40 +133,34 @@ class DraftModelProposer:
         model: the draft.
         cache: its keys and values.
         num_pages: of that cache.
-        page_size: tokens per page.
-        max_sequences: that the engine runs at the same time.
-        token_budget: tokens that it may catch up with in one step; long prompts take several.
+        options: of the engine; its token budget is also what the draft catches up with in one step, so long prompts
+            take several.
         vocab_size: of the target.
     Raises:
-        RequestError: the vocabularies differ, or the model keeps its own state and cannot take tokens back.
+        RequestError: the vocabularies differ.
     """
 
     def __init__(
-        self,
-        model: Model,
-        cache: KVCache | None,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_sequences: int,
-        token_budget: int,
-        vocab_size: int,
+        self, model: Model, cache: KVCache | None, *, num_pages: int, options: SchedulerOptions, vocab_size: int
     ) -> None:
         if model.vocab_size != vocab_size:
             raise RequestError(
                 f"the draft model has {model.vocab_size} tokens, the model {vocab_size}; "
                 "speculate with a model of the same vocabulary, such as a compressed copy"
             )
-        if not model.paged:
-            raise RequestError("the draft model runs in transformers, where drafts cannot be taken back; use 'ngram'")
         self.model = model
-        self._page_size = page_size
-        self._token_budget = token_budget
+        self._page_size = options.page_size
+        self._token_budget = options.token_budget
         self._pool = PagePool(num_pages)
-        self._rows = list(range(max_sequences))
+        self._rows = list(range(options.max_sequences))
         self._shadows: dict[int, _Shadow] = {}
         self._runner = Runner(
-            model, cache, max_sequences=max_sequences, max_pages=num_pages, page_size=page_size, device=model.device
+            model,
+            cache,
+            max_sequences=options.max_sequences,
+            max_pages=num_pages,
+            page_size=options.page_size,
+            device=model.device,
         )
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
@@ -208,13 +203,15 @@ class DraftModelProposer:
         return ready
 
     def _shadow(self, sequence: Sequence, num_tokens: int) -> _Shadow | None:
-        """The sequence's shadow with pages for so many tokens; None when the draft's pool has no room for it."""
+        """The sequence's shadow with pages for so many tokens; None when the draft's pool or context
+        has no room for it.
+        """
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
             shadow = self._shadows[sequence.id] = _Shadow(sequence.id, self._rows.pop())
         shadow.sync(sequence.ids)
         missing = -(-num_tokens // self._page_size) - len(shadow.pages)
-        if missing > self._pool.num_free:
+        if missing > self._pool.num_free or num_tokens > self.model.max_length:
             self.forget(sequence.id)
             return None
         if missing > 0:
@@ -225,6 +222,7 @@ class DraftModelProposer:
         """See `Proposer`."""
         shadow = self._shadows.pop(sequence_id, None)
         if shadow is not None:
+            self.model.forget(sequence_id)
             self._pool.release(shadow.pages)
             self._rows.append(shadow.row)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 
-from quantkit.errors import RequestError
 from quantkit.runtime.types import SamplingParams
-from tests.runtime.toy import VOCAB, ToyModel, generate, greedy, make_engine, prompts, run
+from tests.runtime.toy import ToyModel, generate, greedy, make_engine, prompts, run
 
 SCHEDULES = [
     {"chunk_size": chunk, "prefix_cache": prefix, "num_pages": pages, "speculate": speculate}

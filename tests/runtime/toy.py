@@ -118,27 +118,20 @@ def make_engine(
 ) -> Engine:
     """An engine over the toy model."""
     model = model or ToyModel()
+    limits = SchedulerOptions(page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, **options)
     proposer = None
     if speculate == "ngram":
         proposer = NgramProposer(3, 1)
     elif speculate is not None:
         draft = model if speculate == "self" else ToyModel(seed=1)
         proposer = DraftModelProposer(
-            draft,
-            ToyCache(num_pages, page_size),
-            num_pages=num_pages,
-            page_size=page_size,
-            max_sequences=max_sequences,
-            token_budget=token_budget,
-            vocab_size=VOCAB,
+            draft, ToyCache(num_pages, page_size), num_pages=num_pages, options=limits, vocab_size=VOCAB
         )
     return Engine(
         model,
         ToyCache(num_pages, page_size),
         num_pages=num_pages,
-        options=SchedulerOptions(
-            page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, **options
-        ),
+        options=limits,
         tokenizer=tokenizer,
         prefix_cache=prefix_cache,
         proposer=proposer,

@@ -1,0 +1,324 @@
+"""`LLM`: a model directory to texts. Loads model and tokenizer, sizes the KV pool, and drives the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.source import resolve
+from quantkit.errors import RequestError, first_line
+from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme, page_bytes
+from quantkit.runtime import scoring
+from quantkit.runtime.context import check_length, parse_bytes, pick_device, size_pool
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.loader import load_model
+from quantkit.runtime.model import Model
+from quantkit.runtime.scheduler import SchedulerOptions
+from quantkit.runtime.speculation_governor import Governor
+from quantkit.runtime.speculative import DraftModelProposer, NgramProposer, Proposer
+from quantkit.runtime.types import Completion, SamplingParams, StepOutput
+
+DEMO = Path(__file__).parent.parent / "demo" / "model"
+
+Prompt = str | Many[int]
+Messages = Many[dict[str, Any]]
+
+
+class LLM:
+    """A model that generates.
+
+        llm = LLM("demo-awq-int4", kv_cache="int8")
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
+
+    It belongs to one thread. Several `stream`s may be read in turns; their requests are computed together.
+
+    Args:
+        path: model directory or hub id; None = the demo model that comes with quantkit.
+        dtype: to compute in: auto, float32, bfloat16, float16.
+        device: auto, cpu, cuda or cuda:<i>.
+        kv_cache: auto, bf16, fp16, fp32, fp8, int8 or int4.
+        max_length: tokens of a sequence at most; None = what the model can.
+        memory: of the KV pool, bytes or a text such as "4GiB"; None = enough for max_sequences of max_length, as far
+            as memory is free.
+        num_pages: of the KV pool; wins over memory.
+        page_size: tokens per page.
+        max_sequences: that are computed at the same time.
+        token_budget: new tokens per step.
+        chunked: False computes every prompt in one piece.
+        prefix_cache: whether common beginnings are computed once.
+        speculate: "ngram", or the directory of a draft model; None = no speculation.
+        max_drafts: guessed tokens per step at most.
+        force_speculation: True keeps speculating where measured times say that it loses.
+        threads: of the CPU; None = as `runtime.threads` finds.
+        head_dtype: int8 or int4 rounds the output head at load.
+        backend: auto, native or transformers.
+        seed: of requests that bring none.
+    Raises:
+        QuantkitError: see `quantkit.errors`; settings that contradict each other are refused before loading.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        kv_cache: str = "auto",
+        max_length: int | None = None,
+        memory: int | str | None = None,
+        num_pages: int | None = None,
+        page_size: int = 64,
+        max_sequences: int = 32,
+        token_budget: int = 512,
+        chunked: bool = True,
+        prefix_cache: bool = True,
+        speculate: str | Path | None = None,
+        max_drafts: int = 4,
+        force_speculation: bool = False,
+        threads: int | None = None,
+        head_dtype: str | None = None,
+        backend: Literal["auto", "native", "transformers"] = "auto",
+        seed: int = 0,
+    ) -> None:
+        check_length(max_length, num_pages, page_size, max_sequences)
+        budget = None if memory is None else parse_bytes(memory)
+        scheme, self.device = kv_scheme(kv_cache), pick_device(device)
+        governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
+        self.path = DEMO if path is None else resolve(str(path))
+        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
+        self.model = load_model(self.path, dtype=dtype, device=self.device, head_dtype=head_dtype, backend=backend)
+        _check_model_length(max_length, self.model)
+        self.kv_cache = kv_cache
+        self._layouts = self.model.layouts(scheme, page_size, kv_dtype(kv_cache, self.model.dtype))
+        draft = _load_draft(speculate, dtype, self.device)
+        draft_layouts = [] if draft is None else draft.layouts(None, page_size)
+        size = size_pool(
+            [*self._layouts, *draft_layouts],
+            page_size=page_size,
+            max_sequences=max_sequences,
+            max_length=max_length or self.model.max_length,
+            asked_length=max_length,
+            num_pages=num_pages,
+            memory=budget,
+            device=self.device,
+        )
+        options = SchedulerOptions(
+            page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, chunked=chunked
+        )
+        self._cache = _make_cache(self._layouts, size.num_pages, max_sequences, self.device)
+        proposer: Proposer | None = None
+        if draft is not None:
+            cache = _make_cache(draft_layouts, size.num_pages, max_sequences, self.device)
+            proposer = DraftModelProposer(
+                draft, cache, num_pages=size.num_pages, options=options, vocab_size=self.model.vocab_size
+            )
+        elif speculate is not None:
+            proposer = NgramProposer()
+        self.engine = Engine(
+            self.model,
+            self._cache,
+            num_pages=size.num_pages,
+            options=options,
+            tokenizer=self.tokenizer,
+            prefix_cache=prefix_cache,
+            proposer=proposer,
+            governor=governor,
+            identity=f"{self.path} {self.model.dtype} {kv_cache}",
+            max_length=max_length,
+            seed=seed,
+        )
+        self._inboxes: dict[int, deque[StepOutput]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with what the tokenizer puts in front; an empty text becomes BOS.
+
+        Raises:
+            RequestError: the directory has no usable tokenizer, or the text is empty and there is no BOS.
+        """
+        tokenizer = self._need_tokenizer()
+        ids: list[int] = list(tokenizer(text)["input_ids"])
+        if ids:
+            return ids
+        if tokenizer.bos_token_id is None:
+            raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
+        return [tokenizer.bos_token_id]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the answer.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...].
+        Raises:
+            RequestError: there is no chat template, or it refuses the messages.
+        """
+        tokenizer = self._need_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs and fail in ways of their own
+            raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def generate(
+        self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue prompts, computed together.
+
+        Args:
+            prompts: a text, token ids, or several of either.
+            params: for all, or one per prompt; None = greedy, 128 tokens.
+        Returns:
+            one completion per prompt, in order.
+        Raises:
+            RequestError: see `Engine.add`; nothing is computed then.
+        """
+        asked = [self._ids(prompt) for prompt in _several(prompts)]
+        each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
+        if len(each) != len(asked):
+            raise RequestError(f"{len(asked)} prompts with {len(each)} sampling parameters; give one for all or each")
+        numbers: list[int] = []
+        try:
+            for ids, wish in zip(asked, each, strict=True):
+                numbers.append(self._add(ids, wish))
+            return [self._finish(number) for number in numbers]
+        finally:
+            self._drop(numbers)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
+        """Continue one prompt, piece by piece; the last piece has the completion. Closing it early cancels.
+
+        Raises:
+            RequestError: see `Engine.add`; raised here, not at the first piece.
+        """
+        return self._stream(self._add(self._ids(prompt), params or SamplingParams()))
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+        """The answer to a conversation; see `encode_chat`."""
+        return self.generate([self.encode_chat(messages)], params)[0]
+
+    def score(self, sequences: Many[Many[int]], chunk_size: int | None = None) -> list[Tensor]:
+        """Logits (T, V) float32 after every token, through the cache; see `runtime.scoring`."""
+        return scoring.score(self.engine, sequences, chunk_size)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of keys and values that one token takes, all layers; 0 when the model keeps its own."""
+        return page_bytes(self._layouts) / self.engine.options.page_size if self._layouts else 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes, and counts since the start."""
+        engine, governor = self.engine, self.engine.governor
+        return {
+            "weight_bytes": self.model.num_bytes,
+            "kv_bytes": 0 if self._cache is None else self._cache.num_bytes + self._cache.tail_bytes,
+            "kv_tokens": engine.pool.num_pages * engine.options.page_size,
+            "kv_pages": engine.pool.num_pages,
+            "kv_free_pages": engine.pool.num_free,
+            "kv_cache": self.kv_cache,
+            "prefix_hit_tokens": engine.prefix.num_hit_tokens,
+            "prefix_asked_tokens": engine.prefix.num_asked_tokens,
+            "preemptions": engine.scheduler.num_preemptions,
+            "drafted_tokens": 0 if governor is None else governor.num_drafted,
+            "accepted_tokens": 0 if governor is None else governor.num_accepted,
+            "acceptance": None if governor is None else governor.acceptance,
+        }
+
+    def describe(self) -> dict[str, str]:
+        """What a user should know about how it runs, by topic."""
+        counts = self.stats()
+        found = {"computed in": f"{str(self.model.dtype).removeprefix('torch.')} on {self.device}"}
+        if counts["prefix_hit_tokens"]:
+            found["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
+        if counts["preemptions"]:
+            found["preemptions"] = str(counts["preemptions"])
+        if self.engine.governor is not None:
+            share = counts["acceptance"]
+            found["speculation"] = "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts"
+        if self.model.notes:
+            found["notes"] = "; ".join(self.model.notes)
+        return found
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _add(self, ids: list[int], params: SamplingParams) -> int:
+        number = self.engine.add(ids, params)
+        self._inboxes[number] = deque()
+        return number
+
+    def _next(self, number: int) -> StepOutput:
+        """The next news of a request; that of others is kept for them."""
+        inbox = self._inboxes[number]
+        while not inbox:
+            for output in self.engine.step():
+                if output.request_id in self._inboxes:
+                    self._inboxes[output.request_id].append(output)
+        return inbox.popleft()
+
+    def _finish(self, number: int) -> Completion:
+        while True:
+            completion = self._next(number).completion
+            if completion is not None:
+                return completion
+
+    def _stream(self, number: int) -> Iterator[StepOutput]:
+        try:
+            while True:
+                output = self._next(number)
+                yield output
+                if output.completion is not None:
+                    return
+        finally:
+            self._drop([number])
+
+    def _drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.engine.cancel(number)
+            self._inboxes.pop(number, None)
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
+        return self.tokenizer
+
+
+def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if all(isinstance(item, int) for item in prompts) and len(prompts):
+        return [prompts]  # type: ignore[list-item]  # token ids of one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _load_tokenizer(path: Path) -> tuple[Any, str]:
+    """The tokenizer of a directory, or None and why."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True), ""
+    except Exception as error:  # many classes for missing and broken files
+        return None, first_line(error)
+
+
+def _load_draft(speculate: str | Path | None, dtype: str | torch.dtype, device: torch.device) -> Model | None:
+    if speculate is None or speculate == "ngram":
+        return None
+    return load_model(resolve(str(speculate)), dtype=dtype, device=device)
+
+
+def _make_cache(layouts: list[KVLayout], num_pages: int, max_sequences: int, device: torch.device) -> KVCache | None:
+    return KVCache(layouts, num_pages, max_sequences, device) if layouts else None
+
+
+def _check_model_length(max_length: int | None, model: Model) -> None:
+    if max_length is not None and max_length > model.max_length:
+        raise RequestError(f"max_length is {max_length}, but the model's context is {model.max_length} tokens")
