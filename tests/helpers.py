@@ -17,7 +17,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 32, "num_hidden_layers": 4, "logit_scale": 0.5},
     "gemma": {"head_dim": 32},
-    "gemma2": {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 24},
+    "gemma2": {
+        "head_dim": 32,
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 4.0,
+    },
     "gemma3_text": {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 6, "query_pre_attn_scalar": 24},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},

@@ -1,0 +1,248 @@
+"""Every native family computes what transformers computes, whatever the chunks; and every feature of it matters."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.architectures import find
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.runtime import loader
+from quantkit.runtime._weights import Weights
+from quantkit.runtime.config import ModelConfig, read_config
+from quantkit.runtime.loader import load_model, load_native
+from quantkit.runtime.rope import RopeConfig
+from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES
+from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
+
+CLOSE = 1e-4
+FAR = 1e-2
+LENGTHS = (1, 40, 300)
+
+
+def scaled(kind: str, **entries: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **entries}}
+
+
+YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.5 + i / 8 for i in range(8)], "long_factor": [3.0 + i for i in range(8)]}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES)},
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, all kv heads": ("llama", {"num_key_value_heads": 4}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 48}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, linear": ("llama", scaled("linear", factor=4.0)),
+    "llama, yarn": ("llama", scaled("yarn", **YARN)),
+    "llama, yarn mscale": ("llama", scaled("yarn", **YARN, mscale=1.4, mscale_all_dim=0.6, truncate=False)),
+    "llama, llama3": (
+        "llama",
+        scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "stablelm, linear": ("stablelm", scaled("linear", factor=2.0, partial_rotary_factor=0.5)),
+    "qwen2, upper window": ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}),
+    "qwen3, all windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["sliding_attention"] * 2},
+    ),
+    "smollm3, window": ("smollm3", {"use_sliding_window": True, "sliding_window": 32}),
+    "gemma3_text, scaled": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "cohere, qk norm": ("cohere", {"use_qk_norm": True}),
+    "phi, qk norm": ("phi", {"qk_layernorm": True}),
+    "phi3, longrope": ("phi3", {**scaled("longrope", **LONG), "original_max_position_embeddings": 300}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "mixtral, no window": ("mixtral", {"sliding_window": None}),
+    "qwen2_moe, some layers": (
+        "qwen2_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen2_moe, window": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32}),
+    "qwen3_moe, plain router": ("qwen3_moe", {"norm_topk_prob": False}),
+}
+
+
+class Case:
+    """A random model on disk and what transformers computes with it."""
+
+    def __init__(self, folder, family, changes):
+        self.folder = make_loud_model(folder, family, **changes)
+        self.sequences = prompts(*LENGTHS)
+        self.expected = reference_logits(self.folder, self.sequences)
+        self.reader = CheckpointReader(self.folder)
+        self.config = read_config(self.reader.config, find(self.reader.config))
+
+    def load(self, config: ModelConfig | None = None):
+        return load_native(self.reader, config or self.config, None, None, dtype="float32", device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory):
+    made: dict[str, Case] = {}
+
+    def get(variant: str) -> Case:
+        if variant not in made:
+            made[variant] = Case(tmp_path_factory.mktemp("loud"), *VARIANTS[variant])
+        return made[variant]
+
+    return get
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_at_every_position(case, variant):
+    this = case(variant)
+    model = load_model(this.folder, dtype="float32", backend="native")
+    worst = {chunk: difference(run(model, this.sequences, chunk), this.expected) for chunk in (None, 64, 7)}
+    worst[1] = difference(run(model, this.sequences[:2], 1), this.expected[:2])
+    assert max(worst.values()) < CLOSE, worst
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3_text", "mixtral"])
+def test_token_by_token_over_a_long_prompt(case, variant):
+    this = case(variant)
+    assert difference(run(this.load(), this.sequences, 1), this.expected) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {**scaled("dynamic", factor=4.0), "max_position_embeddings": 64}),
+        ("phi3", {**scaled("longrope", **LONG), "original_max_position_embeddings": 64}),
+    ],
+)
+@pytest.mark.parametrize("chunk", [None, 64, 7])
+def test_wavelengths_that_depend_on_the_length(tmp_path, family, changes, chunk):
+    """They are those of each step's length, as in transformers, so its steps are the reference."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    folder = make_loud_model(tmp_path, family, **changes)
+    sequences = prompts(30, 64, 150)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = []
+    for sequence in sequences:
+        cache, parts = DynamicCache(), []
+        for start in range(0, len(sequence), chunk or len(sequence)):
+            step = torch.tensor([sequence[start : start + (chunk or len(sequence))]])
+            with torch.inference_mode():
+                parts.append(reference(input_ids=step, past_key_values=cache).logits[0])
+        expected.append(torch.cat(parts))
+    model = load_model(folder, dtype="float32", backend="native")
+    assert model.max_length >= 150
+    assert difference(run(model, sequences, chunk), expected) < CLOSE
+    default = dataclasses.replace(model.config, layers=with_rope(model.config, kind="default", attention_factor=1.0))
+    plain = load_native(CheckpointReader(folder), default, None, None, dtype="float32", device=torch.device("cpu"))
+    assert difference(run(plain, sequences, chunk), expected) > FAR
+
+
+def with_layers(config: ModelConfig, **changes: Any) -> ModelConfig:
+    return replace(config, layers=tuple(replace(layer, **changes) for layer in config.layers))
+
+
+def with_rope(config: ModelConfig, **changes: Any):
+    return tuple(
+        layer if layer.rope is None else replace(layer, rope=replace(layer.rope, **changes)) for layer in config.layers
+    )
+
+
+def change_rope(**changes: Any):
+    return lambda config: replace(config, layers=with_rope(config, **changes))
+
+
+def change_parts(**changes: Any):
+    def change(config: ModelConfig) -> ModelConfig:
+        architecture = config.architecture
+        return replace(config, architecture=replace(architecture, parts=replace(architecture.parts, **changes)))
+
+    return change
+
+
+def one_rope(config: ModelConfig) -> ModelConfig:
+    ropes = [layer.rope for layer in config.layers if layer.window is None]
+    return with_layers(config, rope=ropes[0])
+
+
+def positions_everywhere(config: ModelConfig) -> ModelConfig:
+    rope: RopeConfig = next(layer.rope for layer in config.layers if layer.rope is not None)
+    return with_layers(config, rope=rope)
+
+
+def change_experts(**changes: Any):
+    def change(config: ModelConfig) -> ModelConfig:
+        return replace(config, experts=replace(config.experts, **changes))
+
+    return change
+
+
+def no_shared_expert(config: ModelConfig) -> ModelConfig:
+    architecture = config.architecture
+    experts = replace(architecture.experts, shared_up=(), shared_down=None, shared_gate=None)
+    return replace(config, architecture=replace(architecture, experts=experts))
+
+
+SWITCHES = {
+    "window in all layers": ("mistral", lambda config: with_layers(config, window=None)),
+    "window in upper layers": ("qwen2, upper window", lambda config: with_layers(config, window=None)),
+    "full attention between windows": ("gemma2", lambda config: with_layers(config, window=32)),
+    "norm of queries and keys by head": ("qwen3", lambda config: replace(config, qk_norm=False)),
+    "norm of queries and keys, all heads": ("olmo2", lambda config: replace(config, qk_norm=False)),
+    "norm of queries and keys, each head": ("cohere, qk norm", lambda config: replace(config, qk_norm=False)),
+    "linear scaling": ("llama, linear", change_rope(kind="default")),
+    "yarn": ("llama, yarn", change_rope(kind="default")),
+    "attention factor of yarn": ("llama, yarn", change_rope(attention_factor=1.0)),
+    "llama 3 scaling": ("llama, llama3", change_rope(kind="default")),
+    "longrope": ("phi3, longrope", change_rope(kind="default")),
+    "base of the wavelengths": ("smollm3", change_rope(theta=10000.0)),
+    "partial rotation": ("stablelm", change_rope(width=16)),
+    "neighbours as pairs": ("glm4", change_rope(interleaved=False)),
+    "local wavelengths": ("gemma3_text", one_rope),
+    "layers without positions": ("smollm3", positions_everywhere),
+    "positions only with a window": ("cohere2", positions_everywhere),
+    "softcap of attention": ("gemma2", lambda config: replace(config, attention_softcap=None)),
+    "softcap of logits": ("gemma2", lambda config: replace(config, logits_softcap=None)),
+    "scale of embeddings": ("granite", lambda config: replace(config, embedding_scale=1.0)),
+    "root of the width": ("gemma", lambda config: replace(config, embedding_scale=1.0)),
+    "scale of the residual": ("granite", lambda config: replace(config, residual_scale=1.0)),
+    "scale of attention": ("granite", lambda config: replace(config, attention_scale=0.25)),
+    "root scale of attention": ("gemma2", lambda config: replace(config, attention_scale=32**-0.5)),
+    "divisor of logits": ("granite", lambda config: replace(config, logits_scale=1.0)),
+    "scale of logits": ("cohere", lambda config: replace(config, logits_scale=1.0)),
+    "offset of norms": ("gemma", lambda config: replace(config, norm_offset=0.0)),
+    "norm after attention": ("gemma2", change_parts(attention_norm=None)),
+    "norm after the MLP": ("olmo2", change_parts(output_norm=None)),
+    "parallel residual": ("gpt_neox", lambda config: replace(config, parallel=False)),
+    "heads interleaved in one projection": ("gpt_neox", change_parts(qkv_by_head=False)),
+    "activation": ("llama, gelu", lambda config: replace(config, activation="silu")),
+    "scores of the chosen sum to one": ("mixtral", change_experts(normalize=False)),
+    "scores of the chosen do not": ("olmoe", change_experts(normalize=True)),
+    "experts per token": ("qwen3_moe", change_experts(num_chosen=1)),
+    "shared expert": ("qwen2_moe", no_shared_expert),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_feature_switched_off_is_noticed(case, monkeypatch, switch):
+    variant, change = SWITCHES[switch]
+    this = case(variant)
+    monkeypatch.setattr(loader, "check_tensors", lambda *args: None)  # weights that nobody reads are refused elsewhere
+    assert difference(run(this.load(change(this.config)), this.sequences), this.expected) > FAR
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "starcoder2", "llama, biases", "phi"])
+def test_biases_left_out_are_noticed(case, monkeypatch, variant):
+    this = case(variant)
+    monkeypatch.setattr(Weights, "_biases", lambda self, names, weights: None)
+    assert difference(run(this.load(), this.sequences), this.expected) > FAR
