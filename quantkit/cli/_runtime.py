@@ -1,0 +1,50 @@
+"""The options of every command that runs a model in the bundled engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
+
+
+def runtime_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the engine's options to a command, which gets them as its second argument, keywords of `LLM`."""
+
+    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
+    @click.option("--dtype", default="auto", show_default=True, metavar="auto|bf16|fp16|fp32", help="To compute in.")
+    @click.option("--kv-cache", type=click.Choice(KV_TYPES), default="auto", show_default=True, help="Keys and values.")
+    @click.option("--kv-memory", metavar="SIZE", help="Of the KV cache, e.g. 4GiB.  [default: what the model can use]")
+    @click.option("--max-length", type=click.IntRange(min=1), help="Longest context.  [default: the model's]")
+    @click.option("--head", type=click.Choice(["int8", "int4"]), help="Round the output head, which recipes leave.")
+    @click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step, verified exactly.")
+    @click.option("--threads", type=click.IntRange(min=1), help="Of the CPU.  [default: measured]")
+    @functools.wraps(function)
+    def command(
+        *args: Any,
+        device: str,
+        dtype: str,
+        kv_cache: str,
+        kv_memory: str | None,
+        max_length: int | None,
+        head: str | None,
+        speculate: str | None,
+        threads: int | None,
+        **options: Any,
+    ) -> None:
+        engine = {
+            "device": device,
+            "dtype": dtype,
+            "kv_cache": kv_cache,
+            "memory": kv_memory,
+            "max_length": max_length,
+            "head_dtype": head,
+            "speculate": speculate,
+            "threads": threads,
+        }
+        function(*args, engine, **options)
+
+    return command

@@ -1,0 +1,152 @@
+"""`quantkit generate`: stream text from the bundled runtime."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output, human_seconds, output_options, plain_console
+from quantkit.cli._runtime import runtime_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.types import Completion, SamplingParams
+
+EPILOG = """\b
+Examples:
+  quantkit generate --prompt "Once upon a time"
+  quantkit generate demo-awq-int4 --prompt "Once upon a time" --max-tokens 60 --stats
+  quantkit generate demo-awq-int4 --prompt "The" --temperature 0.8 --top-p 0.95 --seed 1
+  quantkit generate demo-awq-int4 --prompt "The" --kv-cache int8 --speculate ngram
+  echo "Once upon a time" | quantkit generate --prompt -
+"""
+
+
+@click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")
+@click.argument("checkpoint", required=False)
+@click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
+@click.option("--system", metavar="TEXT", help="System message, with --chat.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = the likeliest token, always.")
+@click.option("--top-k", type=int, help="Only the k likeliest tokens.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Only the likeliest with this probability.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Only those with this share of the best's.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1 discourages repeats.")
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Subtracted from used tokens.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
+@click.option("--stats", is_flag=True, help="TTFT, ITL, tokens/s, bytes and share of memory bandwidth, on stderr.")
+@output_options
+@runtime_options
+def generate(
+    output_to: Output,
+    engine: dict[str, Any],
+    *,
+    checkpoint: str | None,
+    prompt: str,
+    chat: bool,
+    system: str | None,
+    stats: bool,
+    **sampling: Any,
+) -> None:
+    """Continue a prompt with CHECKPOINT, a directory or a hub id; without it, with the bundled demo model.
+
+    Compressed and original models run in the same engine. Text appears on stdout as it is made.
+    """
+    from quantkit.runtime.types import SamplingParams
+
+    params = SamplingParams(**sampling)  # bad values are refused before a model is loaded
+    text = sys.stdin.read() if prompt == "-" else prompt
+    from quantkit.runtime.llm import LLM
+
+    llm = LLM(checkpoint, max_sequences=1, **engine)
+    completion = _stream(llm, output_to, _encode(llm, text, system, chat), params)
+    numbers = _numbers(llm, completion) if stats or output_to.as_json else {}
+    if output_to.as_json:
+        output_to.result(lambda: numbers)
+    elif stats:
+        plain_console(stderr=True).print(_table(llm, numbers))
+
+
+def _encode(llm: LLM, text: str, system: str | None, chat: bool) -> list[int]:
+    if not chat:
+        return llm.encode(text)
+    messages = [{"role": "system", "content": system}] if system else []
+    return llm.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def _stream(llm: LLM, output_to: Output, prompt: list[int], params: SamplingParams) -> Completion:
+    """Write pieces as they come; the finished completion."""
+    for chunk in llm.stream(prompt, params):
+        if not output_to.as_json:
+            click.echo(chunk.text, nl=False)
+        if chunk.completion is not None:
+            if not output_to.as_json:
+                click.echo()
+            return chunk.completion
+    raise AssertionError("a stream ends with its completion")
+
+
+def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """What --stats and --json tell."""
+    import statistics
+
+    from quantkit.measure.ceilings import memory_bandwidth
+
+    timing = completion.timing
+    gaps = timing.inter_token_s
+    gap = statistics.median(gaps) if gaps else None
+    context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
+    read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
+    bandwidth = memory_bandwidth(llm.device)
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(completion.prompt_token_ids),
+        "new_tokens": len(completion.token_ids),
+        "ttft_s": timing.ttft_s,
+        "itl_median_s": gap,
+        "tokens_per_s": 1 / gap if gap else None,
+        "bytes_per_token": read,
+        "memory_bytes_per_s": bandwidth,
+        "bandwidth_share": read / gap / bandwidth if gap else None,
+        **llm.stats(),
+    }
+
+
+def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new")
+    table.add_row("TTFT", human_seconds(numbers["ttft_s"]) if numbers["ttft_s"] >= 1 else _ms(numbers["ttft_s"]))
+    if numbers["itl_median_s"]:
+        table.add_row("ITL", f"{_ms(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s")
+        share = (
+            f"{100 * numbers['bandwidth_share']:.0f} % of the {numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s measured"
+        )
+        table.add_row("memory traffic", f"{human_bytes(int(numbers['bytes_per_token']))} per token, {share}")
+    table.add_row("weights", human_bytes(numbers["weight_bytes"]))
+    table.add_row(
+        "KV cache", f"{human_bytes(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
+    )
+    for name, text in llm.describe().items():
+        table.add_row(name, text)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+COMMAND = generate
