@@ -11,5 +11,5 @@ ARCHITECTURE = Architecture(
     ),
     parts=Parts(attention_norm="post_self_attn_layernorm", output_norm="post_mlp_layernorm", up=("mlp.gate_up_proj",)),
     rope=Rope(partial=0.5, interleaved=True),
-    defaults={"head_dim": 128},
+    defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-07},
 )

@@ -2,4 +2,6 @@
 
 from quantkit.architectures.base import Architecture, Window
 
-ARCHITECTURE = Architecture(hf_names=("MistralForCausalLM",), window=Window(rule="all"))
+ARCHITECTURE = Architecture(
+    hf_names=("MistralForCausalLM",), window=Window(rule="all"), defaults={"sliding_window": 4096}
+)

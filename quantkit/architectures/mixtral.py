@@ -1,11 +1,12 @@
 """Mixtral: Mistral with eight experts in place of the MLP, two of them for each token."""
 
-from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, Window
+from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, Rope, Window
 
 ARCHITECTURE = Architecture(
     hf_names=("MixtralForCausalLM",),
     not_compressible=FUSED_EXPERTS,
     window=Window(rule="all"),
+    rope=Rope(theta=1_000_000.0),
     experts=Experts(
         router="block_sparse_moe.gate",
         up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),

@@ -21,7 +21,9 @@ class NotNative(ModelError):
 
 
 class Settings:
-    """The entries of a config.json, with a family's defaults behind them. A null counts as absent.
+    """The entries of a config.json, with a family's defaults behind them.
+
+    A null counts as absent, but not as a wish for the family's default: `attn_logit_softcapping: null` means none.
 
     Args:
         config: contents of config.json.
@@ -34,11 +36,12 @@ class Settings:
 
     def get(self, *keys: str) -> Any:
         """The first of these keys that is there, else the first default of them, else None."""
-        for entries in (self._config, self._defaults):
-            for key in keys:
-                if entries.get(key) is not None:
-                    return entries[key]
-        return None
+        for key in keys:
+            if self._config.get(key) is not None:
+                return self._config[key]
+        if any(key in self._config for key in keys):
+            return None
+        return next((self._defaults[key] for key in keys if key in self._defaults), None)
 
     def count(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
         """A whole number.

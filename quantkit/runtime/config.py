@@ -115,9 +115,7 @@ def read_config(config: Mapping[str, Any], architecture: Architecture) -> ModelC
     read = Settings(config, architecture.defaults)
     for key in architecture.not_native:
         if read.flag(key, False):
-            raise ModelError(
-                f"config.json: {key} = {config.get(key)!r} is not computed here; use backend='transformers'"
-            )
+            raise NotNative(f"{key} = {config.get(key)!r}")
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     kv_heads = heads if architecture.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
