@@ -48,6 +48,23 @@ class Piece(NamedTuple):
     num_logits: int
 
 
+class _Buffer:
+    """An array, and tensors over the beginning of the same memory (on other devices: copies of it)."""
+
+    def __init__(self, count: int, dtype: Any, device: torch.device) -> None:
+        self.array: Array = np.zeros(count, dtype=dtype)
+        self._tensor = torch.from_numpy(self.array)
+        self._device = None if device.type == "cpu" else device
+        self._view = self._tensor[:0]
+        self._count = 0
+
+    def first(self, count: int) -> Tensor:
+        """The first entries; decode steps ask for the same number again and again, and get the same view."""
+        if count != self._count:
+            self._view, self._count = self._tensor[:count], count
+        return self._view if self._device is None else self._view.to(self._device)
+
+
 class BatchBuilder:
     """Turns pieces into a ForwardBatch.
 
@@ -62,15 +79,16 @@ class BatchBuilder:
         self._page_size = page_size
         self._device = torch.device(device)
         self._table = np.full((max_sequences, max_pages), -1, dtype=np.int32)
-        self._starts, self._starts_tensor = _shared(max_sequences + 1, np.int32)
-        self._rows, self._rows_tensor = _shared(max_sequences, np.int64)
+        self._starts = _Buffer(max_sequences + 1, np.int32, self._device)
+        self._rows = _Buffer(max_sequences, np.int64, self._device)
         self._reserve(4 * max_sequences)
 
     def build(self, pieces: Sequence[Piece]) -> ForwardBatch:
         """The batch of these pieces; valid until the next call."""
         total = sum(len(piece.tokens) for piece in pieces)
-        if total > len(self._tokens):
+        if total > len(self._tokens.array):
             self._reserve(2 * total)
+        starts, rows, logits = self._starts.array, self._rows.array, self._logits.array
         at = num_logits = 0
         longest = 1
         for index, piece in enumerate(pieces):
@@ -78,22 +96,22 @@ class BatchBuilder:
             if holder.tabled != len(holder.pages):
                 self._tabulate(holder)
             self._fill(piece, at)
-            self._starts[index] = at
-            self._rows[index] = holder.row
+            starts[index] = at
+            rows[index] = holder.row
             at += count
             longest = max(longest, piece.start + count)
             for row in range(at - piece.num_logits, at):
-                self._logits[num_logits] = row
+                logits[num_logits] = row
                 num_logits += 1
-        self._starts[len(pieces)] = at
+        starts[len(pieces)] = at
         return ForwardBatch(
-            token_ids=self._sent(self._tokens_tensor, at),
-            positions=self._sent(self._positions_tensor, at),
-            query_starts=self._sent(self._starts_tensor, len(pieces) + 1),
+            token_ids=self._tokens.first(at),
+            positions=self._positions.first(at),
+            query_starts=self._starts.first(len(pieces) + 1),
             page_table=self._pages(pieces, -(-longest // self._page_size)),
-            slots=self._sent(self._slots_tensor, at),
-            tail_rows=self._sent(self._rows_tensor, len(pieces)),
-            logit_rows=self._sent(self._logits_tensor, num_logits),
+            slots=self._slots.first(at),
+            tail_rows=self._rows.first(len(pieces)),
+            logit_rows=self._logits.first(num_logits),
             query_lengths=tuple([len(piece.tokens) for piece in pieces]),
             context_lengths=tuple([piece.start + len(piece.tokens) for piece in pieces]),
             sequence_ids=tuple([piece.holder.id for piece in pieces]),
@@ -103,16 +121,16 @@ class BatchBuilder:
         """Write tokens, positions and slots of one piece."""
         pages, start, size = piece.holder.pages, piece.start, self._page_size
         if len(piece.tokens) == 1:
-            self._tokens[at] = piece.tokens[0]
-            self._positions[at] = start
-            self._slots[at] = pages[start // size] * size + start % size
+            self._tokens.array[at] = piece.tokens[0]
+            self._positions.array[at] = start
+            self._slots.array[at] = pages[start // size] * size + start % size
             return
         end = at + len(piece.tokens)
         positions = np.arange(start, start + len(piece.tokens))
-        self._tokens[at:end] = piece.tokens
-        self._positions[at:end] = positions
+        self._tokens.array[at:end] = piece.tokens
+        self._positions.array[at:end] = positions
         page = self._table[piece.holder.row, positions // size].astype(np.int64)
-        self._slots[at:end] = page * size + positions % size
+        self._slots.array[at:end] = page * size + positions % size
 
     def _tabulate(self, holder: PageHolder) -> None:
         """Bring the holder's row of the page table up to date; a row just given out still shows its last owner."""
@@ -129,19 +147,13 @@ class BatchBuilder:
             table = self._table[row : row + 1, :width]
         else:
             table = self._table[[piece.holder.row for piece in pieces], :width]
-        return self._sent(torch.from_numpy(table), len(pieces))
-
-    def _sent(self, tensor: Tensor, count: int) -> Tensor:
-        """The first entries, on the device."""
-        part = tensor[:count]
-        return part if self._device.type == "cpu" else part.to(self._device)
+        return torch.from_numpy(table).to(self._device)
 
     def _reserve(self, count: int) -> None:
         """Room for so many new tokens in a step."""
-        self._tokens, self._tokens_tensor = _shared(count, np.int64)
-        self._positions, self._positions_tensor = _shared(count, np.int64)
-        self._slots, self._slots_tensor = _shared(count, np.int64)
-        self._logits, self._logits_tensor = _shared(count, np.int64)
+        self._tokens, self._positions, self._slots, self._logits = (
+            _Buffer(count, np.int64, self._device) for _ in range(4)
+        )
 
 
 class Runner:
@@ -172,13 +184,6 @@ class Runner:
             max_sequences=max_sequences, max_pages=max_pages, page_size=page_size, device=device
         )
 
-    @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """Logits (R, V) float32, the rows of each piece in order."""
+        """Logits (R, V) float32, the rows of each piece in order. For callers in inference mode."""
         return self.model.forward(self._builder.build(pieces), self.cache)
-
-
-def _shared(count: int, dtype: Any) -> tuple[Array, Tensor]:
-    """An array and the tensor over the same memory."""
-    array = np.zeros(count, dtype=dtype)
-    return array, torch.from_numpy(array)
