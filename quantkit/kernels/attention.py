@@ -29,13 +29,28 @@ class AttentionOptions:
         scale: of the scores.
         window: a key is seen if query position - key position < window; None = all.
         softcap: scores become softcap * tanh(score / softcap); None = as they are.
-        sinks: (Hq,), a further score of each head that takes part in the softmax and has no value; None = none.
+        sinks: (Hq,) float32, a further score of each head that takes part in the softmax and has no value; None = none.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+
+class TorchAttention:
+    """Attention of one layer: `attend`, then `store`; see `ops.PagedAttention`."""
+
+    def __init__(self, views: KVViews) -> None:
+        self._views = views
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+    ) -> Tensor:
+        """See `ops.PagedAttention`."""
+        out = attend(query, key, value, self._views, batch, options)
+        store(key, value, self._views, batch)
+        return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

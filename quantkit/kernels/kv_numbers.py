@@ -101,4 +101,4 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 def _round_up(scale: Tensor) -> Tensor:
     """An fp16 scale that is not below the given one, larger by one unit at most, and never zero."""
-    return (scale * (1 + _HALF_ULP) + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)
+    return (scale + scale * _HALF_ULP + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)

@@ -8,8 +8,8 @@
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | to come         |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | to come         |
-| `attend`       | attention over cached pages and fresh tokens | attention | few new tokens | to come         |
-| `store`        | quantize keys and values into pages          | attention | all KV types   | to come         |
+| `attention`    | attention over cached pages and fresh ones,  | attention | bf16, fp32;    | to come         |
+|                | then quantize those into pages               |           | all KV types   |                 |
 
 Triton versions will be `kernels/triton/<operation>.py`, chosen here by device, behind the same signatures.
 Linear layers have layouts of their own and live in `linear`. Shapes: T tokens, K features, H heads, D channels of a
@@ -18,12 +18,53 @@ head, R channels that rotate, I width of the feed-forward layer.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from quantkit.kernels import _native_ops, reference
-from quantkit.kernels.attention import attend, store
+from quantkit.kernels._native_attention import NativeAttention
+from quantkit.kernels._native_attention import is_available as _has_native_attention
+from quantkit.kernels.attention import AttentionOptions, TorchAttention
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVViews
 
-__all__ = ["activate", "add_rms_norm", "attend", "gated", "layer_norm", "rms_norm", "rotary_", "store"]
+__all__ = [
+    "AttentionOptions",
+    "PagedAttention",
+    "activate",
+    "add_rms_norm",
+    "attention",
+    "gated",
+    "layer_norm",
+    "rms_norm",
+    "rotary_",
+]
+
+
+class PagedAttention(Protocol):
+    """Attention of one layer, bound to its pages."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+    ) -> Tensor:
+        """Attend new tokens to the cache and to each other, then store their keys and values in it.
+
+        Args:
+            query: (T, Hq, D), rotated.
+            key: (T, Hkv, D), rotated; Hkv divides Hq.
+            value: (T, Hkv, Dv).
+            batch: what belongs to whom; its page table covers all tokens, new ones included.
+            options: scale, window and the like.
+        Returns:
+            (T, Hq, Dv), dtype of query.
+        """
+        ...
+
+
+def attention(views: KVViews) -> PagedAttention:
+    """The fastest attention for a layer's pages; chosen once, when they are allocated."""
+    return NativeAttention(views) if _has_native_attention(views) else TorchAttention(views)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

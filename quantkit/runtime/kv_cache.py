@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quantkit.errors import ResourceError
 from quantkit.kernels import ops
-from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, page_bytes, tail_bytes
 
@@ -67,6 +66,7 @@ class KVCache:
         self._views = [
             layout.views(pool, tail) for layout, pool, tail in zip(self.layouts, self._pools, self._tails, strict=True)
         ]
+        self._attention = [ops.attention(views) for views in self._views]
 
     def _pool(self, layout: KVLayout) -> Tensor:
         return torch.empty(self.num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
@@ -115,8 +115,5 @@ class KVCache:
         Returns:
             (T, Hq, Dv), dtype of query.
         """
-        views = self._views[layer]
-        options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
-        out = ops.attend(query, key, value, views, batch, options)
-        ops.store(key, value, views, batch)
-        return out
+        options = ops.AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return self._attention[layer](query, key, value, batch, options)

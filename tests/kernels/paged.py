@@ -57,8 +57,8 @@ class Sequences:
         self.pages = list(order[: sum(counts)].split(counts))
         self.rows = torch.randperm(len(self.lengths) + 1, generator=generator)
 
-    def cache(self, **changes) -> KVCache:
-        return poison(KVCache([self.layout], self.num_pages, len(self.lengths) + 1, **changes))
+    def cache(self) -> KVCache:
+        return poison(KVCache([self.layout], self.num_pages, len(self.lengths) + 1))
 
     def batch(self, spans: list[tuple[int, int, int]]) -> ForwardBatch:
         """A step with new tokens start..stop of some sequences."""

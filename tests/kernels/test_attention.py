@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.kernels import _native_attention, native
 from quantkit.kernels.kv_numbers import quantize
 from tests.kernels.paged import KV_TYPES, Sequences, dense, layout
 
@@ -24,6 +25,15 @@ STEPS = [
     [(1, 30, 31), (0, 10, 11), (2, 14, 19)],
 ]
 LENGTHS = (11, 31, 19)
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test runs with the C kernels and with plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(_native_attention, "_functions", lambda: None)
+    elif native.load() is None:
+        pytest.skip(native.status())
 
 
 def largest_error(sequences, steps, **options) -> float:

@@ -6,9 +6,19 @@ import pytest
 import torch
 
 from quantkit.errors import ResourceError
+from quantkit.kernels import _native_attention, native
 from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, tail_bytes
 from quantkit.runtime.kv_cache import KVCache
 from tests.kernels.paged import KV_TYPES, Sequences, layout
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test runs with the C kernels and with plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(_native_attention, "_functions", lambda: None)
+    elif native.load() is None:
+        pytest.skip(native.status())
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

@@ -1,0 +1,342 @@
+/* Attention of new tokens to cached pages and to each other, any mixture of lengths; see quantkit/kernels/attention.py.
+
+   A task is one key head of one sequence and a few new tokens: its rows are (token, query head of the group). It walks
+   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: decode the keys to floats once for
+   all rows, scores, online softmax, decode the values, add. Scales never touch the values themselves: those of a token
+   multiply scores and weights, those of a channel multiply the query once per page (kernels.md 2.4, "folding scales"). */
+#include "attention_tiles.h"
+#include "kv.h"
+
+enum { ROWS = 32 };
+
+typedef struct {
+    const kv_layer *layer;
+    const kv_batch *batch;
+    const uint8_t *query, *key, *value;
+    uint8_t *out;
+    const float *sinks;
+    int64_t query_stride, key_stride, value_stride; /* from token to token, in elements */
+    int64_t query_heads, group, window;             /* window 0: none */
+    float scale, softcap;                           /* softcap 0: none */
+    int type;
+} attention;
+
+typedef struct {
+    int64_t sequence, start, first, count; /* new tokens first .. first + count of the sequence, which start at `start` */
+} task;
+
+/* What a task works on; all in one piece of scratch memory. */
+typedef struct {
+    int64_t rows, query_width, value_width; /* widths rounded up to 16 */
+    int64_t folded_page;                    /* whose channel scales are in `scaled` and `bias`; -1: none */
+    float *query, *scaled, *block, *scores, *out, *maximum, *total, *zero_total, *query_sum, *bias;
+} state;
+
+/* Where the keys or values of one block come from, and what their codes are worth. */
+typedef struct {
+    int64_t position, tokens; /* of its first token in the sequence; how many */
+    float scale[BLOCK], zero[BLOCK];
+    int has_scale, has_zero;
+} block;
+
+/* ---- the two products ---- */
+
+/* Scores of tokens past the last are computed from whatever is there, and masked later. */
+static void score_block(const float *query, const state *s, int64_t tokens) {
+    int64_t width = s->query_width, row = 0;
+    for (; row + 4 <= s->rows; row += 4)
+        for (int64_t t = 0; t < tokens; t += 4)
+            dot_4x4(query + row * width, s->block + t * width, width, s->scores + row * BLOCK + t);
+    for (; row < s->rows; row++)
+        for (int64_t t = 0; t < tokens; t += 16)
+            dot_1x16(query + row * width, s->block + t * width, width, s->scores + row * BLOCK + t);
+}
+
+static void add_block(const state *s, int64_t tokens) {
+    int64_t width = s->value_width, row = 0;
+    for (; row + 4 <= s->rows; row += 4)
+        add_rows(s->scores + row * BLOCK, s->block, tokens, width, s->out + row * width, 4);
+    for (; row < s->rows; row++)
+        add_rows(s->scores + row * BLOCK, s->block, tokens, width, s->out + row * width, 1);
+}
+
+/* ---- online softmax of one block ---- */
+
+/* Scores of a row as the softmax wants them; tokens outside from .. to are not seen. */
+QK_INLINE __m512 finish_scores(const float *scores, int64_t at, const block *keys, const state *s, int64_t row,
+                               float softcap, int64_t from, int64_t to) {
+    __m512 v = _mm512_loadu_ps(scores + at);
+    if (keys->has_scale)
+        v = _mm512_mul_ps(v, _mm512_loadu_ps(keys->scale + at));
+    if (keys->has_zero)
+        v = _mm512_fmadd_ps(_mm512_loadu_ps(keys->zero + at), _mm512_set1_ps(s->query_sum[row]), v);
+    v = _mm512_add_ps(v, _mm512_set1_ps(s->bias[row]));
+    if (softcap > 0)
+        v = _mm512_mul_ps(qk_tanh(_mm512_div_ps(v, _mm512_set1_ps(softcap))), _mm512_set1_ps(softcap));
+    __mmask16 seen = qk_lanes(at, to) & ~qk_lanes(at, from);
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, v);
+}
+
+QK_INLINE void rescale_row(const state *s, int64_t row, float factor) {
+    float *out = s->out + row * s->value_width;
+    for (int64_t k = 0; k < s->value_width; k += 16)
+        _mm512_storeu_ps(out + k, _mm512_mul_ps(_mm512_loadu_ps(out + k), _mm512_set1_ps(factor)));
+    s->total[row] *= factor;
+    s->zero_total[row] *= factor;
+}
+
+/* Scores become weights, times the scale of their token's values. */
+static void soften_row(const state *s, int64_t row, const block *keys, const block *values, float softcap,
+                       int64_t from, int64_t to) {
+    float *scores = s->scores + row * BLOCK;
+    __m512 highest = _mm512_set1_ps(-INFINITY), v[BLOCK / 16];
+    for (int64_t at = 0; at < keys->tokens; at += 16) {
+        v[at / 16] = finish_scores(scores, at, keys, s, row, softcap, from, to);
+        highest = _mm512_max_ps(highest, v[at / 16]);
+    }
+    float maximum = _mm512_reduce_max_ps(highest);
+    if (maximum > s->maximum[row]) {
+        if (s->maximum[row] > -INFINITY)
+            rescale_row(s, row, expf(s->maximum[row] - maximum));
+        s->maximum[row] = maximum;
+    }
+    maximum = from < to ? s->maximum[row] : 0; /* nothing seen yet: all weights are e^-inf */
+    __m512 total = _mm512_setzero_ps(), zero = total;
+    for (int64_t at = 0; at < keys->tokens; at += 16) {
+        __m512 weight = qk_exp(_mm512_sub_ps(v[at / 16], _mm512_set1_ps(maximum)));
+        total = _mm512_add_ps(total, weight);
+        if (values->has_zero)
+            zero = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values->zero + at), zero);
+        if (values->has_scale)
+            weight = _mm512_mul_ps(weight, _mm512_loadu_ps(values->scale + at));
+        _mm512_storeu_ps(scores + at, weight);
+    }
+    s->total[row] += _mm512_reduce_add_ps(total);
+    if (values->has_zero)
+        s->zero_total[row] += _mm512_reduce_add_ps(zero);
+}
+
+/* ---- blocks ---- */
+
+/* Scales and zeros of a block of a page; unused lanes are 0 so that 0 * garbage cannot appear. */
+static void find_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
+                        int64_t token) {
+    b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed_scale != 1);
+    b->has_zero = array->granularity == KV_TOKEN && array->zero >= 0;
+    for (int64_t at = 0; at < b->tokens; at += 16) {
+        __mmask16 lanes = qk_lanes(at, b->tokens);
+        if (array->granularity == KV_TOKEN)
+            _mm512_storeu_ps(b->scale + at, qk_load_state(kv_scales(layer, array, array->scale, page, head, token), at,
+                                                          QK_F16, lanes));
+        else if (b->has_scale)
+            _mm512_storeu_ps(b->scale + at, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps((float)array->fixed_scale)));
+        if (b->has_zero)
+            _mm512_storeu_ps(b->zero + at, qk_load_state(kv_scales(layer, array, array->zero, page, head, token), at,
+                                                         QK_F16, lanes));
+    }
+}
+
+/* Fold scale and zero of a page's channels into the queries: scaled = query * scale, bias = query . zero. */
+static void fold_channels(const attention *a, state *s, int64_t page, int64_t head) {
+    const kv_array *key = &a->layer->key;
+    const uint16_t *scale = kv_scales(a->layer, key, key->scale, page, head, 0);
+    const uint16_t *zero = kv_scales(a->layer, key, key->zero, page, head, 0);
+    for (int64_t row = 0; row < s->rows; row++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t k = 0; k < s->query_width; k += 16) {
+            __mmask16 lanes = qk_lanes(k, key->width);
+            __m512 q = _mm512_loadu_ps(s->query + row * s->query_width + k);
+            sum = _mm512_fmadd_ps(q, qk_load_state(zero, k, QK_F16, lanes), sum);
+            _mm512_storeu_ps(s->scaled + row * s->query_width + k,
+                             _mm512_mul_ps(q, qk_load_state(scale, k, QK_F16, lanes)));
+        }
+        s->bias[row] = _mm512_reduce_add_ps(sum);
+    }
+    s->folded_page = page;
+}
+
+static void unfold(state *s) {
+    memset(s->bias, 0, (size_t)s->rows * sizeof(float));
+    s->folded_page = -1;
+}
+
+static void soften_block(const attention *a, const state *s, const block *keys, const block *values, int64_t position) {
+    for (int64_t row = 0; row < s->rows; row++) {
+        int64_t own = position + row / a->group; /* of the query */
+        int64_t to = qk_min(keys->tokens, own + 1 - keys->position);
+        int64_t from = a->window ? qk_max(0, own - a->window + 1 - keys->position) : 0;
+        soften_row(s, row, keys, values, a->softcap, qk_min(from, qk_max(to, 0)), qk_max(to, 0));
+    }
+}
+
+/* Cached tokens start .. start + tokens, all in one page. */
+static void attend_cached(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
+                          int64_t position) {
+    const kv_layer *layer = a->layer;
+    int64_t cached = position - t->first, number = start / layer->page_size, token = start % layer->page_size;
+    int64_t page = a->batch->page_table[t->sequence * a->batch->table_stride + number];
+    int is_tail = layer->tail && number >= cached / layer->page_size;
+    int is_folded = layer->key.granularity == KV_CHANNEL && !is_tail;
+    block keys = {.position = start, .tokens = tokens}, values = keys;
+    if (is_tail) {
+        kv_load_tail(layer, a->batch->tail_rows[t->sequence], head, start, tokens, s->block, s->query_width);
+    } else {
+        find_scales(&keys, layer, &layer->key, page, head, token);
+        kv_load(kv_codes(layer, &layer->key, page, head, token), kv_token_bytes(layer->key.type, layer->key.width),
+                tokens, layer->key.width, layer->key.type, s->block, s->query_width);
+    }
+    if (is_folded && s->folded_page != page)
+        fold_channels(a, s, page, head);
+    else if (!is_folded)
+        unfold(s);
+    score_block(is_folded ? s->scaled : s->query, s, tokens);
+    find_scales(&values, layer, &layer->value, page, head, token);
+    soften_block(a, s, &keys, &values, position);
+    kv_load(kv_codes(layer, &layer->value, page, head, token), kv_token_bytes(layer->value.type, layer->value.width),
+            tokens, layer->value.width, layer->value.type, s->block, s->value_width);
+    add_block(s, tokens);
+}
+
+/* Fresh tokens start .. start + tokens of the sequence's new ones. */
+static void attend_fresh(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
+                         int64_t position) {
+    int64_t size = qk_state_bytes(a->type), token = t->start + start;
+    int64_t key_width = a->layer->key.width, value_width = a->layer->value.width;
+    block keys = {.position = position - t->first + start, .tokens = tokens}, values = keys;
+    unfold(s);
+    kv_load(a->key + (token * a->key_stride + head * key_width) * size, a->key_stride * size, tokens, key_width,
+            a->type, s->block, s->query_width);
+    score_block(s->query, s, tokens);
+    soften_block(a, s, &keys, &values, position);
+    kv_load(a->value + (token * a->value_stride + head * value_width) * size, a->value_stride * size, tokens,
+            value_width, a->type, s->block, s->value_width);
+    add_block(s, tokens);
+}
+
+/* ---- tasks ---- */
+
+static void load_queries(const attention *a, const task *t, state *s, int64_t head) {
+    int64_t width = a->layer->key.width, size = qk_state_bytes(a->type);
+    for (int64_t row = 0; row < s->rows; row++) {
+        int64_t token = t->start + t->first + row / a->group, query_head = head * a->group + row % a->group;
+        const uint8_t *from = a->query + (token * a->query_stride + query_head * width) * size;
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t k = 0; k < s->query_width; k += 16) {
+            __m512 q = _mm512_mul_ps(qk_load_state(from, k, a->type, qk_lanes(k, width)), _mm512_set1_ps(a->scale));
+            _mm512_storeu_ps(s->query + row * s->query_width + k, q);
+            sum = _mm512_add_ps(sum, q);
+        }
+        s->query_sum[row] = _mm512_reduce_add_ps(sum);
+        s->maximum[row] = -INFINITY;
+    }
+}
+
+static void store_outputs(const attention *a, const task *t, state *s, int64_t head) {
+    int64_t width = a->layer->value.width, size = qk_state_bytes(a->type);
+    for (int64_t row = 0; row < s->rows; row++) {
+        int64_t token = t->start + t->first + row / a->group, query_head = head * a->group + row % a->group;
+        if (a->sinks) {
+            float sink = a->sinks[query_head], highest = fmaxf(sink, s->maximum[row]);
+            rescale_row(s, row, expf(s->maximum[row] - highest));
+            s->total[row] += expf(sink - highest);
+        }
+        __m512 factor = _mm512_set1_ps(1.0f / s->total[row]), zero = _mm512_set1_ps(s->zero_total[row]);
+        uint8_t *to = a->out + (token * a->query_heads + query_head) * width * size;
+        for (int64_t k = 0; k < width; k += 16) {
+            __m512 sum = _mm512_add_ps(_mm512_loadu_ps(s->out + row * s->value_width + k), zero);
+            qk_store_state(to, k, a->type, qk_lanes(k, width), _mm512_mul_ps(sum, factor));
+        }
+    }
+}
+
+/* Scratch for `rows` rows; 0 when memory is out. */
+static int make_state(state *s, const attention *a, int64_t rows) {
+    int64_t wide = (a->layer->key.width + 15) / 16 * 16, deep = (a->layer->value.width + 15) / 16 * 16;
+    int64_t padded = (rows + 16) / 16 * 16, widest = wide > deep ? wide : deep;
+    int64_t sizes[] = {rows * wide, rows * wide, BLOCK * widest, rows * BLOCK, rows * deep, padded, padded, padded,
+                       padded,      padded};
+    float **parts[] = {&s->query, &s->scaled,     &s->block,     &s->scores, &s->out, &s->maximum,
+                       &s->total, &s->zero_total, &s->query_sum, &s->bias};
+    size_t total = 0;
+    for (int i = 0; i < 10; i++)
+        total += (size_t)(sizes[i] + 15) / 16 * 64;
+    char *memory = qk_scratch(QK_SLOT_ATTENTION_B, total);
+    if (!memory)
+        return 0;
+    for (int i = 0; i < 10; i++) {
+        *parts[i] = (float *)memory;
+        memory += (size_t)(sizes[i] + 15) / 16 * 64;
+    }
+    s->rows = rows, s->query_width = wide, s->value_width = deep;
+    memset(s->out, 0, (size_t)(rows * deep) * sizeof(float));
+    memset(s->total, 0, (size_t)padded * sizeof(float));
+    memset(s->zero_total, 0, (size_t)padded * sizeof(float));
+    return 1;
+}
+
+static int run_task(const attention *a, const task *t, int64_t head) {
+    state s;
+    if (!make_state(&s, a, t->count * a->group))
+        return 1;
+    int64_t size = a->layer->page_size, step = s.query_width > 64 ? BLOCK / 2 : BLOCK; /* a block fits in L1 */
+    int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
+    int64_t position = cached + t->first; /* of the first query */
+    int64_t seen = a->window ? qk_max(0, position - a->window + 1) : 0;
+    load_queries(a, t, &s, head);
+    unfold(&s);
+    for (int64_t at = seen; at < cached;) {
+        int64_t tokens = qk_min(qk_min(step, size - at % size), cached - at);
+        attend_cached(a, t, &s, head, at, tokens, position);
+        at += tokens;
+    }
+    for (int64_t at = qk_max(0, seen - cached); at < t->first + t->count;) {
+        int64_t tokens = qk_min(step, t->first + t->count - at);
+        attend_fresh(a, t, &s, head, at, tokens, position);
+        at += tokens;
+    }
+    store_outputs(a, t, &s, head);
+    return 0;
+}
+
+/* Cut the batch into tasks of at most ROWS rows (or one token); returns how many, or -1 when memory is out. */
+static int64_t make_tasks(const attention *a, task **tasks, double *work) {
+    const kv_batch *batch = a->batch;
+    int64_t per_task = qk_max(1, ROWS / a->group), count = 0, start = 0;
+    for (int64_t i = 0; i < batch->sequences; i++)
+        count += (batch->query_lengths[i] + per_task - 1) / per_task;
+    *tasks = qk_scratch(QK_SLOT_ATTENTION_A, (size_t)(count + 1) * sizeof(task));
+    if (!*tasks)
+        return -1;
+    count = 0;
+    for (int64_t i = 0; i < batch->sequences; i++) {
+        int64_t length = batch->query_lengths[i];
+        for (int64_t first = 0; first < length; first += per_task)
+            (*tasks)[count++] = (task){i, start, first, qk_min(per_task, length - first)};
+        *work += (double)length * (double)batch->context_lengths[i];
+        start += length;
+    }
+    return count;
+}
+
+/* Below this many query-key pairs times channels, waking a second thread costs more than it saves. */
+#define PARALLEL_WORK 2e6
+
+/* Returns 0, or 1 when memory is out. `out` is dense, (tokens, query_heads, value width). */
+QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const void *query, const void *key,
+                        const void *value, void *out, int64_t query_stride, int64_t key_stride, int64_t value_stride,
+                        int64_t query_heads, int type, double scale, int64_t window, double softcap, const float *sinks,
+                        int threads) {
+    attention a = {layer, batch, query, key, value, out, sinks, query_stride, key_stride, value_stride,
+                   query_heads, query_heads / layer->heads, window, (float)scale, (float)softcap, type};
+    task *tasks;
+    double work = 0;
+    int64_t count = make_tasks(&a, &tasks, &work) * layer->heads;
+    if (count < 0)
+        return 1;
+    threads = count == 1 || work * (double)(query_heads * layer->key.width) < PARALLEL_WORK ? 1 : threads;
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1) reduction(| : failed)
+    for (int64_t i = 0; i < count; i++)
+        failed |= run_task(&a, &tasks[i / layer->heads], i % layer->heads);
+    return failed;
+}

@@ -1,0 +1,245 @@
+/* Fresh keys and values of one step into the pool, rounded exactly as quantkit/kernels/kv_numbers.py does it: every
+   product below is by a power of two or followed by a division, so that a fused multiply-add changes nothing. */
+#include "kv.h"
+
+#define HALF_ULP 0x1p-11f
+#define HALF_TINY 0x1p-25f
+#define LARGEST 65504.0f
+#define PARALLEL_ELEMENTS (1 << 16)
+
+typedef struct {
+    const kv_layer *layer;
+    const kv_batch *batch;
+    const uint8_t *key, *value;
+    int64_t key_stride, value_stride; /* from token to token, in elements */
+    int type;
+} store;
+
+/* An fp16 scale not below the given one, and never zero; as a float. */
+QK_INLINE __m512 round_up(__m512 scale) {
+    __m512 up = _mm512_add_ps(scale, _mm512_mul_ps(scale, _mm512_set1_ps(HALF_ULP)));
+    up = _mm512_add_ps(up, _mm512_set1_ps(HALF_TINY));
+    up = _mm512_min_ps(_mm512_set1_ps(LARGEST), _mm512_max_ps(_mm512_set1_ps(2 * HALF_TINY), up));
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(up, 8));
+}
+
+/* The largest fp16 number not above `low`; as a float. */
+QK_INLINE __m512 round_down(__m512 low) {
+    __m512 down = _mm512_sub_ps(low, _mm512_mul_ps(_mm512_abs_ps(low), _mm512_set1_ps(HALF_ULP)));
+    down = _mm512_sub_ps(down, _mm512_set1_ps(HALF_TINY));
+    down = _mm512_min_ps(_mm512_set1_ps(LARGEST), _mm512_max_ps(_mm512_set1_ps(-LARGEST), down));
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(down, 8));
+}
+
+QK_INLINE uint16_t to_half(__m512 v) { return (uint16_t)_mm256_extract_epi16(_mm512_cvtps_ph(v, 8), 0); }
+
+/* Nearest code, ties to even, within low .. high. */
+QK_INLINE __m512i to_code(__m512 v, float low, float high) {
+    __m512 rounded = _mm512_roundscale_ps(v, 8);
+    rounded = _mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), rounded));
+    return _mm512_cvtps_epi32(rounded);
+}
+
+/* e4m3 by integer arithmetic: rounding adds half a unit, less one where the last kept bit is even; below 2^-6 the units
+   are those of 2^14, so adding that rounds. */
+QK_INLINE __m128i to_fp8(__m512 v) {
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    v = _mm512_min_ps(_mm512_set1_ps(448), _mm512_max_ps(_mm512_set1_ps(-448), v));
+    __m512i bits = _mm512_castps_si512(v), magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
+    __m512i code = _mm512_add_epi32(_mm512_add_epi32(magnitude, odd), _mm512_set1_epi32((7 - 127) * (1 << 23) + 0x7FFFF));
+    code = _mm512_srli_epi32(code, 20);
+    __m512 big = _mm512_set1_ps(0x1p14f);
+    __m512i small = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), big)),
+                                     _mm512_castps_si512(big));
+    code = _mm512_mask_mov_epi32(code, _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32((127 - 6) << 23)), small);
+    code = _mm512_mask_mov_epi32(code, nan, _mm512_set1_epi32(0x7F));
+    return _mm512_cvtepi32_epi8(_mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80))));
+}
+
+QK_INLINE void store_plain(uint8_t *to, const uint8_t *from, int64_t width, int type, int stored) {
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        qk_store_state(to, k, stored, lanes, qk_load_state(from, k, type, lanes));
+    }
+}
+
+QK_INLINE void store_fp8(uint8_t *to, const uint8_t *from, int64_t width, int type, __m512 scale) {
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        _mm_mask_storeu_epi8(to + k, lanes, to_fp8(_mm512_div_ps(qk_load_state(from, k, type, lanes), scale)));
+    }
+}
+
+QK_INLINE __m512 scale_of(const uint8_t *from, int64_t width, int type, float limit) {
+    __m512 highest = _mm512_setzero_ps();
+    for (int64_t k = 0; k < width; k += 16)
+        highest = _mm512_max_ps(highest, _mm512_abs_ps(qk_load_state(from, k, type, qk_lanes(k, width))));
+    return round_up(_mm512_div_ps(_mm512_set1_ps(_mm512_reduce_max_ps(highest)), _mm512_set1_ps(limit)));
+}
+
+QK_INLINE void store_int8(uint8_t *to, const uint8_t *from, int64_t width, int type, __m512 scale) {
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        __m512i codes = to_code(_mm512_div_ps(qk_load_state(from, k, type, lanes), scale), -127, 127);
+        _mm_mask_storeu_epi8(to + k, lanes, _mm512_cvtepi32_epi8(codes));
+    }
+}
+
+/* low: channels k .., high: channels width / 2 + k .. as floats; one byte holds one of each. */
+QK_INLINE void pack_int4(uint8_t *to, __mmask16 lanes, __m512 low, __m512 high) {
+    __m512i pair = _mm512_or_si512(to_code(low, 0, 15), _mm512_slli_epi32(to_code(high, 0, 15), 4));
+    _mm_mask_storeu_epi8(to, lanes, _mm512_cvtepi32_epi8(pair));
+}
+
+QK_INLINE void store_int4(uint8_t *to, uint16_t *scales, uint16_t *zeros, const uint8_t *from, int64_t width,
+                          int type) {
+    __m512 low = _mm512_set1_ps(INFINITY), high = _mm512_set1_ps(-INFINITY);
+    for (int64_t k = 0; k < width; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width);
+        __m512 v = qk_load_state(from, k, type, lanes);
+        low = _mm512_mask_min_ps(low, lanes, low, v);
+        high = _mm512_mask_max_ps(high, lanes, high, v);
+    }
+    __m512 zero = round_down(_mm512_set1_ps(_mm512_reduce_min_ps(low)));
+    __m512 range = _mm512_sub_ps(_mm512_set1_ps(_mm512_reduce_max_ps(high)), zero);
+    __m512 scale = round_up(_mm512_div_ps(range, _mm512_set1_ps(15)));
+    *scales = to_half(scale), *zeros = to_half(zero);
+    for (int64_t k = 0; k < width / 2; k += 16) {
+        __mmask16 lanes = qk_lanes(k, width / 2);
+        __m512 first = _mm512_sub_ps(qk_load_state(from, k, type, lanes), zero);
+        __m512 second = _mm512_sub_ps(qk_load_state(from, width / 2 + k, type, lanes), zero);
+        pack_int4(to + k, lanes, _mm512_div_ps(first, scale), _mm512_div_ps(second, scale));
+    }
+}
+
+/* One head's token into its slot of a page. */
+static void store_token(const kv_layer *layer, const kv_array *array, int64_t page, int64_t head, int64_t token,
+                        const uint8_t *from, int type) {
+    uint8_t *to = kv_codes(layer, array, page, head, token);
+    int64_t width = array->width;
+    __m512 scale = _mm512_set1_ps((float)array->fixed_scale);
+    if (array->type <= KV_F16) {
+        store_plain(to, from, width, type, (int)array->type);
+        return;
+    }
+    uint16_t *scales = kv_scales(layer, array, array->scale, page, head, token);
+    if (array->type == KV_INT4) {
+        store_int4(to, scales, kv_scales(layer, array, array->zero, page, head, token), from, width, type);
+        return;
+    }
+    if (array->granularity == KV_TOKEN) {
+        scale = scale_of(from, width, type, array->type == KV_FP8 ? 448 : 127);
+        *scales = to_half(scale);
+    }
+    if (array->type == KV_FP8)
+        store_fp8(to, from, width, type, scale);
+    else
+        store_int8(to, from, width, type, scale);
+}
+
+/* ---- keys by channel ---- */
+
+/* Keys of a page, old ones from the tail and fresh ones as the tail would keep them, as floats (tokens, stride). */
+static void gather_page(const store *s, int64_t row, int64_t head, int64_t position, int64_t cached,
+                        const uint8_t *fresh, float *out, int64_t stride) {
+    const kv_layer *layer = s->layer;
+    int64_t width = layer->key.width, size = qk_state_bytes(s->type), old = qk_max(0, cached - position);
+    if (old)
+        kv_load_tail(layer, row, head, position, old, out, stride);
+    for (int64_t t = old; t < layer->page_size; t++) {
+        const uint8_t *from = fresh + (position + t - cached) * s->key_stride * size;
+        for (int64_t k = 0; k < width; k += 16) {
+            __m512 v = qk_load_state(from, k, s->type, qk_lanes(k, width));
+            if (layer->tail_type != s->type) {
+                uint8_t rounded[64];
+                qk_store_state(rounded, 0, (int)layer->tail_type, 0xFFFF, v);
+                v = qk_load_state(rounded, 0, (int)layer->tail_type, 0xFFFF);
+            }
+            _mm512_storeu_ps(out + t * stride + k, v);
+        }
+    }
+}
+
+/* Ranges of all channels, then codes; keys (tokens, stride) become codes before rounding. */
+static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, float *keys, int64_t stride) {
+    const kv_array *array = &layer->key;
+    uint16_t *scales = kv_scales(layer, array, array->scale, page, head, 0);
+    uint16_t *zeros = kv_scales(layer, array, array->zero, page, head, 0);
+    int64_t tokens = layer->page_size, width = array->width;
+    for (int64_t k = 0; k < width; k += 16) {
+        __m512 low = _mm512_loadu_ps(keys + k), high = low;
+        for (int64_t t = 1; t < tokens; t++) {
+            __m512 v = _mm512_loadu_ps(keys + t * stride + k);
+            low = _mm512_min_ps(low, v), high = _mm512_max_ps(high, v);
+        }
+        __m512 zero = round_down(low), scale = round_up(_mm512_div_ps(_mm512_sub_ps(high, zero), _mm512_set1_ps(15)));
+        __mmask16 lanes = qk_lanes(k, width);
+        _mm256_mask_storeu_epi16(scales + k, lanes, _mm512_cvtps_ph(scale, 8));
+        _mm256_mask_storeu_epi16(zeros + k, lanes, _mm512_cvtps_ph(zero, 8));
+        for (int64_t t = 0; t < tokens; t++) {
+            float *at = keys + t * stride + k;
+            _mm512_storeu_ps(at, _mm512_div_ps(_mm512_sub_ps(_mm512_loadu_ps(at), zero), scale));
+        }
+    }
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t k = 0; k < width / 2; k += 16) {
+            __mmask16 lanes = qk_lanes(k, width / 2);
+            const float *at = keys + t * stride + k;
+            pack_int4(kv_codes(layer, array, page, head, t) + k, lanes, _mm512_maskz_loadu_ps(lanes, at),
+                      _mm512_maskz_loadu_ps(lanes, at + width / 2));
+        }
+}
+
+/* Pages that this step completes into the pool, then the newest keys into the tail. Returns 1 when memory is out. */
+static int store_channels(const store *s, int64_t sequence, int64_t start, int64_t head) {
+    const kv_layer *layer = s->layer;
+    int64_t size = qk_state_bytes(s->type), stride = (layer->key.width + 15) / 16 * 16, tokens = layer->page_size;
+    int64_t length = s->batch->context_lengths[sequence], cached = length - s->batch->query_lengths[sequence];
+    int64_t row = s->batch->tail_rows[sequence];
+    const uint8_t *fresh = s->key + (start * s->key_stride + head * layer->key.width) * size;
+    float *keys = qk_scratch(QK_SLOT_ATTENTION_B, (size_t)(tokens * stride) * sizeof(float));
+    if (!keys)
+        return 1;
+    for (int64_t number = cached / tokens; number < length / tokens; number++) {
+        int64_t page = s->batch->page_table[sequence * s->batch->table_stride + number];
+        gather_page(s, row, head, number * tokens, cached, fresh, keys, stride);
+        quantize_page(layer, page, head, keys, stride);
+    }
+    for (int64_t at = qk_max(cached, length - layer->tail_tokens); at < length; at++)
+        store_plain(kv_tail(layer, row, head, at), fresh + (at - cached) * s->key_stride * size, layer->key.width,
+                    s->type, (int)layer->tail_type);
+    return 0;
+}
+
+static int store_head(const store *s, int64_t sequence, int64_t start, int64_t head) {
+    const kv_layer *layer = s->layer;
+    int64_t size = qk_state_bytes(s->type), length = s->batch->context_lengths[sequence];
+    int64_t new = s->batch->query_lengths[sequence];
+    const uint8_t *key = s->key + (start * s->key_stride + head * layer->key.width) * size;
+    const uint8_t *value = s->value + (start * s->value_stride + head * layer->value.width) * size;
+    for (int64_t i = 0; i < new; i++) {
+        int64_t position = length - new + i, token = position % layer->page_size;
+        int64_t page = s->batch->page_table[sequence * s->batch->table_stride + position / layer->page_size];
+        store_token(layer, &layer->value, page, head, token, value + i * s->value_stride * size, s->type);
+        if (!layer->tail)
+            store_token(layer, &layer->key, page, head, token, key + i * s->key_stride * size, s->type);
+    }
+    return layer->tail ? store_channels(s, sequence, start, head) : 0;
+}
+
+/* Returns 0, or 1 when memory is out. */
+QK_EXPORT int qk_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value,
+                       int64_t key_stride, int64_t value_stride, int type, int threads) {
+    store s = {layer, batch, key, value, key_stride, value_stride, type};
+    int failed = 0;
+    for (int64_t sequence = 0, start = 0; sequence < batch->sequences; sequence++) {
+        int64_t new = batch->query_lengths[sequence];
+        int used = new * layer->heads * layer->key.width < PARALLEL_ELEMENTS ? 1 : threads;
+#pragma omp parallel for num_threads(used) if (used > 1) reduction(| : failed)
+        for (int64_t head = 0; head < layer->heads; head++)
+            failed |= store_head(&s, sequence, start, head);
+        start += new;
+    }
+    return failed;
+}
