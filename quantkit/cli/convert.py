@@ -17,18 +17,23 @@ EPILOG = """\b
 Examples:
   quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
   quantkit convert demo-gptq --to compressed-tensors -o demo-ct
-  quantkit convert demo-gptq --to awq -o demo-awq
-  quantkit inspect demo-gptq demo-awq
+  quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
+  quantkit inspect demo-gptq demo-ct
 """
 
 
 @click.command("convert", epilog=EPILOG, short_help="Write the same codes in another format.")
 @click.argument("checkpoint")
-@click.option("--to", required=True, metavar="FORMAT", help="compressed-tensors, gptq, gptq-v2, awq or dense.")
-@click.option("-o", "--output", metavar="DIR", help="What to create.  [default: ./<checkpoint>-<format>]")
+@click.option("--to", required=True, metavar="FORMAT", help="compressed-tensors, gptq, gptq-v2, awq, gguf or dense.")
+@click.option("-o", "--output", metavar="DIR|FILE", help="What to create.  [default: ./<checkpoint>-<format>]")
+@click.option(
+    "--type", "type_name", metavar="TYPE", help="Of a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16..."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @output_options
-def convert(output_to: Output, *, checkpoint: str, to: str, output: str | None, overwrite: bool) -> None:
+def convert(
+    output_to: Output, *, checkpoint: str, to: str, output: str | None, type_name: str | None, overwrite: bool
+) -> None:
     """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
 
     Nothing is rounded again: codes, scales and zero points are read back and compared bit for bit. What a format
@@ -39,8 +44,16 @@ def convert(output_to: Output, *, checkpoint: str, to: str, output: str | None, 
 
     from quantkit.convert import convert as run
 
-    place = output or f"{Path(checkpoint).resolve().name}-{to}"
-    result = run(checkpoint, to, place, overwrite=overwrite, progress=_progress(output_to))
+    name = Path(checkpoint).resolve().name
+    place = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
+    result = run(
+        checkpoint,
+        to,
+        place,
+        type_name=type_name and type_name.lower(),
+        overwrite=overwrite,
+        progress=_progress(output_to),
+    )
     output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
 
 

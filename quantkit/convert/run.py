@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit.checkpoint.folder import CONFIG_NAME
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
+from quantkit.convert.gguf import write_gguf
 from quantkit.convert.source import DENSE, Source, open_source
 from quantkit.convert.target import Target, as_written, make_target
 from quantkit.errors import AuditError, OutputError, SchemeError
@@ -60,15 +61,19 @@ def convert(
     to: str,
     output: str | Path,
     *,
+    type_name: str | None = None,
+    importance: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Conversion:
     """Write the codes of a checkpoint in another format.
 
     Args:
-        checkpoint: directory in any readable format.
+        checkpoint: directory in any readable format; for "gguf" also of an ordinary model.
         to: name of the format to write.
-        output: directory to create.
+        output: directory to create, a file for "gguf".
+        type_name: for "gguf" and an ordinary model, what its matrices are rounded to: see `gguf.TYPES`.
+        importance: for the types q4_k and q6_k, mean square of each input (K,) by full module name.
         overwrite: replace an existing checkpoint there.
         progress: called before each layer with layers done, layers in all, and the layer's name.
     Raises:
@@ -76,10 +81,13 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output is taken or cannot be written.
     """
-    source = open_source(Path(checkpoint))
-    target = make_target(source, to)
-    place = Path(output)
+    source, place = open_source(Path(checkpoint)), Path(output)
     check_place(place, source.reader.path, overwrite=overwrite)
+    if to == "gguf":
+        return _to_gguf(source, place, type_name, importance, overwrite, progress)
+    if type_name is not None or importance is not None:
+        raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
+    target = make_target(source, to)
     with working_folder(place) as folder, torch.inference_mode():
         weight_map = _write_layers(source, target, folder, progress)
         size = sum(info.num_bytes for info in _infos(folder, weight_map))
@@ -102,6 +110,31 @@ def convert(
         source_bytes=source.reader.num_bytes,
         output_bytes=size,
         stored=stored,
+    )
+
+
+def _to_gguf(
+    source: Source,
+    place: Path,
+    type_name: str | None,
+    importance: Mapping[str, Tensor] | None,
+    overwrite: bool,
+    progress: Progress,
+) -> Conversion:
+    with working_folder(place) as folder, torch.inference_mode():
+        file = folder / place.name
+        written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
+        promote(file, place, overwrite=overwrite)
+    return Conversion(
+        source=str(source.reader.path),
+        source_format=source.name,
+        output=str(place),
+        format="gguf",
+        num_linears=written.num_linears,
+        source_bytes=source.reader.num_bytes,
+        output_bytes=written.num_bytes,
+        stored=written.stored,
+        notes=written.notes,
     )
 
 

@@ -56,12 +56,22 @@ def make_target(source: Source, name: str) -> Target:
     try:
         return _check(source, name, format_)
     except SchemeError as error:
-        others = [other for other in REGISTRY.names() if other not in (name, source.name) and _works(source, other)]
-        codes = [other for other in others if other != DENSE]
-        hint = f"these hold all of it: {', '.join(codes)}" if codes else "no other format holds the codes"
-        if not codes and DENSE in others:
-            hint += "; dense holds their values"
+        hint = nearest_that_works(source, name)
         raise SchemeError(f"{source.reader.path} does not fit format {name}: {error}; {hint}") from None
+
+
+def nearest_that_works(source: Source, refused: str) -> str:
+    """Which formats hold all that a checkpoint has, as the end of a message.
+
+    Args:
+        source: the checkpoint.
+        refused: name of a format that does not.
+    """
+    others = [other for other in REGISTRY.names() if other not in (refused, source.name) and _works(source, other)]
+    codes = [other for other in others if other != DENSE]
+    if codes:
+        return f"these hold all of it: {', '.join(codes)}"
+    return "no other format holds the codes" + ("; dense holds their values" if DENSE in others else "")
 
 
 def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:

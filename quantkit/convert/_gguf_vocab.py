@@ -1,0 +1,172 @@
+"""A tokenizer.json as the entries of a GGUF file: tokens, merges or scores, special tokens, chat template. Torch-free.
+
+Two kinds are known: byte-level BPE ("gpt2"), whose way of splitting text llama.cpp must know by name, and BPE with byte
+fallback made from SentencePiece ("llama"), whose merges become scores: the earlier the merge, the higher the score.
+Source: llama.cpp `convert_hf_to_gguf.py` (get_vocab_base_pre), `src/llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ModelError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# How text is split before merges, as (kind, pattern or flag) pairs, and llama.cpp's name for it.
+_GPT2 = ("ByteLevel", True)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PRE: dict[tuple[tuple[str, Any], ...], str] = {
+    (_GPT2,): "gpt-2",
+    (("Digits", True), _GPT2): "smollm",
+    (("Split", _LLAMA3), ("ByteLevel", False)): "llama-bpe",
+    (("Split", _LLAMA3.replace("{1,3}", "")), ("ByteLevel", False)): "qwen2",
+}
+
+
+def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """Entries under `tokenizer.` for a GGUF file.
+
+    Args:
+        folder: of the model, with tokenizer.json.
+        config: contents of config.json.
+        num_rows: of the embedding; a vocabulary with fewer tokens is filled up.
+    Raises:
+        ModelError: there is no tokenizer.json, or llama.cpp has no tokenizer like it.
+    """
+    data = _read_json(folder / "tokenizer.json")
+    settings = _read_json(folder / "tokenizer_config.json", optional=True)
+    model = data.get("model") or {}
+    if model.get("type") != "BPE":
+        raise ModelError(f"{folder}/tokenizer.json is of type {model.get('type')!r}; GGUF files can hold BPE here")
+    added = {entry["id"]: entry for entry in data.get("added_tokens") or []}
+    tokens, types = _tokens(folder, model["vocab"], added, num_rows, byte_tokens=bool(model.get("byte_fallback")))
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges") or []]
+    entries: dict[str, Any] = {}
+    if model.get("byte_fallback"):
+        prefix = any(step.get("type") == "Prepend" for step in _flat(data.get("normalizer")))
+        entries |= {
+            "ggml.model": "llama",
+            "ggml.pre": "default",
+            "ggml.tokens": tokens,
+            "ggml.scores": _scores(tokens, merges),
+            "ggml.token_type": types,
+            "ggml.add_space_prefix": prefix or any(s.get("prepend_scheme") == "first" for s in _pre_steps(data)),
+        }
+    else:
+        entries |= {"ggml.model": "gpt2", "ggml.pre": _split_name(folder, data), "ggml.tokens": tokens}
+        entries |= {"ggml.token_type": types, **({"ggml.merges": merges} if merges else {"ggml.merges": ["  "]})}
+    entries |= _special(data, settings, config, {token: number for number, token in enumerate(tokens)})
+    template = settings.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(template, str):
+        entries["chat_template"] = template
+    return {f"tokenizer.{key}": value for key, value in entries.items()}
+
+
+def _tokens(
+    folder: Path, vocab: Mapping[str, int], added: Mapping[int, Any], num_rows: int, *, byte_tokens: bool
+) -> tuple[list[str], list[int]]:
+    """Text and type of every row of the embedding."""
+    tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
+    for token, number in vocab.items():
+        if not 0 <= number < num_rows:
+            raise ModelError(
+                f"{folder}/tokenizer.json gives {token!r} the id {number}, the embedding has {num_rows} rows"
+            )
+        tokens[number] = token
+        is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        types[number] = _BYTE if is_byte else _NORMAL
+    for number, entry in added.items():
+        if not 0 <= number < num_rows:
+            raise ModelError(
+                f"{folder}/tokenizer.json adds a token with id {number}, the embedding has {num_rows} rows"
+            )
+        tokens[number] = entry["content"]
+        types[number] = _CONTROL if entry.get("special") else _USER
+        if byte_tokens and entry["content"] == "<unk>":
+            types[number] = _UNKNOWN
+    return tokens, types
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Score of each token: minus the place of the first merge that makes it; single characters rank behind all."""
+    places: dict[str, int] = {}
+    for place, merge in enumerate(merges):
+        places.setdefault(merge.replace(" ", ""), place)
+    return [-float(places.get(token, len(merges) + number)) for number, token in enumerate(tokens)]
+
+
+def _split_name(folder: Path, data: Mapping[str, Any]) -> str:
+    steps = tuple(_described(step) for step in _pre_steps(data))
+    if steps in _PRE:
+        return _PRE[steps]
+    raise ModelError(
+        f"{folder}/tokenizer.json splits text by {list(steps)}, for which no llama.cpp tokenizer is known here; "
+        f"known: {', '.join(_PRE.values())}"
+    )
+
+
+def _described(step: Mapping[str, Any]) -> tuple[str, Any]:
+    kind = str(step.get("type"))
+    if kind == "Split":
+        return kind, (step.get("pattern") or {}).get("Regex")
+    return kind, step.get({"ByteLevel": "use_regex", "Digits": "individual_digits"}.get(kind, ""), True)
+
+
+def _pre_steps(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(_flat(data.get("pre_tokenizer")))
+
+
+def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    if not isinstance(step, Mapping):
+        return
+    inner = step.get("normalizers") or step.get("pretokenizers")
+    if inner is None:
+        yield step
+        return
+    for item in inner:
+        yield from _flat(item)
+
+
+def _special(
+    data: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """Ids of special tokens, and whether they are added to a text."""
+    entries: dict[str, Any] = {}
+    for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = settings.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, Mapping) else token
+        number = ids.get(token) if isinstance(token, str) else None
+        if number is None:
+            number = config.get(f"{kind}_token_id")
+            number = number[0] if isinstance(number, list) and number else number
+        if type(number) is int:
+            entries[f"ggml.{key}_token_id"] = number
+    single = json.dumps((data.get("post_processor") or {}).get("single") or data.get("post_processor") or "")
+    for kind in ("bos", "eos"):
+        token = settings.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, Mapping) else token
+        found = isinstance(token, str) and f'"SpecialToken": {{"id": {json.dumps(token)}' in single
+        entries[f"ggml.add_{kind}_token"] = bool(settings.get(f"add_{kind}_token", found)) if not single else found
+    return entries
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); a GGUF file needs the tokenizer of the model") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds no JSON object; download or copy it again")
+    return data

@@ -1,0 +1,285 @@
+"""GGUF files: header, metadata and tensor bytes, read within the bounds of the file and written as a stream.
+
+    | "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensor infos | padding | tensor bytes |
+
+Strings are a u64 length and UTF-8 bytes; dimensions run from the innermost; offsets count from the end of the padding.
+Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model needs (`quantkit.convert`).
+Source: ggml `docs/gguf.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quantkit.errors import CheckpointError
+from quantkit.formats._gguf_blocks import BLOCKS, Block
+
+MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+_MAX_NAME, _MAX_DIMS = 64, 4
+_DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
+
+# Value types by number: struct code of the fixed ones.
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFTensor:
+    """Where one tensor lies.
+
+    Args:
+        block: its type.
+        shape: outermost dimension first, as torch has it; the last is in elements, not bytes.
+        offset: of its first byte from the start of the file.
+        num_bytes: its length.
+    """
+
+    block: Block
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFFile:
+    """The header of one file.
+
+    Args:
+        path: of the file.
+        metadata: entries by key; arrays are lists.
+        tensors: by name, in the order of the file.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def read(self, name: str) -> bytearray:
+        """The bytes of one tensor.
+
+        Raises:
+            CheckpointError: no such tensor, or the file cannot be read.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        info = self.tensors[name]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(info.offset)
+                data = bytearray(file.read(info.num_bytes))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}; check the disk") from error
+        if len(data) < info.num_bytes:
+            raise CheckpointError(f"{self.path} ended early: it changed while it was read; run the command again")
+        return data
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file whose name or first bytes say GGUF."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return path.suffix == ".gguf" or file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """The header of a file; nothing is allocated that the file's size does not bear out.
+
+    Args:
+        path: of the file.
+    Raises:
+        CheckpointError: missing, not GGUF, truncated or inconsistent; names the place.
+    """
+    try:
+        with path.open("rb") as file:
+            cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
+            return _read(cursor)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+
+
+class GGUFWriter:
+    """Writes one file as a stream: first `header`, then the bytes of each tensor in that order.
+
+    Args:
+        file: opened for writing, at its start.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._expected: list[tuple[str, int]] = []
+
+    def header(self, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Block, Sequence[int]]]) -> None:
+        """Write everything before the tensors' bytes.
+
+        Args:
+            metadata: bool, int (u32), float (f32), str, or a non-empty list of one of them (ints become i32).
+            tensors: type and shape (outermost first) by name, in the order in which their bytes follow.
+        Raises:
+            CheckpointError: a name that the format has no room for, or a shape that does not fit its blocks.
+        """
+        parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
+        for key, value in metadata.items():
+            parts += [_string(key), _value(value)]
+        offset = 0
+        for name, (block, shape) in tensors.items():
+            if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
+                raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
+            size = block.num_bytes(shape)
+            dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+            parts += [_string(name), dims, struct.pack("<IQ", block.number, offset)]
+            self._expected.append((name, size))
+            offset += size + -size % ALIGNMENT
+        data = b"".join(parts)
+        self._file.write(data + b"\0" * (-len(data) % ALIGNMENT))
+        self._expected.reverse()
+
+    def tensor(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write the bytes of the next tensor.
+
+        Args:
+            name: that of the header's order.
+            pieces: its bytes.
+        """
+        expected, size = self._expected.pop()
+        assert name == expected, f"{name} comes where the header has {expected}"
+        written = 0
+        for piece in pieces:
+            self._file.write(piece)
+            written += len(piece)
+        assert written == size, f"{name} has {written} bytes, its header says {size}"
+        self._file.write(b"\0" * (-size % ALIGNMENT))
+
+
+class _Cursor:
+    """A file that is read forward and knows how much is left."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self._file, self.size = path, file, size
+
+    @property
+    def left(self) -> int:
+        """Bytes behind the cursor."""
+        return self.size - self._file.tell()
+
+    @property
+    def position(self) -> int:
+        """Bytes before the cursor."""
+        return self._file.tell()
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next bytes."""
+        if count > self.left:
+            raise self.error(f"{what} takes {count} bytes, {self.left} are left")
+        return self._file.read(count)
+
+    def unpack(self, code: str, what: str) -> Any:
+        """The next number."""
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+
+    def string(self, what: str) -> str:
+        """The next string."""
+        data = self.take(self.unpack("Q", what), what)
+        # Tokens of byte-level vocabularies need not be valid on their own.
+        return data.decode("utf-8", errors="replace")
+
+    def count(self, what: str, least_bytes: int) -> int:
+        """The next number of things, each of at least so many bytes."""
+        value = int(self.unpack("Q", what))
+        if value * least_bytes > self.left:
+            raise self.error(f"{what} is {value}, more than the {self.left} bytes left can hold")
+        return value
+
+    def error(self, text: str) -> CheckpointError:
+        """To be raised."""
+        return CheckpointError(f"{self.path}: at byte {self.position}: {text}; {_DAMAGED}")
+
+
+def _read(cursor: _Cursor) -> GGUFFile:
+    if cursor.take(4, "the magic") != MAGIC:
+        raise cursor.error("it does not begin with GGUF")
+    version = cursor.unpack("I", "the version")
+    if version not in (2, 3):
+        raise cursor.error(f"version {version} is not known; 2 and 3 are")
+    num_tensors = cursor.count("the number of tensors", 24)
+    num_entries = cursor.count("the number of entries", 13)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = cursor.string("a key")
+        metadata[key] = _read_value(cursor, cursor.unpack("I", f"the type of {key!r}"), key)
+    infos = [_read_info(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+        raise cursor.error(f"general.alignment is {alignment!r}")
+    start = cursor.position + -cursor.position % alignment
+    tensors = {name: _place(cursor, name, block, shape, start + offset) for name, block, shape, offset in infos}
+    if len(tensors) < len(infos):
+        raise cursor.error("two tensors have the same name")
+    return GGUFFile(path=cursor.path, metadata=metadata, tensors=tensors)
+
+
+def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind in _CODES:
+        return cursor.unpack(_CODES[kind], repr(key))
+    if kind == _STRING:
+        return cursor.string(repr(key))
+    if kind != _ARRAY:
+        raise cursor.error(f"{key!r} has the unknown type {kind}")
+    inner = cursor.unpack("I", f"the type inside {key!r}")
+    if inner == _STRING:
+        return [cursor.string(repr(key)) for _ in range(cursor.count(f"the length of {key!r}", 8))]
+    if inner not in _CODES:
+        raise cursor.error(f"{key!r} is an array of the unknown type {inner}")
+    width = struct.calcsize(f"<{_CODES[inner]}")
+    length = cursor.count(f"the length of {key!r}", width)
+    return list(struct.unpack(f"<{length}{_CODES[inner]}", cursor.take(length * width, repr(key))))
+
+
+def _read_info(cursor: _Cursor) -> tuple[str, Block, tuple[int, ...], int]:
+    name = cursor.string("the name of a tensor")
+    num_dims = cursor.unpack("I", f"the dimensions of {name!r}")
+    if num_dims > _MAX_DIMS:
+        raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
+    shape = tuple(cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(num_dims))[::-1]
+    number = cursor.unpack("I", f"the type of {name!r}")
+    if number not in BLOCKS:
+        raise cursor.error(f"tensor {name!r} has the unknown type {number}")
+    return name, BLOCKS[number], shape, cursor.unpack("Q", f"the offset of {name!r}")
+
+
+def _place(cursor: _Cursor, name: str, block: Block, shape: tuple[int, ...], offset: int) -> GGUFTensor:
+    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block.values):
+        raise cursor.error(f"tensor {name!r} has shape {shape}, not a multiple of the {block.values} of {block.name}")
+    num_bytes = block.num_bytes(shape)
+    if offset + num_bytes > cursor.size:
+        raise cursor.error(
+            f"tensor {name!r} ends at byte {offset + num_bytes}, the file has {cursor.size}: it is truncated"
+        )
+    return GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, list):
+        assert value, "an empty array has no type"
+        if isinstance(value[0], str):
+            return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
+        kind = _BOOL if isinstance(value[0], bool) else _F32 if isinstance(value[0], float) else _I32
+        return struct.pack(f"<IIQ{len(value)}{_CODES[kind]}", _ARRAY, kind, len(value), *value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    kind = _BOOL if isinstance(value, bool) else _F32 if isinstance(value, float) else _U32
+    return struct.pack(f"<I{_CODES[kind]}", kind, value)

@@ -1,0 +1,232 @@
+"""Encoders of Q4_K and Q6_K: 256 values share 16-bit scales, which scale the small integer scales of sub-blocks.
+
+Both search, per sub-block, the scale (and minimum) with the least weighted squared error and round them to integers of
+the block's own scale. Then they improve all three in turn: codes for given scales, integer scales among their
+neighbours, the 16-bit scales by least squares; a step that does not lower the error of a block is not taken. ggml's own
+encoder stops before that last part. Decoding is in `_gguf_blocks`.
+Shapes: M blocks, S sub-blocks of n values, S * n = 256.
+Source: the format and the first search are those of ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from quantkit.formats._gguf_blocks import pack_k_scales
+
+# Blocks worked on at once: their temporaries stay in a CPU's cache.
+_CHUNK = 512
+_ROUNDS = 3
+
+
+def quantize_q4_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Encode to Q4_K: value = d * scale * code - dmin * minimum with codes 0..15 and 6-bit scales and minimums.
+
+    Args:
+        values: (M, 256) float32.
+        importance: (M, 256) or (1, 256) float32 >= 0, weights of the squared errors; None = larger values count more.
+    Returns:
+        (M, 144) uint8.
+    """
+    parts = [_q4_k(chunk, weights) for chunk, weights in _chunks(values, importance)]
+    return torch.cat(parts) if parts else torch.empty(0, 144, dtype=torch.uint8)
+
+
+def quantize_q6_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Encode to Q6_K: value = d * scale * code with codes -32..31 and 8-bit scales of 16 values each.
+
+    Args:
+        values: (M, 256) float32.
+        importance: as in `quantize_q4_k`.
+    Returns:
+        (M, 210) uint8.
+    """
+    parts = [_q6_k(chunk, weights) for chunk, weights in _chunks(values, importance)]
+    return torch.cat(parts) if parts else torch.empty(0, 210, dtype=torch.uint8)
+
+
+def _chunks(values: Tensor, importance: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    if importance is not None:
+        importance = importance.expand(values.shape[0], -1)
+    return [
+        (values[row : row + _CHUNK], None if importance is None else importance[row : row + _CHUNK])
+        for row in range(0, values.shape[0], _CHUNK)
+    ]
+
+
+def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
+    blocks = values.view(-1, 8, 32)
+    weights = _q4_weights(blocks, importance)
+    scale, minimum = _search_affine(blocks, weights)  # (M, 8) each, >= 0
+    step = _half(scale.amax(1, keepdim=True) / 63)
+    offset = _half(minimum.amax(1, keepdim=True) / 63)
+    scales = _ratio(scale, step).round_().clamp_(0, 63)
+    minimums = _ratio(minimum, offset).round_().clamp_(0, 63)
+    best = _improve_q4(blocks, weights, step, offset, scales, minimums)
+    for _ in range(_ROUNDS):
+        error, codes, step, offset, scales, minimums = best
+        refit = _fit_pair(blocks, weights, codes * scales.unsqueeze(-1), minimums.unsqueeze(-1).expand_as(codes))
+        found = _improve_q4(blocks, weights, *refit, scales, minimums)
+        better = (found[0] < error).view(-1, 1)
+        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))  # type: ignore[assignment]
+    _, codes, step, offset, scales, minimums = best
+    pairs = codes.to(torch.uint8).view(-1, 4, 2, 32)
+    packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    head = torch.cat([step, offset], dim=1).to(torch.float16).view(torch.uint8)
+    return torch.cat([head, pack_k_scales(scales.to(torch.uint8), minimums.to(torch.uint8)), packed.flatten(1)], dim=1)
+
+
+def _q4_weights(blocks: Tensor, importance: Tensor | None) -> Tensor:
+    """Weights of squared errors, as ggml has them: with importance, of the size of a value within its block too."""
+    if importance is None:
+        return blocks.square().mean(-1, keepdim=True).sqrt() + blocks.abs()
+    spread = 2 * blocks.square().mean((1, 2), keepdim=True)
+    return importance.reshape(blocks.shape) * (spread + blocks.square()).sqrt()
+
+
+def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum (as a number >= 0 to subtract) of each sub-block for codes 0..15, each (M, S)."""
+    low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True)
+    width = (high - low).clamp_(min=1e-30)
+    best_scale, best_low = width / 15, low.clone()
+    codes = ((blocks - low) / best_scale).round_().clamp_(0, 15)
+    best = _error(blocks, weights, codes * best_scale + best_low)
+    total, total_x = weights.sum(-1, keepdim=True), (weights * blocks).sum(-1, keepdim=True)
+    for number in range(21):
+        codes = ((blocks - best_low) * ((14.0 + 0.1 * number) / width)).round_().clamp_(0, 15)
+        weighted = weights * codes
+        sum_l, sum_l2 = weighted.sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
+        sum_xl = (weighted * blocks).sum(-1, keepdim=True)
+        determinant = (total * sum_l2 - sum_l.square()).clamp_(min=1e-30)
+        scale = (total * sum_xl - total_x * sum_l) / determinant
+        start = (sum_l2 * total_x - sum_l * sum_xl) / determinant
+        scale = torch.where(start > 0, sum_xl / sum_l2.clamp(min=1e-30), scale)
+        start = start.clamp(max=0)
+        error = _error(blocks, weights, codes * scale + start)
+        better = (error < best) & (scale.squeeze(-1) > 0)
+        best = torch.where(better, error, best)
+        best_scale, best_low = (
+            torch.where(better.unsqueeze(-1), new, old) for new, old in ((scale, best_scale), (start, best_low))
+        )
+    return best_scale.squeeze(-1), -best_low.squeeze(-1)
+
+
+Q4State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _improve_q4(
+    blocks: Tensor, weights: Tensor, step: Tensor, offset: Tensor, scales: Tensor, minimums: Tensor
+) -> Q4State:
+    """Best codes for these 16-bit scales, with integer scales and minimums moved by at most one.
+
+    Returns:
+        error (M,), codes (M, 8, 32), and the four arguments with the integers chosen.
+    """
+    best: tuple[Tensor, ...] | None = None
+    for move, shift in itertools.product((0, -1, 1), repeat=2):
+        tried, lowered = (scales + move).clamp_(0, 63), (minimums + shift).clamp_(0, 63)
+        slope, start = (step * tried).unsqueeze(-1), (offset * lowered).unsqueeze(-1)
+        codes = _ratio(blocks + start, slope).round_().clamp_(0, 15)
+        found = (_error(blocks, weights, codes * slope - start), codes, tried, lowered)
+        if best is None:
+            best = found
+        better = found[0] < best[0]
+        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))
+    assert best is not None
+    return best[0].sum(1), best[1], step, offset, best[2], best[3]
+
+
+def _fit_pair(blocks: Tensor, weights: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """d and dmin (M, 1) for which d * first - dmin * second is nearest to the values, as float16 holds them."""
+    aa, ab, bb, ax, bx = (
+        (weights * left * right).sum((1, 2))
+        for left, right in ((first, first), (first, second), (second, second), (first, blocks), (second, blocks))
+    )
+    determinant = aa * bb - ab.square()
+    usable = determinant > 1e-6 * aa * bb
+    step = torch.where(usable, (ax * bb - bx * ab) / determinant, ax / aa.clamp(min=1e-30))
+    offset = torch.where(usable, (ax * ab - bx * aa) / determinant, torch.zeros_like(step))
+    return _half(step.clamp_(min=0).view(-1, 1)), _half(offset.clamp_(min=0).view(-1, 1))
+
+
+def _q6_k(values: Tensor, importance: Tensor | None) -> Tensor:
+    blocks = values.view(-1, 16, 16)
+    weights = blocks.square() if importance is None else importance.reshape(blocks.shape)
+    weights = weights + 1e-12  # a block of zeros has an error too
+    scale = _search_symmetric(blocks, weights)  # (M, 16), signed
+    extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
+    step = _half(extreme / -128)
+    scales = _ratio(scale, step).round_().clamp_(-128, 127)
+    best = _improve_q6(blocks, weights, step, scales)
+    for _ in range(_ROUNDS):
+        error, codes, step, scales = best
+        grid = codes * scales.unsqueeze(-1)
+        refit = (weights * grid * blocks).sum((1, 2)) / (weights * grid * grid).sum((1, 2)).clamp(min=1e-30)
+        found = _improve_q6(blocks, weights, _half(refit.view(-1, 1)), scales)
+        better = (found[0] < error).view(-1, 1)
+        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))  # type: ignore[assignment]
+    _, codes, step, scales = best
+    halves = (codes + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    low = torch.cat([halves[:, :, :2] & 15 | (halves[:, :, 2:] & 15) << 4], dim=2).flatten(1)  # (M, 128)
+    high = halves >> 4 << torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = high[:, :, 0] | high[:, :, 1] | high[:, :, 2] | high[:, :, 3]
+    tail = step.to(torch.float16).view(torch.uint8)
+    return torch.cat([low, high.flatten(1), scales.to(torch.int8).view(torch.uint8), tail], dim=1)
+
+
+def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
+    """Signed scale of each sub-block for codes -32..31, (M, S): the largest value in magnitude gets a code near -32."""
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # (M, S, 1)
+    safe = torch.where(extreme == 0, torch.ones_like(extreme), extreme)
+    best = torch.full(extreme.shape[:2], -1.0, dtype=blocks.dtype, device=blocks.device)
+    best_scale = torch.zeros_like(best)
+    for number in range(-9, 10):
+        codes = (blocks * (-(32 + 0.1 * number) / safe)).round_().clamp_(-32, 31)
+        weighted = weights * codes
+        sum_xl, sum_l2 = (weighted * blocks).sum(-1), (weighted * codes).sum(-1).clamp_(min=1e-30)
+        gain = sum_xl.square() / sum_l2
+        better = gain > best
+        best = torch.where(better, gain, best)
+        best_scale = torch.where(better, sum_xl / sum_l2, best_scale)
+    return best_scale
+
+
+def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Best codes for this 16-bit scale, with integer scales moved by at most one; error (M,), codes, step, scales."""
+    best: tuple[Tensor, ...] | None = None
+    for move in (0, -1, 1):
+        tried = (scales + move).clamp_(-128, 127)
+        slope = (step * tried).unsqueeze(-1)
+        codes = _ratio(blocks, slope).round_().clamp_(-32, 31)
+        found = (_error(blocks, weights, codes * slope), codes, tried)
+        if best is None:
+            best = found
+        better = found[0] < best[0]
+        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))
+    assert best is not None
+    return best[0].sum(1), best[1], step, best[2]
+
+
+def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:
+    """Weighted squared error per sub-block, (M, S)."""
+    return (decoded - blocks).square_().mul_(weights).sum(-1)
+
+
+def _pick(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where `better`, whose missing last dimensions or last 1 are those of the others."""
+    if new.ndim == 1:
+        return torch.where(better.view(-1), new, old)
+    return torch.where(better.view(*better.shape, *[1] * (new.ndim - better.ndim)), new, old)
+
+
+def _ratio(values: Tensor, by: Tensor) -> Tensor:
+    """values / by, and 0 where by is 0."""
+    return torch.where(by == 0, torch.zeros_like(values), values / torch.where(by == 0, torch.ones_like(by), by))
+
+
+def _half(values: Tensor) -> Tensor:
+    """Rounded to what float16 holds, as float32."""
+    return values.to(torch.float16).float()
