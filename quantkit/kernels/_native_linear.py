@@ -226,8 +226,9 @@ def _lay_out_4(codes: Tensor) -> Tensor:
 
 
 def _lay_out_8(codes: Tensor) -> Tensor:
-    pairs = _blocks(codes.view(torch.uint8), 2).permute(0, 3, 1, 2, 4)  # (P, K / 2, 4, 16, 2)
-    return pairs.unflatten(2, (2, 2)).permute(0, 1, 2, 4, 5, 3).contiguous()  # byte = block within its half
+    blocks = _blocks(codes.view(torch.uint8), 2)  # (P, 4, 16, K / 2, 2)
+    halves = blocks.reshape(len(blocks), 2, 2, 16, -1, 2)  # the byte of a word is the block within its half
+    return halves.permute(0, 4, 1, 3, 5, 2).contiguous()
 
 
 def _lay_out_u8(codes: Tensor) -> Tensor:

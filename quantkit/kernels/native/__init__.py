@@ -19,13 +19,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from quantkit.kernels.native.build import BuildError, build, load_library
+from quantkit.kernels.native.build import BuildError, build_library, load_library
 
 Function = Callable[..., Any]
 
 _lock = threading.Lock()
 _state: tuple[ctypes.CDLL | None, str] | None = None
-_functions: dict[str, Function] = {}
 
 
 def load() -> ctypes.CDLL | None:
@@ -60,16 +59,14 @@ def function(name: str, *arguments: Any, returns: Any = None) -> Function | None
     library = load()
     if library is None:
         return None
-    if name not in _functions:
-        found = getattr(library, name)
-        found.argtypes, found.restype = list(arguments), returns
-        _functions[name] = found
-    return _functions[name]
+    found = library[name]
+    found.argtypes, found.restype = list(arguments), returns
+    return found
 
 
 def _try_load() -> tuple[ctypes.CDLL | None, str]:
     try:
-        path, text = build()
+        path, text = build_library()
         return load_library(path), text
     except (BuildError, OSError) as error:
         return None, f"off: {error}"

@@ -37,7 +37,7 @@ class BuildError(Exception):
     """There will be no library; the message is the reason."""
 
 
-def build() -> tuple[Path, str]:
+def build_library() -> tuple[Path, str]:
     """Compile what is not in the cache.
 
     Returns:

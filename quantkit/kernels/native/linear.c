@@ -14,7 +14,7 @@ typedef struct {
     const float *row_scale, *sums;  /* by token; by token and group; NULL: not needed */
     void *out;
     int64_t tokens, pairs, stride, groups;
-    int64_t width, run, runs_per_group, runs; /* pairs of a group and of a run; a run is what is summed before scaling */
+    int64_t width, run, runs_per_group, runs; /* pairs of a group, and of a run: what is summed before it is scaled */
     int x_is_bf16, out_is_bf16;
 } Job;
 
@@ -37,19 +37,19 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
 /* Decode `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
 static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
     const __m512i table = table_of(storage);
-#define EACH(kind)                                                                                                      \
-    case kind:                                                                                                          \
-        for (int64_t p = 0; p < pairs; p++) {                                                                           \
-            if (to_bf16) {                                                                                              \
-                __m512i v[4];                                                                                           \
-                load_pair(kind, w + p * PAIR_BYTES[kind], table, v);                                                    \
-                for (int b = 0; b < 4; b++) _mm512_store_si512(tile + 256 * p + 64 * b, v[b]);                          \
-            } else {                                                                                                    \
-                __m512 v[2][4];                                                                                         \
-                load_pair_f32(kind, w + p * PAIR_BYTES[kind], table, v);                                                \
-                for (int i = 0; i < 8; i++) _mm512_store_ps((float *)(tile + 512 * p) + 16 * i, v[i / 4][i % 4]);       \
-            }                                                                                                           \
-        }                                                                                                               \
+#define EACH(kind) \
+    case kind: \
+        for (int64_t p = 0; p < pairs; p++) { \
+            if (to_bf16) { \
+                __m512i v[4]; \
+                load_pair(kind, w + p * PAIR_BYTES[kind], table, v); \
+                for (int b = 0; b < 4; b++) _mm512_store_si512(tile + 256 * p + 64 * b, v[b]); \
+            } else { \
+                __m512 v[2][4]; \
+                load_pair_f32(kind, w + p * PAIR_BYTES[kind], table, v); \
+                for (int i = 0; i < 8; i++) _mm512_store_ps((float *)(tile + 512 * p) + 16 * i, v[i / 4][i % 4]); \
+            } \
+        } \
         break;
     switch (storage) {
         EACH(QK_BF16)
@@ -85,9 +85,9 @@ static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *
             int64_t first = token + range.first;
             Factors factors;
             load_factors(job, panel, group, group * job->runs_per_group + run, first, &factors);
-            segments[range.last - range.first - 1](
-                w + (p - start) * PAIR_BYTES[storage], (const uint8_t *)job->x + (first * job->stride + 2 * p) * element,
-                job->stride, stop - p, &factors, main + range.first * QK_PANEL);
+            const uint8_t *x = (const uint8_t *)job->x + (first * job->stride + 2 * p) * element;
+            segments[range.last - range.first - 1](w + (p - start) * PAIR_BYTES[storage], x, job->stride, stop - p,
+                                                   &factors, main + range.first * QK_PANEL);
         }
     }
 }

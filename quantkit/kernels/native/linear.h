@@ -2,7 +2,8 @@
 
    Outputs are taken 64 at a time, a panel: four blocks of 16, one output per lane of a vector, so that nothing is ever
    summed across lanes and scales are vectors. Outputs are padded to whole panels, inputs to whole pairs (quads for
-   int8), with zeros. A panel lies in memory in the order in which it is read; by storage, for one pair of inputs (e, o):
+   int8), with zeros. A panel lies in memory in the order in which it is read. By storage, for one pair of
+   inputs (e, o):
 
        QK_BF16  [block 4][lane 16][e, o]  16-bit words                                            256 bytes
        QK_F32   [e, o][block 4][lane 16]  floats                                                  512

@@ -20,25 +20,25 @@ typedef struct {
    variables with names, because it keeps an array of them in memory. */
 #define ADD_PRODUCTS(acc, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x))
 #define PARTIAL(m, b) (partial + QK_PANEL * m + 16 * b)
-#define START(m)                                                                                                        \
-    __m512i s##m##0 = zero, s##m##1 = zero, s##m##2 = zero, s##m##3 = zero;                                             \
-    if (m < tokens && !first) {                                                                                         \
-        s##m##0 = _mm512_loadu_si512(PARTIAL(m, 0)), s##m##1 = _mm512_loadu_si512(PARTIAL(m, 1));                       \
-        s##m##2 = _mm512_loadu_si512(PARTIAL(m, 2)), s##m##3 = _mm512_loadu_si512(PARTIAL(m, 3));                       \
+#define START(m) \
+    __m512i s##m##0 = zero, s##m##1 = zero, s##m##2 = zero, s##m##3 = zero; \
+    if (m < tokens && !first) { \
+        s##m##0 = _mm512_loadu_si512(PARTIAL(m, 0)), s##m##1 = _mm512_loadu_si512(PARTIAL(m, 1)); \
+        s##m##2 = _mm512_loadu_si512(PARTIAL(m, 2)), s##m##3 = _mm512_loadu_si512(PARTIAL(m, 3)); \
     }
-#define STEP(m)                                                                                                         \
-    if (m < tokens) {                                                                                                   \
-        memcpy(&four, x + m * stride + 4 * q, 4);                                                                       \
-        __m512i input = _mm512_set1_epi32(four);                                                                        \
-        ADD_PRODUCTS(s##m##0, v0, input);                                                                               \
-        ADD_PRODUCTS(s##m##1, v1, input);                                                                               \
-        ADD_PRODUCTS(s##m##2, v2, input);                                                                               \
-        ADD_PRODUCTS(s##m##3, v3, input);                                                                               \
+#define STEP(m) \
+    if (m < tokens) { \
+        memcpy(&four, x + m * stride + 4 * q, 4); \
+        __m512i input = _mm512_set1_epi32(four); \
+        ADD_PRODUCTS(s##m##0, v0, input); \
+        ADD_PRODUCTS(s##m##1, v1, input); \
+        ADD_PRODUCTS(s##m##2, v2, input); \
+        ADD_PRODUCTS(s##m##3, v3, input); \
     }
-#define END(m)                                                                                                          \
-    if (m < tokens) {                                                                                                   \
-        _mm512_storeu_si512(PARTIAL(m, 0), s##m##0), _mm512_storeu_si512(PARTIAL(m, 1), s##m##1);                       \
-        _mm512_storeu_si512(PARTIAL(m, 2), s##m##2), _mm512_storeu_si512(PARTIAL(m, 3), s##m##3);                       \
+#define END(m) \
+    if (m < tokens) { \
+        _mm512_storeu_si512(PARTIAL(m, 0), s##m##0), _mm512_storeu_si512(PARTIAL(m, 1), s##m##1); \
+        _mm512_storeu_si512(PARTIAL(m, 2), s##m##2), _mm512_storeu_si512(PARTIAL(m, 3), s##m##3); \
     }
 
 /* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
@@ -57,10 +57,10 @@ QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t st
     END(0) END(1) END(2) END(3) END(4) END(5)
 }
 
-#define DEFINE(tokens)                                                                                                  \
-    static void segment_##tokens(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,    \
-                                 int first) {                                                                          \
-        segment(tokens, w, x, stride, quads, partial, first);                                                          \
+#define DEFINE(tokens) \
+    static void segment_##tokens(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, \
+                                 int first) { \
+        segment(tokens, w, x, stride, quads, partial, first); \
     }
 DEFINE(1)
 DEFINE(2)
@@ -70,8 +70,8 @@ DEFINE(5)
 DEFINE(6)
 static Segment *const SEGMENTS[] = {segment_1, segment_2, segment_3, segment_4, segment_5, segment_6};
 
-static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, const int32_t *partial,
-                      float *main) {
+static void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count,
+                      const int32_t *partial, float *main) {
     const QkLinear *linear = job->linear;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
     for (int b = 0; b < 4; b++) {
@@ -120,11 +120,12 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     for (int64_t start = 0; start < job->quads; start += step)
         multiply(job, panel, start, qk_min(job->quads, start + step), token, tokens, partial, main);
     int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
-    for (int64_t m = 0; m < tokens; m++)
+    for (int64_t m = 0; m < tokens; m++) {
+        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
         qk_store_panel(main + QK_PANEL * m, job->row_scale[token + m],
                        linear->bias ? linear->bias + panel * QK_PANEL : NULL,
-                       (uint8_t *)job->out + ((token + m) * linear->n + panel * QK_PANEL) * (job->is_bf16 ? 2 : 4), width,
-                       job->is_bf16);
+                       (uint8_t *)job->out + at * (job->is_bf16 ? 2 : 4), width, job->is_bf16);
+    }
 }
 
 static int run_panels(const Job *job, QkRange range) {

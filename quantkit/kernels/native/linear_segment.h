@@ -1,11 +1,13 @@
 /* The innermost loops: one panel (64 outputs) times up to six tokens, over a run of input pairs that share a scale.
 
-   Included by linear.c only. Sums of one output are always formed in the same order, however many tokens there are, so a
+   Included by linear.c only. Sums of one output are always formed in the same order, however many tokens there are: a
    token's result does not depend on what else is in the batch. */
 #pragma once
 #include "linear.h"
 
 enum { MAX_TOKENS = 6 };
+/* Without it GCC keeps the sums in memory before and after a loop. */
+#define UNROLL _Pragma("GCC unroll 8")
 
 static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128, [QK_FP8] = 128};
 
@@ -39,7 +41,7 @@ QK_INLINE __m512i int8_words(__m512i v) {
 /* One pair of inputs of a panel as bf16 words, [block][lane][e, o]. */
 QK_INLINE void load_pair(int storage, const uint8_t *w, __m512i table, __m512i v[4]) {
     if (storage == QK_BF16)
-        for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
+        UNROLL for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
     if (storage == QK_W4) {
         __m512i codes = _mm512_loadu_si512(w);
         v[0] = _mm512_permutexvar_epi16(codes, table);
@@ -84,7 +86,7 @@ QK_INLINE void load_pair_f32(int storage, const uint8_t *w, __m512i table, __m51
     }
     __m512i words[4];
     load_pair(storage, w, table, words);
-    for (int b = 0; b < 4; b++) {
+    UNROLL for (int b = 0; b < 4; b++) {
         v[0][b] = _mm512_castsi512_ps(_mm512_slli_epi32(words[b], 16));
         v[1][b] = _mm512_castsi512_ps(_mm512_and_si512(words[b], _mm512_set1_epi32((int)0xffff0000)));
     }
@@ -99,24 +101,25 @@ typedef struct {
 } Factors;
 
 /* main[token][64] += factors * (w * x) over `pairs` pairs; x has `stride` elements per token. */
-typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, const Factors *factors, float *main);
+typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, const Factors *factors,
+                     float *main);
 
 QK_INLINE void finish_segment(int tokens, __m512 sum[MAX_TOKENS][4], const Factors *factors, float *main) {
     if (factors->dense) {
-        for (int m = 0; m < tokens; m++)
-            for (int b = 0; b < 4; b++) {
+        UNROLL for (int m = 0; m < tokens; m++)
+            UNROLL for (int b = 0; b < 4; b++) {
                 float *to = main + QK_PANEL * m + 16 * b;
                 _mm512_storeu_ps(to, _mm512_add_ps(sum[m][b], _mm512_loadu_ps(to)));
             }
         return;
     }
     if (factors->inputs)
-        for (int m = 0; m < tokens; m++) {
+        UNROLL for (int m = 0; m < tokens; m++) {
             __m512 input = _mm512_set1_ps(factors->inputs[m * factors->stride]);
-            for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fnmadd_ps(factors->zero[b], input, sum[m][b]);
+            UNROLL for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fnmadd_ps(factors->zero[b], input, sum[m][b]);
         }
-    for (int m = 0; m < tokens; m++)
-        for (int b = 0; b < 4; b++) {
+    UNROLL for (int m = 0; m < tokens; m++)
+        UNROLL for (int b = 0; b < 4; b++) {
             float *to = main + QK_PANEL * m + 16 * b;
             _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[m][b], factors->scale[b], _mm512_loadu_ps(to)));
         }
@@ -126,17 +129,17 @@ QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uin
                             const Factors *factors, float *main) {
     const __m512i table = table_of(storage);
     __m512 sum[MAX_TOKENS][4];
-    for (int m = 0; m < tokens; m++)
-        for (int b = 0; b < 4; b++)
+    UNROLL for (int m = 0; m < tokens; m++)
+        UNROLL for (int b = 0; b < 4; b++)
             sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512i v[4];
         load_pair(storage, w, table, v);
-        for (int m = 0; m < tokens; m++) {
+        UNROLL for (int m = 0; m < tokens; m++) {
             int32_t both;
             memcpy(&both, x + m * stride + 2 * p, 4);
             __m512i input = _mm512_set1_epi32(both);
-            for (int b = 0; b < 4; b++) sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)v[b], (__m512bh)input);
+            UNROLL for (int b = 0; b < 4; b++) sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)v[b], (__m512bh)input);
         }
     }
     finish_segment(tokens, sum, factors, main);
@@ -146,35 +149,35 @@ QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const floa
                            const Factors *factors, float *main) {
     const __m512i table = table_of(storage);
     __m512 sum[MAX_TOKENS][4];
-    for (int m = 0; m < tokens; m++)
-        for (int b = 0; b < 4; b++)
+    UNROLL for (int m = 0; m < tokens; m++)
+        UNROLL for (int b = 0; b < 4; b++)
             sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512 v[2][4];
         load_pair_f32(storage, w, table, v);
         for (int i = 0; i < 2; i++)
-            for (int m = 0; m < tokens; m++) {
+            UNROLL for (int m = 0; m < tokens; m++) {
                 __m512 input = _mm512_set1_ps(x[m * stride + 2 * p + i]);
-                for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fmadd_ps(v[i][b], input, sum[m][b]);
+                UNROLL for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fmadd_ps(v[i][b], input, sum[m][b]);
             }
     }
     finish_segment(tokens, sum, factors, main);
 }
 
-#define DEFINE(kind, type, storage, tokens)                                                                             \
-    static void kind##_##storage##_##tokens(const uint8_t *w, const void *x, int64_t stride, int64_t pairs,              \
-                                            const Factors *factors, float *main) {                                               \
-        segment_##kind(storage, tokens, w, (const type *)x, stride, pairs, factors, main);                            \
+#define DEFINE(kind, type, storage, tokens) \
+    static void kind##_##storage##_##tokens(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, \
+                                            const Factors *factors, float *main) { \
+        segment_##kind(storage, tokens, w, (const type *)x, stride, pairs, factors, main); \
     }
-#define DEFINE_ALL(kind, type, storage)                                                                                 \
-    DEFINE(kind, type, storage, 1)                                                                                      \
-    DEFINE(kind, type, storage, 2)                                                                                      \
-    DEFINE(kind, type, storage, 3)                                                                                      \
-    DEFINE(kind, type, storage, 4)                                                                                      \
-    DEFINE(kind, type, storage, 5)                                                                                      \
+#define DEFINE_ALL(kind, type, storage) \
+    DEFINE(kind, type, storage, 1) \
+    DEFINE(kind, type, storage, 2) \
+    DEFINE(kind, type, storage, 3) \
+    DEFINE(kind, type, storage, 4) \
+    DEFINE(kind, type, storage, 5) \
     DEFINE(kind, type, storage, 6)
-#define ROW(kind, storage)                                                                                              \
-    [storage] = {kind##_##storage##_1, kind##_##storage##_2, kind##_##storage##_3,                                      \
+#define ROW(kind, storage) \
+    [storage] = {kind##_##storage##_1, kind##_##storage##_2, kind##_##storage##_3, \
                  kind##_##storage##_4, kind##_##storage##_5, kind##_##storage##_6}
 
 DEFINE_ALL(bf16, uint16_t, QK_BF16)

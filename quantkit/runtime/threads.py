@@ -1,0 +1,176 @@
+"""How many threads to compute with: measured, or as the user says; never blindly the number of cores.
+
+Decoding is bound by memory, which one or two threads may exhaust, and on a shared machine every further thread is one
+more to wait for at each barrier. So counts are tried, for a moment, on what a model does.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from quantkit.errors import InputError
+
+# A count is good enough when its time is within this factor of the best: the rest is left to other processes.
+_GOOD_ENOUGH = 1.10
+_BUDGET_S = 0.08
+_MIN_REPEATS, _MAX_REPEATS = 3, 15
+# 48 MB of weights, more than most caches; and a product that is bound by arithmetic.
+_GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
+_GEMM_TOKENS, _GEMM_ROWS = 32, 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadTiming:
+    """Seconds with one number of threads, medians of a few repeats.
+
+    Args:
+        threads: how many.
+        gemv_s: one token through a large weight: memory.
+        gemm_s: some tokens through a small weight: arithmetic.
+    """
+
+    threads: int
+    gemv_s: float
+    gemm_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadChoice:
+    """A number of threads and why.
+
+    Args:
+        threads: the choice.
+        limit: what affinity, cgroup and OMP_NUM_THREADS allow.
+        timings: what was measured; empty when nothing had to be.
+        reason: one line for `--stats`.
+    """
+
+    threads: int
+    limit: int
+    timings: tuple[ThreadTiming, ...]
+    reason: str
+
+
+def choose_threads(requested: int | None = None) -> int:
+    """Choose the number of threads and set it for torch and the native kernels.
+
+    Args:
+        requested: taken as it is; None = measure, for at most about 0.15 s.
+    Returns:
+        The number that was set.
+    Raises:
+        InputError: fewer than one.
+    """
+    choice = find_threads(requested)
+    torch.set_num_threads(choice.threads)
+    return choice.threads
+
+
+def find_threads(requested: int | None = None) -> ThreadChoice:
+    """What `choose_threads` chooses, with the measurements behind it; leaves torch's setting as it was.
+
+    Raises:
+        InputError: fewer than one was requested.
+    """
+    limit = thread_limit()
+    if requested is not None:
+        if requested < 1:
+            raise InputError(f"threads {requested} is not a positive number; leave it out to have it measured")
+        return ThreadChoice(threads=requested, limit=limit, timings=(), reason="as requested")
+    if limit == 1:
+        return ThreadChoice(threads=1, limit=1, timings=(), reason="one is all that is allowed")
+    before = torch.get_num_threads()
+    try:
+        timings = measure_threads(thread_counts(limit))
+    finally:
+        torch.set_num_threads(before)
+    return pick(timings, limit)
+
+
+def thread_limit() -> int:
+    """Threads that this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
+    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    quota = cgroup_quota(Path("/sys/fs/cgroup"))
+    if quota is not None:
+        limits.append(quota)
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if wanted.isdigit():
+        limits.append(int(wanted))
+    return max(1, min(limits))
+
+
+def cgroup_quota(root: Path) -> int | None:
+    """Whole processors that the container may use, at least 1; None when it is not limited.
+
+    Args:
+        root: where cgroups are mounted.
+    """
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else None
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def thread_counts(limit: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the limit itself."""
+    powers = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+    return tuple(sorted({*powers, limit}))
+
+
+def measure_threads(counts: tuple[int, ...]) -> tuple[ThreadTiming, ...]:
+    """Time both products with each number of threads; changes torch's setting."""
+    # Filled, not zeros: untouched zeros all lie on one page.
+    weight = torch.ones(_GEMV_ROWS, _GEMV_WIDTH)
+    token, tokens = torch.ones(1, _GEMV_WIDTH), torch.ones(_GEMM_TOKENS, _GEMV_WIDTH)
+    small = weight[:_GEMM_ROWS]
+    timings = []
+    for count in counts:
+        torch.set_num_threads(count)
+        share = _BUDGET_S / len(counts) / 2
+        gemv = _median_time(lambda: functional.linear(token, weight), share)
+        gemm = _median_time(lambda: functional.linear(tokens, small), share)
+        timings.append(ThreadTiming(threads=count, gemv_s=gemv, gemm_s=gemm))
+    return tuple(timings)
+
+
+def _median_time(work: Callable[[], object], budget_s: float) -> float:
+    """Median seconds of a few calls after one to warm up.
+
+    Not the minimum: beside busy neighbours threads wait for each other most of the time, and the best case hides it.
+    """
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < _MIN_REPEATS or (time.perf_counter() < end and len(times) < _MAX_REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def pick(timings: tuple[ThreadTiming, ...], limit: int) -> ThreadChoice:
+    """The smallest number of threads whose time, both products counted alike, is within 10 % of the best.
+
+    Args:
+        timings: by number of threads, ascending, the first for one thread.
+        limit: kept in the result.
+    """
+    one = timings[0]
+    costs = {t.threads: t.gemv_s / one.gemv_s + t.gemm_s / one.gemm_s for t in timings}
+    best = min(costs.values())
+    threads = next(count for count, cost in costs.items() if cost <= _GOOD_ENOUGH * best)
+    tried = ", ".join(f"{count}: {2 / cost:.2f}x" for count, cost in costs.items())
+    return ThreadChoice(threads=threads, limit=limit, timings=timings, reason=f"measured speed by threads {tried}")

@@ -1,0 +1,126 @@
+"""Compiling and keeping the C kernels: private folders, atomic files, and every way of doing without."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from quantkit.kernels import native
+from quantkit.kernels.native import build
+
+SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
+
+needs_compiler = pytest.mark.skipif(native.load() is None, reason=native.status())
+
+
+def test_it_is_switched_off_by_the_environment(monkeypatch):
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    assert native.load() is None
+    assert native.function("qk_linear") is None
+    assert native.status() == "off: QUANTKIT_NATIVE=0"
+
+
+@needs_compiler
+def test_the_status_names_the_compiler():
+    assert native.status().startswith("compiled by ")
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "reason"),
+    [
+        ("cpu_flags", lambda: frozenset({"avx2"}), "off: this CPU has no avx512f"),
+        ("find_compiler", lambda: "/bin/false", "off: /bin/false failed: no message"),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
+    monkeypatch.setattr(build, name, replacement)
+    monkeypatch.setattr(build, "_NEEDED_FLAGS", ("avx512f",) if name == "cpu_flags" else ())
+    monkeypatch.setattr(native, "_state", None)
+    assert native.load() is None
+    assert native.status() == reason
+
+
+def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(build.BuildError, match="no C compiler; install gcc"):
+        build.find_compiler()
+
+
+@needs_compiler
+def test_a_library_that_does_not_compile_is_not_left_behind(tmp_path):
+    source = tmp_path / "broken.c"
+    source.write_text("int f(void) { return nothing; }\n")
+    with pytest.raises(build.BuildError, match=r"failed: .*broken\.c"):
+        build.compile_library(build.find_compiler(), ("-O0",), [source], tmp_path / "broken.so")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.c"]
+
+
+@needs_compiler
+def test_two_builds_at_once_do_no_harm(tmp_path):
+    source, library = tmp_path / "answer.c", tmp_path / "answer.so"
+    source.write_text(SOURCE)
+    arguments = (build.find_compiler(), ("-O0", "-fPIC"), [source], library)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(build.compile_library, *arguments) for _ in range(4)]:
+            done.result()
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.c", "answer.so"]
+
+
+def test_the_cache_is_private(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "is_private", lambda folder: folder.is_relative_to(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = build.cache_folder()
+    assert folder == tmp_path / "quantkit" / "native"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path, mode):
+    folder = tmp_path / "quantkit" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not build.is_private(folder)
+    fresh = build.cache_folder()
+    assert not fresh.is_relative_to(tmp_path / "quantkit")
+    assert build.is_private(fresh)
+
+
+def test_a_folder_below_one_that_others_can_write_is_not_private(tmp_path):
+    folder = tmp_path / "shared" / "mine"
+    folder.mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    folder.parent.chmod(0o777)
+    assert not build.is_private(folder)
+    folder.parent.chmod(0o1777)  # sticky: nobody can rename what is not theirs
+    assert build.is_private(folder) == build.is_private(tmp_path)
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert build.is_private(build.cache_folder())
+
+
+@needs_compiler
+def test_there_is_one_openmp_in_the_process():
+    code = (
+        "from quantkit.kernels import native; from pathlib import Path; assert native.load()\n"
+        "names = {line.split()[-1] for line in Path('/proc/self/maps').read_text().splitlines() if 'gomp' in line}\n"
+        "print(len(names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("0", "1")
+
+
+def test_the_sources_are_packaged():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert "kernels/native/*.[ch]" in pyproject

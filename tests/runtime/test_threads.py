@@ -1,0 +1,97 @@
+"""The number of threads: what is allowed, what measurements say, and that a request is obeyed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import InputError
+from quantkit.runtime import threads
+from quantkit.runtime.threads import ThreadTiming
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def timings(*costs):
+    """One timing for 1, 2, 4, ... threads, both products taking that long."""
+    return tuple(ThreadTiming(threads=1 << i, gemv_s=cost, gemm_s=cost) for i, cost in enumerate(costs))
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ((1.0, 0.5, 0.25), 4),
+        ((1.0, 0.5, 0.48), 2),  # four are within 10 % of two
+        ((1.0, 0.95, 0.92), 1),
+        ((1.0, 3.0, 9.0), 1),  # busy neighbours
+        ((1.0, 2.0, 0.2), 4),
+    ],
+)
+def test_the_smallest_count_near_the_best_is_chosen(costs, expected):
+    choice = threads.pick(timings(*costs), limit=4)
+    assert choice.threads == expected
+    assert choice.reason.startswith("measured speed by threads 1: 1.00x, 2: ")
+
+
+def test_a_request_is_obeyed_without_measuring(monkeypatch):
+    monkeypatch.setattr(threads, "measure_threads", None)
+    assert threads.choose_threads(3) == 3
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("requested", [0, -2])
+def test_fewer_than_one_is_refused(requested):
+    with pytest.raises(InputError, match=f"threads {requested} is not a positive number"):
+        threads.choose_threads(requested)
+
+
+def test_finding_leaves_the_setting_alone_and_choosing_sets_it(monkeypatch):
+    monkeypatch.setattr(threads, "thread_limit", lambda: 4)
+    monkeypatch.setattr(threads, "measure_threads", lambda counts: (torch.set_num_threads(7), timings(1.0, 0.5))[1])
+    torch.set_num_threads(1)
+    assert threads.find_threads().threads == 2
+    assert torch.get_num_threads() == 1
+    assert threads.choose_threads() == 2
+    assert torch.get_num_threads() == 2
+
+
+def test_where_one_is_allowed_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(threads, "measure_threads", None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads.thread_limit() == 1
+    assert threads.find_threads().threads == 1
+
+
+def test_every_count_is_measured():
+    measured = threads.measure_threads((1, 2))
+    assert [t.threads for t in measured] == [1, 2]
+    assert all(t.gemv_s > 0 and t.gemm_s > 0 for t in measured)
+
+
+@pytest.mark.parametrize(("limit", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
+def test_counts_double_up_to_the_limit(limit, counts):
+    assert threads.thread_counts(limit) == counts
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_a_container_is_read(tmp_path, files, quota):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    assert threads.cgroup_quota(tmp_path) == quota
