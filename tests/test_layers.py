@@ -19,6 +19,7 @@ LAYERS = {
     "api": 7,
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
+    "plan": 6,
     "inspection": 6,
     "report": 6,
     "measure": 6,
@@ -39,7 +40,7 @@ LAYERS = {
     "registry": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("architectures", "results", "statistics", "gates", "report", "errors", "registry", "cli")
+TORCH_FREE = ("architectures", "results", "statistics", "gates", "report", "errors", "registry", "cli", "plan")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

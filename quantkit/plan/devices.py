@@ -1,0 +1,132 @@
+"""What devices can do on paper: memory, bandwidth and dense peaks, from their makers' data sheets.
+
+Paper figures are floors that nothing beats; copies reach some 90 % of the bandwidth and large products 70 to 80 % of
+the peak. Give measured ones with --bandwidth and --peak. A test checks that every row is complete and plausible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quantkit.errors import InputError, suggestion
+
+MIB, GB, TFLOP = 2**20, 10**9, 10**12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator.
+
+    Args:
+        name: as given to --device.
+        title: its full name.
+        memory_bytes: what its driver reports.
+        bandwidth: bytes per second.
+        peaks: operations per second by number type, without sparsity; a type that is missing has no units.
+        source: where the figures are from.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    bandwidth: float
+    peaks: dict[str, float]
+    source: str
+
+    def peak(self, compute: str) -> float:
+        """Operations per second in a number type; in 16 bits where it has no units for it."""
+        return self.peaks.get(compute, self.peaks["bf16"])
+
+
+def _device(
+    name: str,
+    title: str,
+    mib: int,
+    gb_per_s: float,
+    source: str,
+    *,
+    bf16: float,
+    fp8: float | None = None,
+    int8: float | None = None,
+) -> Device:
+    peaks = {key: value * TFLOP for key, value in (("bf16", bf16), ("fp8", fp8), ("int8", int8)) if value is not None}
+    return Device(name=name, title=title, memory_bytes=mib * MIB, bandwidth=gb_per_s * GB, peaks=peaks, source=source)
+
+
+_HOPPER, _AMPERE = "NVIDIA {} data sheet", "NVIDIA A100 data sheet"
+_ADA, _GA102 = "NVIDIA Ada architecture white paper, appendix A", "NVIDIA GA102 architecture white paper"
+_ROWS = (
+    _device("b200", "NVIDIA B200 180GB", 183359, 8000, "NVIDIA HGX B200 data sheet", bf16=2250, fp8=4500, int8=4500),
+    _device("h200", "NVIDIA H200 SXM 141GB", 143771, 4800, _HOPPER.format("H200"), bf16=989.5, fp8=1979, int8=1979),
+    _device("gh200", "NVIDIA GH200 96GB", 97871, 4000, _HOPPER.format("GH200"), bf16=989.5, fp8=1979, int8=1979),
+    _device("h100", "NVIDIA H100 SXM 80GB", 81559, 3350, _HOPPER.format("H100"), bf16=989.5, fp8=1979, int8=1979),
+    _device("h100-nvl", "NVIDIA H100 NVL 94GB", 95830, 3900, _HOPPER.format("H100"), bf16=835.5, fp8=1671, int8=1671),
+    _device("h100-pcie", "NVIDIA H100 PCIe 80GB", 81559, 2000, _HOPPER.format("H100"), bf16=756, fp8=1513, int8=1513),
+    _device("h20", "NVIDIA H20 96GB", 97871, 4000, _HOPPER.format("H20"), bf16=148, fp8=296, int8=296),
+    _device("a100", "NVIDIA A100 SXM 80GB", 81920, 2039, _AMPERE, bf16=312, int8=624),
+    _device("a100-pcie", "NVIDIA A100 PCIe 80GB", 81920, 1935, _AMPERE, bf16=312, int8=624),
+    _device("a100-40gb", "NVIDIA A100 40GB", 40960, 1555, _AMPERE, bf16=312, int8=624),
+    _device("a10", "NVIDIA A10 24GB", 23028, 600, "NVIDIA A10 data sheet", bf16=125, int8=250),
+    _device("a6000", "NVIDIA RTX A6000 48GB", 49140, 768, _GA102, bf16=154.8, int8=309.7),
+    _device("l40s", "NVIDIA L40S 48GB", 46068, 864, "NVIDIA L40S data sheet", bf16=362, fp8=733, int8=733),
+    _device("l4", "NVIDIA L4 24GB", 23034, 300, "NVIDIA L4 data sheet", bf16=121, fp8=242.5, int8=242.5),
+    _device("t4", "NVIDIA T4 16GB (fp16)", 15360, 320, "NVIDIA T4 data sheet", bf16=65, int8=130),
+    _device("v100", "NVIDIA V100 SXM 32GB (fp16)", 32768, 900, "NVIDIA V100 data sheet", bf16=125),
+    _device(
+        "5090", "NVIDIA RTX 5090 32GB", 32607, 1792, "NVIDIA RTX Blackwell white paper", bf16=209.5, fp8=419, int8=838
+    ),
+    _device("4090", "NVIDIA RTX 4090 24GB", 24564, 1008, _ADA, bf16=165.2, fp8=330.3, int8=660.6),
+    _device("4080", "NVIDIA RTX 4080 16GB", 16376, 716.8, _ADA, bf16=97.5, fp8=194.9, int8=389.9),
+    _device("3090", "NVIDIA RTX 3090 24GB", 24576, 936, _GA102, bf16=71, int8=284),
+    _device("mi300x", "AMD MI300X 192GB", 196592, 5300, "AMD MI300X data sheet", bf16=1307, fp8=2615, int8=2615),
+)
+DEVICES = {device.name: device for device in _ROWS}
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`; upper case and a maker's name in front do not matter.
+
+    Raises:
+        InputError: no such device; suggests the nearest, and says how to plan for another.
+    """
+    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    key = key.removeprefix("rtx-").removeprefix("rtx")
+    if key not in DEVICES:
+        raise InputError(
+            f"unknown device {name!r}{suggestion(key, DEVICES)}; there are: {', '.join(DEVICES)}; "
+            "for another give --memory and --bandwidth"
+        )
+    return DEVICES[key]
+
+
+def make_device(
+    name: str | None = None,
+    memory_bytes: int | None = None,
+    bandwidth: float | None = None,
+    peak: float | None = None,
+) -> Device | None:
+    """A device of the table with some figures replaced, or one made of given figures alone; None without any.
+
+    Args:
+        name: of the table.
+        memory_bytes, bandwidth, peak: given ones win; a given peak is that of 16 bits, others keep their ratio to it.
+    Raises:
+        InputError: no such device, or one made of figures without its memory.
+    """
+    if name is not None:
+        base = find_device(name)
+    elif memory_bytes is not None:
+        base = Device(
+            name="given", title="as given", memory_bytes=memory_bytes, bandwidth=0.0, peaks={}, source="given"
+        )
+    elif bandwidth is None and peak is None:
+        return None
+    else:
+        raise InputError("--bandwidth and --peak say nothing about memory; give --device or --memory too")
+    peaks = base.peaks
+    if peak is not None:
+        first = base.peaks.get("bf16", peak)
+        peaks = {key: value * peak / first for key, value in base.peaks.items()} or {"bf16": peak}
+    return replace(
+        base, memory_bytes=memory_bytes or base.memory_bytes, bandwidth=bandwidth or base.bandwidth, peaks=peaks
+    )

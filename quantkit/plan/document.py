@@ -1,0 +1,127 @@
+"""A plan as plain data for --json: bytes, seconds and names; nothing is rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.plan.estimate import CacheRow, DeviceRow, Estimate, WeightRow
+from quantkit.plan.limits import RESERVE, TOKEN_BUDGET, Floor
+from quantkit.plan.recipes import RecipePlan
+from quantkit.plan.shape import ModelShape
+
+
+def to_document(plan: Estimate) -> dict[str, Any]:
+    """The whole plan.
+
+    Args:
+        plan: what `estimate` gave.
+    """
+    return {
+        "computed_not_measured": True,
+        "model": _model(plan.shape),
+        "assumptions": {
+            "context": plan.context,
+            "batch": plan.batch,
+            "prompt": plan.prompt,
+            "step_tokens": TOKEN_BUDGET,
+            "reserve_share": RESERVE,
+        },
+        "weights": [_weights(row) for row in plan.weights],
+        "kv_cache": [_cache(row) for row in plan.caches],
+        "activation_bytes": plan.activations,
+        "device": _device(plan),
+        "fits": [_fits(row, plan.batch) for row in plan.on_device],
+        "recipe": None if plan.recipe is None else _recipe(plan.recipe, plan),
+    }
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "name": shape.name,
+        "family": shape.family,
+        "counted_from": shape.counted_from,
+        "parameters": shape.num_parameters,
+        "active_parameters": shape.active_parameters,
+        "embedding_parameters": shape.embedding,
+        "head_parameters": shape.head,
+        "dtype": shape.dtype,
+        "layers": len(shape.layers),
+        "attention": shape.attention_kinds,
+        "max_length": shape.max_length,
+        "remarks": list(shape.remarks),
+    }
+
+
+def _weights(row: WeightRow) -> dict[str, Any]:
+    if row.problem is not None:
+        return {"scheme": row.scheme.name, "problem": row.problem}
+    return {
+        "scheme": row.scheme.name,
+        "bits_per_weight": row.size.bits_per_weight,
+        "memory_bytes": row.size.total,
+        "disk_bytes": row.size.disk,
+        "read_bytes_per_token": row.size.read,
+        "problem": None,
+    }
+
+
+def _cache(row: CacheRow) -> dict[str, Any]:
+    return {"type": row.form.name, "bytes_per_token": row.per_token, "bytes_per_sequence": row.per_sequence}
+
+
+def _device(plan: Estimate) -> dict[str, Any] | None:
+    device = plan.device
+    if device is None:
+        return None
+    return {
+        "name": device.name,
+        "title": device.title,
+        "memory_bytes": device.memory_bytes,
+        "bandwidth_bytes_per_s": device.bandwidth or None,
+        "peak_flops": device.peaks or None,
+        "source": device.source,
+    }
+
+
+def _fits(row: DeviceRow, batch: int) -> dict[str, Any]:
+    found = row.fit
+    return {
+        "weights": row.scheme.name,
+        "kv_cache": None if row.form is None else row.form.name,
+        "weight_bytes": found.weights,
+        "activation_bytes": found.activations,
+        "reserve_bytes": found.reserve,
+        "cache_bytes": found.left,
+        "fits": found.left >= 0,
+        "largest_batch": found.batch,
+        "largest_context": found.context,
+        "limited_by_model": found.limited_by_model,
+        "decode_floor": _floor(row.decode, batch),
+        "prefill_floor": _floor(row.prefill, 1),
+    }
+
+
+def _floor(floor: Floor | None, batch: int) -> dict[str, Any] | None:
+    if floor is None:
+        return None
+    return {
+        "seconds": floor.seconds,
+        "bound_by": floor.bound_by,
+        "bytes_read": floor.bytes_read,
+        "flops": floor.flops,
+        "tokens_per_s": batch / floor.seconds if floor.seconds else None,
+    }
+
+
+def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "format": recipe.format,
+        "schemes": [form.name for form in recipe.forms],
+        "calibration_samples": recipe.samples,
+        "calibration_tokens": recipe.num_tokens,
+        "compression_bytes": plan.compression,
+        "loaders": [
+            {"name": reading.loader, "reads": reading.reads, "reason": reading.reason} for reading in plan.readings
+        ],
+    }

@@ -1,0 +1,265 @@
+"""The whole plan in one call: shape, sizes, what fits, floors, and what a recipe would do. Computed, never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError, suggestion
+from quantkit.plan.attention import FP8, INT4, INT8, KVForm, find_kv_form
+from quantkit.plan.devices import Device
+from quantkit.plan.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
+from quantkit.plan.loaders import Reading, loaders
+from quantkit.plan.memory import (
+    Scheme,
+    WeightBytes,
+    activation_bytes,
+    compression_bytes,
+    everywhere,
+    kv_bytes,
+    kv_bytes_per_token,
+    offers,
+    weight_bytes,
+)
+from quantkit.plan.recipes import RecipePlan, plan_recipe, require_possible
+from quantkit.plan.shape import ModelShape
+from quantkit.plan.source import from_model, from_parameters, from_shape_file
+from quantkit.plan.weights import BARE, BF16, FP32, INT2, INT3, WeightForm
+from quantkit.plan.weights import FP8 as FP8_WEIGHTS
+from quantkit.plan.weights import INT4 as INT4_WEIGHTS
+from quantkit.plan.weights import INT8 as INT8_WEIGHTS
+
+DEFAULT_CONTEXT = 4096
+HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightRow:
+    """One scheme's weights; `problem` says why it cannot be had, the sizes are then meaningless."""
+
+    scheme: Scheme
+    size: WeightBytes
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheRow:
+    """One form of the cache: bytes per token of a short context, and of one sequence of the given context."""
+
+    form: KVForm
+    per_token: float
+    per_sequence: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRow:
+    """One pair of schemes on the device; `form`, `decode` and `prefill` are None where the cache is unknown."""
+
+    scheme: Scheme
+    form: KVForm | None
+    fit: Fit
+    decode: Floor | None
+    prefill: Floor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A plan.
+
+    Args:
+        shape: of the model.
+        context, batch, prompt: tokens per sequence, sequences, tokens of the prompt whose prefill is meant.
+        weights, caches: sizes by scheme.
+        device: None = none was named.
+        on_device: what fits and how fast it could be.
+        activations: bytes of one step, an estimate.
+        recipe: None = none was named.
+        compression: what compressing holds in memory, by purpose.
+        readings: who reads the result of the recipe.
+    """
+
+    shape: ModelShape
+    context: int
+    batch: int
+    prompt: int
+    weights: tuple[WeightRow, ...]
+    caches: tuple[CacheRow, ...]
+    device: Device | None
+    on_device: tuple[DeviceRow, ...]
+    activations: int
+    recipe: RecipePlan | None
+    compression: dict[str, int] | None
+    readings: tuple[Reading, ...]
+
+
+def find_shape(model: str | Path | None, shape_file: str | Path | None, params: str | None) -> ModelShape:
+    """The model that is meant; exactly one way of saying so, or none for the bundled demo model.
+
+    Raises:
+        InputError: more than one way, or what `source` raises.
+    """
+    given = [name for name, value in (("MODEL", model), ("--shape", shape_file), ("--params", params)) if value]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} both say which model is meant; give one of them")
+    if params:
+        return from_parameters(params)
+    return from_shape_file(shape_file) if shape_file else from_model(model)
+
+
+def estimate(
+    model: str | Path | None = None,
+    *,
+    shape_file: str | Path | None = None,
+    params: str | None = None,
+    recipe: str | Path | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    device: Device | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    prompt: int | None = None,
+    kv_cache: str | None = None,
+    head: str | None = None,
+) -> Estimate:
+    """What compressing and running a model would take, before anything is spent.
+
+    Args:
+        model: a directory, a config.json or a hub id; None = the bundled demo model.
+        shape_file: YAML or JSON with the entries of a config.json, in place of a model.
+        params: `7B` or `30B-A3B`, in place of a model.
+        recipe: a shipped name or a file; None = a table of the usual number types.
+        overrides: recipe fields to replace.
+        device: see `devices.make_device`; None = sizes only.
+        context: tokens per sequence; None = 4096, or the model's limit where that is less.
+        batch: sequences.
+        prompt: tokens of the prompt; None = the context.
+        kv_cache: form of the cache; None = compare them.
+        head: "int8" or "int4" quantizes the output head when it is loaded.
+    Returns:
+        the plan; every figure is computed.
+    Raises:
+        InputError: the model, recipe or an option cannot be used.
+    """
+    shape = find_shape(model, shape_file, params)
+    length = context or min(DEFAULT_CONTEXT, shape.max_length or DEFAULT_CONTEXT)
+    head_form = _head(head, shape)
+    plan = _recipe(shape, recipe, overrides, head_form) if recipe is not None else None
+    schemes = _schemes(shape, plan, head_form)
+    rows = tuple(_weight_row(shape, scheme) for scheme in schemes)
+    forms = _forms(shape, kv_cache)
+    usable = [row.scheme for row in rows if row.problem is None]
+    pairs: list[tuple[Scheme, KVForm | None]] = [(s, form) for s in _shown(usable, plan) for form in forms]
+    if not shape.layers:
+        pairs = [(scheme, None) for scheme in usable]
+    return Estimate(
+        shape=shape,
+        context=length,
+        batch=batch,
+        prompt=prompt or length,
+        weights=rows,
+        caches=tuple(_cache_row(shape, form, length) for form in forms),
+        device=device,
+        on_device=()
+        if device is None
+        else tuple(_device_row(shape, scheme, form, device, length, batch, prompt or length) for scheme, form in pairs),
+        activations=activation_bytes(shape, TOKEN_BUDGET, batch),
+        recipe=plan,
+        compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.solves),
+        readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
+    )
+
+
+def _head(name: str | None, shape: ModelShape) -> WeightForm | None:
+    if name is None:
+        return None
+    if name not in HEADS:
+        raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; there are: {', '.join(HEADS)}")
+    form = HEADS[name]
+    if shape.layers and not form.fits(shape.hidden_size):
+        raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size}; use int8")
+    return form
+
+
+def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightForm | None) -> RecipePlan:
+    if not shape.layers:
+        raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
+    if shape.quantized:
+        raise InputError(f"{shape.name} is quantized already; give the original, or leave --recipe out")
+    from quantkit.recipe import load
+
+    plan = plan_recipe(shape, load(name, overrides), head)
+    require_possible(plan)
+    return plan
+
+
+def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[Scheme]:
+    stored = everywhere(None, head)
+    if shape.quantized:
+        return [stored]
+    if plan is not None:
+        return [stored, plan.scheme]
+    forms: tuple[WeightForm, ...] = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3, INT2)
+    if not shape.layers:
+        return [everywhere(form) for form in (FP32, BF16, *BARE, *forms[2:])]
+    wide = [everywhere(BF16, head)] if shape.dtype_bytes > 2 else []
+    return [stored, *wide, *(everywhere(form, head) for form in forms)]
+
+
+def _shown(schemes: Sequence[Scheme], plan: RecipePlan | None) -> list[Scheme]:
+    """Of the schemes, those worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
+    if plan is not None or len(schemes) < 4:
+        return list(schemes)
+    names = ("as stored", INT8_WEIGHTS.name, INT4_WEIGHTS.name)
+    return [scheme for scheme in schemes if scheme.name in names]
+
+
+def _forms(shape: ModelShape, name: str | None) -> list[KVForm]:
+    if not shape.layers:
+        return []
+    plain = find_kv_form("auto", shape.dtype)
+    if name is None:
+        return [form for form in (plain, FP8, INT8, INT4) if offers(shape, form)]
+    form = find_kv_form(name, shape.dtype)
+    if not offers(shape, form):
+        kind = next(iter(shape.attention_kinds))
+        raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use bf16 or fp8")
+    return [form]
+
+
+def _weight_row(shape: ModelShape, scheme: Scheme) -> WeightRow:
+    return WeightRow(scheme=scheme, size=weight_bytes(shape, scheme), problem=_problem(shape, scheme))
+
+
+def _problem(shape: ModelShape, scheme: Scheme) -> str | None:
+    for index, layer in enumerate(shape.layers):
+        for matrix in layer.matrices:
+            form = scheme.choose(index, matrix)
+            if form is not None and not form.fits(matrix.in_features):
+                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.name}"
+    return None
+
+
+def _cache_row(shape: ModelShape, form: KVForm, context: int) -> CacheRow:
+    return CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, context, form))
+
+
+def _device_row(
+    shape: ModelShape,
+    scheme: Scheme,
+    form: KVForm | None,
+    device: Device,
+    context: int,
+    batch: int,
+    prompt: int,
+) -> DeviceRow:
+    cache = form or find_kv_form("auto", shape.dtype)
+    decode = decode_floor(shape, scheme, cache, device, context=context, batch=batch) if device.bandwidth else None
+    prefill = prefill_floor(shape, scheme, device, prompt=prompt) if device.peaks else None
+    return DeviceRow(
+        scheme=scheme,
+        form=form,
+        fit=fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
+        decode=decode,
+        prefill=prefill,
+    )

@@ -1,0 +1,177 @@
+"""What fits on a device, and how fast it could go at best: bytes over bandwidth, operations over peak.
+
+Floors, not predictions: nothing overlaps better, no launch costs time, every byte is read once. B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.plan.attention import KVForm
+from quantkit.plan.devices import Device
+from quantkit.plan.memory import (
+    Scheme,
+    activation_bytes,
+    kv_allocated_bytes,
+    kv_read_bytes,
+    weight_bytes,
+)
+from quantkit.plan.shape import ModelShape
+
+MAX_TOKENS = 1 << 30
+RESERVE = 0.05
+"""Share of the memory that is left to the driver, the allocator and graphs."""
+
+TOKEN_BUDGET = 512
+"""Tokens of one step of the bundled runtime, prefill chunks included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """What a device holds beside the weights.
+
+    Args:
+        weights, activations, reserve, left: bytes; `left` is for the cache and may be negative.
+        batch: sequences of the given context; None = the cache is unknown.
+        context: longest of the given number of sequences, up to the model's own limit; None as above.
+        limited_by_model: the model's limit is reached before the memory's.
+    """
+
+    weights: int
+    activations: int
+    reserve: int
+    left: int
+    batch: int | None
+    context: int | None
+    limited_by_model: bool
+
+
+def fit(shape: ModelShape, scheme: Scheme, form: KVForm, memory_bytes: int, *, context: int, batch: int) -> Fit:
+    """The largest batch of a context and the largest context of a batch.
+
+    Args:
+        shape: of the model.
+        scheme: number types of the weights.
+        form: of the cache.
+        memory_bytes: of the device.
+        context: tokens per sequence for `batch`.
+        batch: sequences for `context`.
+    """
+    weights = weight_bytes(shape, scheme).total
+    activations = activation_bytes(shape, TOKEN_BUDGET, batch)
+    reserve = round(memory_bytes * RESERVE)
+    left = memory_bytes - reserve - weights - activations
+    sequences = longest = None
+    limit = shape.max_length or MAX_TOKENS
+    if shape.layers:
+        one = kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
+        sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
+        longest = _longest(shape, form, left / batch, limit)
+    return Fit(
+        weights=weights,
+        activations=activations,
+        reserve=reserve,
+        left=left,
+        batch=sequences,
+        context=longest,
+        limited_by_model=longest is not None and longest == shape.max_length,
+    )
+
+
+def _longest(shape: ModelShape, form: KVForm, budget: float, limit: int) -> int:
+    """The longest context whose cache is within the budget; the cache never shrinks with length."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if kv_allocated_bytes(shape, middle, form) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Floor:
+    """The least time that a step can take.
+
+    Args:
+        bytes_read: of weights and cache.
+        flops: of products and attention.
+        memory_s, compute_s: what they take at the device's bandwidth and peaks.
+    """
+
+    bytes_read: float
+    flops: float
+    memory_s: float
+    compute_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.memory_s, self.compute_s)
+
+    @property
+    def bound_by(self) -> str:
+        """ "memory" or "compute"."""
+        return "memory" if self.memory_s >= self.compute_s else "compute"
+
+
+def decode_floor(shape: ModelShape, scheme: Scheme, form: KVForm, device: Device, *, context: int, batch: int) -> Floor:
+    """One decode step: every sequence gets one token.
+
+    Args:
+        shape: of the model.
+        scheme, form: number types.
+        device: what it runs on.
+        context: tokens that each sequence has.
+        batch: sequences.
+    """
+    read = step_bytes(shape, scheme, form, context=context, batch=batch)
+    products = _product_flops(shape, scheme)
+    attention = batch * sum(layer.attention.decode_flops(context) for layer in shape.layers)
+    head = batch * 2 * shape.head_parameters
+    by_type = {key: batch * value for key, value in products.items()}
+    by_type["bf16"] = by_type.get("bf16", 0.0) + head + attention
+    return _floor(device, read, by_type)
+
+
+def step_bytes(shape: ModelShape, scheme: Scheme, form: KVForm, *, context: int, batch: int) -> float:
+    """Bytes that a decode step reads: weights once, the cache of every sequence."""
+    return weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
+
+
+def prefill_floor(shape: ModelShape, scheme: Scheme, device: Device, *, prompt: int) -> Floor:
+    """The first token of one prompt: all products of all its tokens, causal attention, logits of the last.
+
+    Args:
+        shape: of the model.
+        scheme: number types of the weights.
+        device: what it runs on.
+        prompt: tokens.
+    """
+    by_type = {key: prompt * value for key, value in _product_flops(shape, scheme).items()}
+    attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
+    by_type["bf16"] = by_type.get("bf16", 0.0) + attention + 2 * shape.head_parameters
+    return _floor(device, weight_bytes(shape, scheme, prompt).read, by_type)
+
+
+def _product_flops(shape: ModelShape, scheme: Scheme) -> dict[str, float]:
+    """Operations of all linears for one token, by the number type that they are made in."""
+    if not shape.layers:
+        return {"bf16": 2.0 * shape.active_parameters}
+    found: dict[str, float] = {}
+    for index, layer in enumerate(shape.layers):
+        for matrix in layer.matrices:
+            form = scheme.choose(index, matrix)
+            key = form.compute if form is not None and not shape.quantized else "bf16"
+            found[key] = found.get(key, 0.0) + 2 * matrix.active_parameters
+    return found
+
+
+def _floor(device: Device, read: float, by_type: dict[str, float]) -> Floor:
+    return Floor(
+        bytes_read=read,
+        flops=sum(by_type.values()),
+        memory_s=read / device.bandwidth if device.bandwidth else 0.0,
+        compute_s=sum(flops / device.peak(key) for key, flops in by_type.items()) if device.peaks else 0.0,
+    )

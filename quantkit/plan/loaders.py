@@ -1,0 +1,127 @@
+"""Which engines read a checkpoint: by its on-disk format and its numbers, with the reason.
+
+As of late 2026 and of the engines' documentation and sources, not tried here: engines change monthly. Architecture
+support is another question, which this table does not answer.
+
+Sources: compressed-tensors `config/format.py`; vLLM `compressed_tensors.py`, `gptq_marlin.py`, `awq_marlin.py`; SGLang
+`compressed_tensors.py`; transformers `quantizers/`; llama.cpp `convert_hf_to_gguf.py`; TensorRT-LLM
+`_torch/model_config.py`, which reads compressed-tensors' fp8 and nvfp4 kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.plan.shape import Matrix, ModelShape
+from quantkit.plan.weights import WeightForm
+
+LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
+_MARLIN_GROUPS = (None, 32, 64, 128)
+_PACKED_BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Whether one engine reads a checkpoint.
+
+    Args:
+        loader: its name.
+        reads: yes or no.
+        reason: why not, or what it is read by and under which condition.
+    """
+
+    loader: str
+    reads: bool
+    reason: str
+
+
+def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) -> list[Reading]:
+    """Every engine's answer.
+
+    Args:
+        shape: of the model, for sizes that kernels cannot take.
+        forms: that occur in the checkpoint.
+        format_name: on-disk format.
+    """
+    family = format_name.replace("_", "-").partition("-v")[0]
+    if family == "dense" or not forms:
+        return [_dense(loader) for loader in LOADERS]
+    if family == "gguf":
+        return [_gguf(loader) for loader in LOADERS]
+    return [_answer(loader, family, shape, forms) for loader in LOADERS]
+
+
+def _dense(loader: str) -> Reading:
+    if loader == "llama.cpp":
+        return Reading(loader=loader, reads=True, reason="after convert_hf_to_gguf.py")
+    return Reading(loader=loader, reads=True, reason="an ordinary checkpoint, as large as the original")
+
+
+def _gguf(loader: str) -> Reading:
+    if loader == "llama.cpp":
+        return Reading(loader=loader, reads=True, reason="its own format")
+    if loader == "transformers":
+        return Reading(loader=loader, reads=True, reason="decoded to 16 bits while loading")
+    if loader in ("vLLM", "SGLang"):
+        return Reading(loader=loader, reads=True, reason="experimental, slower than its other formats")
+    return Reading(loader=loader, reads=False, reason="it reads Hugging Face checkpoints only")
+
+
+def _answer(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> Reading:
+    if loader == "llama.cpp":
+        return Reading(loader=loader, reads=False, reason="it reads GGUF only")
+    if loader == "TensorRT-LLM":
+        return _tensorrt(loader, family, forms)
+    if loader == "transformers":
+        return _transformers(loader, family, forms)
+    return _server(loader, family, shape, forms)
+
+
+def _tensorrt(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
+    if family == "compressed-tensors" and all(form.name.startswith("fp8") and form.compute == "fp8" for form in forms):
+        return Reading(loader=loader, reads=True, reason="fp8 per channel and token, in releases since 2026")
+    return Reading(
+        loader=loader, reads=False, reason="of these formats it reads fp8 alone; it takes int4 from ModelOpt"
+    )
+
+
+def _transformers(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
+    if family != "compressed-tensors":
+        return Reading(loader=loader, reads=True, reason="with gptqmodel installed")
+    if any(form.bits not in _PACKED_BITS for form in forms):
+        return Reading(loader=loader, reads=True, reason="with compressed-tensors of the same packing, decoded at load")
+    return Reading(loader=loader, reads=True, reason="with compressed-tensors installed")
+
+
+def _server(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> Reading:
+    """vLLM and SGLang, which share kernels and most of their rules."""
+    for form in forms:
+        problem = _problem(form, family, shape)
+        if problem:
+            return Reading(loader=loader, reads=False, reason=problem)
+    if any(form.compute == "fp8" for form in forms):
+        return Reading(loader=loader, reads=True, reason="fp8 products from Ada and Hopper on; before, weights only")
+    if any(form.compute == "int8" for form in forms):
+        return Reading(loader=loader, reads=True, reason="int8 products, from Turing on")
+    return Reading(loader=loader, reads=True, reason="Marlin kernels, from Ampere on")
+
+
+def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
+    if form.compute != "bf16" or form.name.startswith("fp8"):
+        return None
+    if form.bits not in _PACKED_BITS:
+        return f"no kernel for {form.bits}-bit weights of this format; 4 and 8 bits have one"
+    if form.group_size not in _MARLIN_GROUPS:
+        return f"no kernel for groups of {form.group_size}; 32, 64, 128 and channel have one"
+    if family == "gptq" and not form.symmetric:
+        return "its GPTQ kernels take symmetric weights only; use format compressed-tensors or awq"
+    odd = next((m for layer in shape.layers for m in layer.matrices if m.quantizable and _is_odd(m)), None)
+    if odd is not None:
+        size = f"{odd.out_features} x {odd.in_features}"
+        return f"{odd.name} is {size}; Marlin kernels want outputs in multiples of 64 and inputs of 128"
+    return None
+
+
+def _is_odd(matrix: Matrix) -> bool:
+    return bool(matrix.out_features % 64 or matrix.in_features % 128)

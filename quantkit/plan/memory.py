@@ -1,0 +1,220 @@
+"""Bytes of a model in one choice of number types: weights, cache, activations, and what a compression run holds.
+
+Weights and cache are exact sums; activations are an estimate, and say so. Torch-free.
+B sequences, L tokens of context, T tokens in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quantkit.plan.attention import KVForm
+from quantkit.plan.shape import Layer, Matrix, ModelShape
+from quantkit.plan.weights import WeightForm
+
+# Which form a matrix of a layer gets; None = it stays as it is stored.
+Choice = Callable[[int, Matrix], WeightForm | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """A choice of number types for all weights.
+
+    Args:
+        name: for tables.
+        choose: the form of each matrix.
+        head: form of the output head; None = as stored.
+        unquantized: what is left alone becomes this instead of what it is stored in; None = as stored.
+    """
+
+    name: str
+    choose: Choice
+    head: WeightForm | None = None
+    unquantized: WeightForm | None = None
+
+
+def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Scheme:
+    """One form for all quantizable linears; None leaves the model as it is stored.
+
+    Args:
+        form: of the linears.
+        head: of the output head.
+    """
+    plain = form if form is not None and not form.scaled else None
+    return Scheme(
+        name="as stored" if form is None else form.name,
+        choose=lambda _, matrix: form if matrix.quantizable else None,
+        head=head,
+        unquantized=plain,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBytes:
+    """What the weights of a model take.
+
+    Args:
+        total: in memory.
+        disk: in files, small tensors beside packed weights included.
+        read: by one decode step of one sequence: no embedding rows, the experts of one token.
+        bits_per_weight: of the linears that are quantized; of all weights where only their number is known.
+    """
+
+    total: int
+    disk: int
+    read: float
+    bits_per_weight: float
+
+
+def weight_bytes(shape: ModelShape, scheme: Scheme, batch: int = 1) -> WeightBytes:
+    """Weights under a scheme.
+
+    Args:
+        shape: of the model.
+        scheme: their number types.
+        batch: sequences in a decode step; with more of them more experts are read.
+    """
+    if not shape.layers:
+        return _counted(shape, scheme)
+    if shape.quantized:
+        stored = shape.stored_bytes or 0
+        unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)
+        scale = (stored - unread) / max(1, shape.num_parameters - (shape.embedding if shape.head else 0))
+        return WeightBytes(total=stored, disk=stored, read=scale * _touched(shape, batch), bits_per_weight=8 * scale)
+    size = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes
+    total = disk = quantized = codes = 0
+    read = 0.0
+    for index, layer in enumerate(shape.layers):
+        total += layer.other * size
+        read += layer.other * size
+        disk += layer.other * size
+        for matrix in layer.matrices:
+            form = scheme.choose(index, matrix)
+            here, file = _matrix_bytes(matrix, form, size)
+            total, disk = total + here * matrix.copies, disk + file * matrix.copies
+            read += here * experts_read(matrix, batch)
+            if form is not None:
+                quantized, codes = quantized + here * matrix.copies, codes + matrix.num_parameters
+    outside, head = (shape.embedding + shape.other) * size, shape.head * size
+    head_read = shape.head_parameters * size
+    if scheme.head is not None:
+        head_read = scheme.head.matrix_bytes(shape.vocab_size, shape.hidden_size, size)
+        # A head that is the embedding becomes a copy of its own; on disk nothing changes.
+        total += head_read - head
+    return WeightBytes(
+        total=total + outside + head,
+        disk=disk + outside + head,
+        read=read + shape.other * size + head_read,
+        bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
+    )
+
+
+def experts_read(matrix: Matrix, batch: int) -> float:
+    """Copies of a matrix that a step of this many sequences reads, when each picks its experts by chance."""
+    if matrix.copies == matrix.active:
+        return matrix.copies
+    return float(matrix.copies * (1 - (1 - matrix.active / matrix.copies) ** batch))
+
+
+def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
+    """Bytes that the cache of one sequence of this length holds."""
+    return sum(layer.attention.cached_bytes(tokens, form) for layer in shape.layers)
+
+
+def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
+    """The same in whole pages of the bundled runtime, with the tail of the open page."""
+    return sum(layer.attention.allocated_bytes(tokens, form, shape.dtype_bytes) for layer in shape.layers)
+
+
+def kv_read_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
+    """Bytes of the cache that a decode step of one sequence reads."""
+    return sum(layer.attention.read_bytes(tokens, form) for layer in shape.layers)
+
+
+def kv_bytes_per_token(shape: ModelShape, form: KVForm) -> float:
+    """Growth of the cache per token of a short context, before any window is full."""
+    return sum(
+        layer.attention.entry_bytes(form) * (1 + (1 / layer.attention.ratio if layer.attention.ratio else 0))
+        + layer.attention.index_bytes(form) / (layer.attention.ratio or 1)
+        for layer in shape.layers
+    )
+
+
+def offers(shape: ModelShape, form: KVForm) -> bool:
+    """Whether every layer of the model can be kept in this form."""
+    return all(layer.attention.offers(form) for layer in shape.layers)
+
+
+def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
+    """Peak of intermediate results in one step, an estimate: the widest layer's, and the logits in float32.
+
+    Args:
+        shape: of the model.
+        tokens: of the step, T.
+        sequences: whose logits are needed, B.
+    """
+    widest = max((_width(layer) for layer in shape.layers), default=0)
+    size = min(4, shape.dtype_bytes)
+    return tokens * (2 * shape.hidden_size + widest) * size + sequences * shape.vocab_size * 4
+
+
+def compression_bytes(shape: ModelShape, num_tokens: int, solves: bool) -> dict[str, int]:
+    """What `quantkit quantize` holds at once, by purpose; the same sums as `pipeline.plan.predicted_bytes`.
+
+    Args:
+        shape: of the model.
+        num_tokens: calibration tokens; 0 = a recipe without data.
+        solves: GPTQ is among the steps and keeps a matrix of its inputs.
+    """
+    size = shape.dtype_bytes
+    matrices = [[m for m in layer.matrices if m.quantizable] for layer in shape.layers]
+    width = max((m.in_features for layer in matrices for m in layer), default=0)
+    tallest = max((m.out_features * m.in_features for layer in matrices for m in layer), default=0)
+    return {
+        "layer": size * max((sum(m.num_parameters for m in layer) for layer in matrices), default=0),
+        "hidden_states": num_tokens * shape.hidden_size * size,
+        "statistics": 2 * 4 * width * width if solves else 0,
+        "working_copies": 3 * 4 * tallest,
+    }
+
+
+def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[int, int]:
+    if form is None:
+        plain = matrix.out_features * matrix.in_features * size
+        return plain, plain
+    return (
+        form.matrix_bytes(matrix.out_features, matrix.in_features, size),
+        form.file_bytes(matrix.out_features, matrix.in_features, size),
+    )
+
+
+def _counted(shape: ModelShape, scheme: Scheme) -> WeightBytes:
+    """Where only a number of parameters is known, all of them are stored alike."""
+    form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
+    bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
+    total = round(shape.num_parameters * bits / 8)
+    return WeightBytes(total=total, disk=total, read=shape.active_parameters * bits / 8, bits_per_weight=bits)
+
+
+def _touched(shape: ModelShape, batch: int) -> float:
+    """Parameters that one decode step reads."""
+    inside = sum(
+        layer.other + sum(m.out_features * m.in_features * experts_read(m, batch) for m in layer.matrices)
+        for layer in shape.layers
+    )
+    return inside + shape.other + shape.head_parameters
+
+
+def _width(layer: Layer) -> int:
+    """Numbers per token that a layer has in flight: the wider of attention and MLP, each with what it puts out."""
+    return max(_outputs(layer, True), _outputs(layer, False))
+
+
+def _outputs(layer: Layer, attention: bool) -> int:
+    def chosen() -> Iterator[Matrix]:
+        return (m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention)
+
+    return sum(m.out_features * m.active for m in chosen()) + max(
+        (m.in_features * m.active for m in chosen()), default=0
+    )

@@ -1,0 +1,144 @@
+"""What a recipe does to a model of a known shape: the form of each matrix, and why it may not go.
+
+Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import RecipeError, SchemeError
+from quantkit.plan.memory import Scheme
+from quantkit.plan.shape import Matrix, ModelShape
+from quantkit.plan.weights import WeightForm, from_linear
+
+# Linears that engines run as one, by their last names; their schemes must be equal.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipePlan:
+    """A recipe on a model.
+
+    Args:
+        name: of the recipe.
+        format: on-disk format.
+        scheme: the form of each matrix, for the sums of `memory`.
+        forms: the different forms that occur.
+        num_tokens: calibration tokens, 0 without steps.
+        samples: calibration sequences, 0 without steps.
+        solves: GPTQ is among the steps.
+        conflicts: why it cannot be done, one line each; the first is what an error says.
+    """
+
+    name: str
+    format: str
+    scheme: Scheme
+    forms: tuple[WeightForm, ...]
+    num_tokens: int
+    samples: int
+    solves: bool
+    conflicts: tuple[str, ...]
+
+
+def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) -> RecipePlan:
+    """Assign a recipe's schemes to a model's matrices.
+
+    Args:
+        shape: of a model whose layers are known.
+        recipe: a `quantkit.recipe.Recipe`.
+        head: form of the output head in memory; None = as stored.
+    """
+    chosen = {
+        (index, matrix.name): _find(shape, recipe, index, matrix)
+        for index, layer in enumerate(shape.layers)
+        for matrix in layer.matrices
+    }
+    found = {linear: from_linear(linear, recipe.format) for linear in set(chosen.values()) if linear is not None}
+    calibration = recipe.calibration
+    samples = calibration.samples if calibration else 0
+
+    def choose(index: int, matrix: Matrix) -> WeightForm | None:
+        linear = chosen[index, matrix.name]
+        return None if linear is None else found[linear]
+
+    return RecipePlan(
+        name=recipe.name,
+        format=recipe.format,
+        scheme=Scheme(name=recipe.name, choose=choose, head=head),
+        forms=tuple(sorted(found.values(), key=lambda form: form.name)),
+        num_tokens=samples * calibration.sequence_length if calibration else 0,
+        samples=samples,
+        solves="gptq" in recipe.step_names,
+        conflicts=tuple(_conflicts(shape, recipe, chosen)),
+    )
+
+
+def require_possible(plan: RecipePlan) -> None:
+    """Refuse a recipe that cannot be done.
+
+    Raises:
+        RecipeError: says the first reason, and how many more there are.
+    """
+    if plan.conflicts:
+        more = len(plan.conflicts) - 1
+        rest = f" ({more} more like this)" if more else ""
+        raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
+
+
+def _find(shape: ModelShape, recipe: Any, index: int, matrix: Matrix) -> Any:
+    return recipe.scheme.find(f"{shape.prefix}.{index}.{matrix.name}") if matrix.quantizable else None
+
+
+def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any]) -> Iterator[str]:
+    from quantkit.formats import REGISTRY as FORMATS
+
+    yield from _unmatched(shape, recipe)
+    if not any(chosen.values()):
+        yield "it leaves every linear alone, so nothing would be quantized; take patterns out of ignore"
+    format_, seen = FORMATS.load(recipe.format), set()
+    for index, layer in enumerate(shape.layers):
+        for matrix in layer.matrices:
+            linear, size = chosen[index, matrix.name], (matrix.out_features, matrix.in_features)
+            if linear is None or (linear, size) in seen:
+                continue
+            seen.add((linear, size))
+            try:
+                format_.check(linear, size)
+            except SchemeError as error:
+                yield f"{shape.prefix}.{index}.{matrix.name}: {error}"
+    for index, layer in enumerate(shape.layers):
+        yield from _unequal(shape, index, [matrix.name for matrix in layer.matrices], chosen)
+
+
+def _unmatched(shape: ModelShape, recipe: Any) -> Iterator[str]:
+    names = [f"{shape.prefix}.{index}.{m.name}" for index, layer in enumerate(shape.layers) for m in layer.matrices]
+    for rule in recipe.scheme.rules:
+        if not any(rule.matches(name) for name in names):
+            yield f"pattern {rule.pattern!r} matches none of its linears; names look like {names[0]!r}"
+
+
+def _unequal(shape: ModelShape, index: int, names: list[str], chosen: dict[tuple[int, str], Any]) -> Iterator[str]:
+    """Linears of one layer that engines fuse, but that get different schemes."""
+    for unit in FUSED:
+        parents = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in unit}
+        for parent in sorted(parents):
+            members = [f"{parent}.{last}" for last in unit if f"{parent}.{last}" in names]
+            schemes = {chosen[index, name] for name in members}
+            if len(schemes) > 1:
+                texts = ", ".join(f"{name.rpartition('.')[2]} {_describe(chosen[index, name])}" for name in members)
+                yield (
+                    f"{shape.prefix}.{index}.{parent}: engines run {texts} as one linear, which needs one scheme; "
+                    "widen the pattern in overrides or ignore to cover all of them"
+                )
+
+
+def _describe(linear: Any) -> str:
+    return "left alone" if linear is None else str(linear.describe())

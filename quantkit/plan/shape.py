@@ -1,0 +1,147 @@
+"""The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files.
+
+N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from quantkit.plan.attention import Attention
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """A linear of a decoder layer, or equal ones of several experts.
+
+    Args:
+        name: relative to the layer; experts under the name of the first, `mlp.experts.0.up_proj`.
+        out_features, in_features: N and K.
+        copies: how many there are.
+        active: how many of them a token uses.
+        quantizable: False for routers and the like, which stay as they are.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    copies: int = 1
+    active: int = 1
+    quantizable: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all copies."""
+        return self.copies * self.out_features * self.in_features
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that a token uses."""
+        return self.active * self.out_features * self.in_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One decoder layer.
+
+    Args:
+        attention: its cache.
+        matrices: its linears.
+        other: parameters of norms, biases and the like.
+    """
+
+    attention: Attention
+    matrices: tuple[Matrix, ...]
+    other: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return self.other + sum(matrix.num_parameters for matrix in self.matrices)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What a plan needs to know of a model.
+
+    Args:
+        name: for people.
+        family: `model_type` of config.json.
+        counted_from: "shard headers", "config.json", "shape file" or "parameter count".
+        dtype: of the stored weights, by its torch name.
+        hidden_size, vocab_size, max_length: sizes; max_length None = not said.
+        layers: one each; empty when only a number of parameters is known.
+        prefix: full name of the list of layers, `model.layers`.
+        embedding: parameters of the token embedding.
+        head: parameters of the output head; 0 when it is the embedding.
+        other: parameters outside the layers beside these two.
+        active_total: parameters per token where only their number is known; None = add the layers up.
+        stored_bytes: of all tensors, where headers say so.
+        quantized: the checkpoint is quantized already, so `stored_bytes` is what its weights take.
+        remarks: what the count leaves out or assumes.
+    """
+
+    name: str
+    family: str
+    counted_from: str
+    dtype: str
+    hidden_size: int
+    vocab_size: int
+    max_length: int | None
+    layers: tuple[Layer, ...]
+    prefix: str = "model.layers"
+    embedding: int = 0
+    head: int = 0
+    other: int = 0
+    active_total: int | None = None
+    stored_bytes: int | None = None
+    quantized: bool = False
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one weight as it is stored."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; a shared embedding counts once."""
+        return self.embedding + self.head + self.other + sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: all but the experts it is not sent to."""
+        if self.active_total is not None:
+            return self.active_total
+        idle = sum(m.num_parameters - m.active_parameters for layer in self.layers for m in layer.matrices)
+        return self.num_parameters - idle
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output product, whether they are the embedding's or its own."""
+        return self.head or self.embedding
+
+    @property
+    def attention_kinds(self) -> dict[str, int]:
+        """Number of layers by a short description of their cache, in order of appearance."""
+        return dict(Counter(describe_attention(layer.attention) for layer in self.layers))
+
+
+def describe_attention(attention: Attention) -> str:
+    """Short form for tables, e.g. `GQA 32/8 x 128` or `window 1024, GQA 32/8 x 128`."""
+    heads = f"{attention.num_heads}/{attention.num_kv_heads} x {attention.key_dim}"
+    if attention.kind in ("full", "window") and attention.value_dim:
+        kind = (
+            "MHA" if attention.num_heads == attention.num_kv_heads else "GQA" if attention.num_kv_heads > 1 else "MQA"
+        )
+        return f"{kind} {heads}" if attention.window is None else f"window {attention.window}, {kind} {heads}"
+    if attention.kind in ("mla", "dsa"):
+        text = f"MLA {attention.key_dim - attention.rope_dim}+{attention.rope_dim}"
+        return text if attention.kind == "mla" else f"{text}, indexer {attention.index_dim}, top {attention.top_k}"
+    text = f"window {attention.window} x {attention.key_dim}"
+    if attention.ratio:
+        text += f", 1 of {attention.ratio} compressed"
+    return text if attention.top_k is None else f"{text}, top {attention.top_k}"

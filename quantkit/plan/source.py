@@ -1,0 +1,172 @@
+"""From what the user gives to a shape: a model directory, a config file, a hub id, a shape file or a number.
+
+No weight is read, and from the hub only config.json is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ModelError, first_line, suggestion
+from quantkit.plan.config import Config
+from quantkit.plan.families import from_config, max_length, stored_dtype
+from quantkit.plan.headers import Stored, from_headers, read_tensors
+from quantkit.plan.shape import DTYPE_BYTES, ModelShape
+from quantkit.plan.units import human_count, parse_parameters
+
+_DEMO = Path(__file__).parent.parent / "demo" / "model"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# What a shape file may say: every entry of a config.json that the count reads.
+KEYS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype"),
+    *("attention_bias", "mlp_bias", "use_qk_norm", "layer_types", "sliding_window", "sliding_window_pattern"),
+    *("use_sliding_window", "max_window_layers", "attention_chunk_size", "num_local_experts", "num_experts"),
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq"),
+    *("mlp_layer_types", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("index_head_dim", "index_n_heads", "index_topk", "compress_ratios", "compress_rates", "o_groups", "o_lora_rank"),
+    *("hc_mult", "num_hash_layers", "name"),
+)
+
+
+def from_model(model: str | Path | None) -> ModelShape:
+    """The shape of a model directory, a config.json, or an id on the hub; None = the bundled demo model.
+
+    Shard headers are counted where all shards are there, else the config is.
+
+    Raises:
+        ModelError: there is no such model, or its config does not say enough.
+        CheckpointError: a shard is damaged.
+    """
+    if model is None:
+        return _from_folder(_DEMO, "demo")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(path, path.resolve().name)
+    if path.is_file():
+        return from_config(_checked(_read(path), str(path)), path.stem, "config.json")
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ModelError(
+            f"no such model directory or config file: {model}; check the path, or give --shape or --params"
+        )
+    return from_config(_checked(_read(_download(str(model))), f"{model}/config.json"), str(model), "config.json")
+
+
+def from_shape_file(path: str | Path) -> ModelShape:
+    """The shape that a YAML or JSON file describes in the words of config.json.
+
+    Raises:
+        ModelError: it cannot be read, has an unknown entry, or leaves out a size.
+    """
+    file = Path(path)
+    data = _read(file)
+    if "architectures" not in data:  # a config.json has more entries than the count needs; a shape file must not
+        for key in data:
+            if key not in KEYS:
+                raise ModelError(
+                    f"{file}: unknown entry {key!r}{suggestion(str(key), KEYS)}; entries are as in config.json"
+                )
+    return from_config(_checked(data, str(file)), str(data.get("name") or file.stem), "shape file")
+
+
+def from_parameters(text: str) -> ModelShape:
+    """A model of which only the number of parameters is known, `7B` or `30B-A3B`.
+
+    Raises:
+        InputError: not a number of parameters.
+    """
+    total, active = parse_parameters(text)
+    return ModelShape(
+        name=f"{human_count(total)} parameters",
+        family="unknown",
+        counted_from="parameter count",
+        dtype="bfloat16",
+        hidden_size=0,
+        vocab_size=0,
+        max_length=None,
+        layers=(),
+        other=round(total),
+        active_total=round(active),
+        remarks=("only the weights are known: give a config.json or --shape for the cache and for what fits",),
+    )
+
+
+def _from_folder(folder: Path, name: str) -> ModelShape:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; give a directory with a config.json, or --shape or --params")
+    config = _checked(_read(path), str(path))
+    tensors = read_tensors(folder)
+    if tensors is None:
+        return from_config(config, name, "config.json")
+    if "quantization_config" in config.data:
+        return _quantized(config, name, tensors)
+    return from_headers(config, name, tensors)
+
+
+def _quantized(config: Config, name: str, tensors: dict[str, Stored]) -> ModelShape:
+    """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
+    from dataclasses import replace
+
+    shape = from_config(config, name, "config.json")
+    stored = sum(tensor.num_bytes for tensor in tensors.values())
+    remarks = ("the weights are quantized already: their bytes are those of the shards",)
+    return replace(
+        shape, counted_from="config.json and shard headers", stored_bytes=stored, quantized=True, remarks=remarks
+    )
+
+
+def _checked(data: dict[str, Any], where: str) -> Config:
+    config = Config(data, where)
+    for name in ("dtype", "torch_dtype"):
+        found = config.data.get(name)
+        if found is not None and found not in DTYPE_BYTES and found != "auto":
+            raise ModelError(
+                f"{where}: {name} {found!r} is not one that plan counts; there are: {', '.join(DTYPE_BYTES)}"
+            )
+    stored_dtype(config), max_length(config)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {first_line(error)}; check that it exists and is a text file") from None
+    data = _parse(path, text)
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")
+    return data
+
+
+def _parse(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if path.suffix not in (".yaml", ".yml"):
+            raise ModelError(
+                f"{path} is not valid JSON ({first_line(error)}); correct it or download it again"
+            ) from None
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ModelError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
+
+
+def _download(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # the hub fails in many ways that share no class
+        raise ModelError(
+            f"{model!r} is no directory here and its config.json cannot be fetched from the hub "
+            f"({type(error).__name__}: {first_line(error).rstrip('.')}); check the spelling and the network, "
+            "or give a directory, --shape or --params"
+        ) from error

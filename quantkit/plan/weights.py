@@ -1,0 +1,111 @@
+"""Forms in which weights are stored, and the bytes of a matrix in each. Arithmetic only; torch-free.
+
+compressed-tensors packs codes into 32-bit words along the inputs, with a scale per group in the model's own number
+type and zero points packed along the outputs; gptq and awq always have zero points, and 16-bit scales; dense stores
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+_SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightForm:
+    """How the linears of a model are stored.
+
+    Args:
+        name: for tables, e.g. `int4 g128`.
+        bits: of one code.
+        group_size: inputs that share a scale; None = one scale per output channel.
+        symmetric: no zero points.
+        scaled: False for numbers that are what they say: bf16, fp32, or codes counted without their scales.
+        compute: numbers that products are made of: "bf16", or "int8" or "fp8" where activations are quantized too.
+        layout: on-disk format.
+        zero_bits: of one zero point; None = packed like the codes.
+    """
+
+    name: str
+    bits: int
+    group_size: int | None = None
+    symmetric: bool = True
+    scaled: bool = True
+    compute: str = "bf16"
+    layout: str = "compressed-tensors"
+    zero_bits: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether codes lie in 32-bit words: weight-only integers do, int8 with int8 activations and fp8 do not."""
+        return self.scaled and self.compute == "bf16" and not self.name.startswith("fp8")
+
+    def fits(self, in_features: int) -> bool:
+        """Whether groups divide this many inputs."""
+        return not self.scaled or self.group_size is None or in_features % self.group_size == 0
+
+    def matrix_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        """Codes, scales and zero points of a weight (N, K).
+
+        Args:
+            out_features, in_features: N and K.
+            scale_bytes: of one scale, the size of the model's number type.
+        """
+        if not self.scaled:
+            return out_features * in_features * self.bits // 8
+        if self.layout == "dense":
+            return out_features * in_features * scale_bytes
+        groups = 1 if self.group_size is None else math.ceil(in_features / self.group_size)
+        if self.layout != "compressed-tensors":
+            words = math.ceil(in_features * self.bits / 32) * out_features
+            zeros = math.ceil(out_features * self.bits / 32) * groups
+            index = 0 if self.layout == "awq" else 4 * in_features
+            return 4 * (words + zeros) + 2 * out_features * groups + index
+        scales = out_features * groups * scale_bytes
+        if not self.packed:
+            return out_features * in_features * self.bits // 8 + scales
+        zeros = 0 if self.symmetric else 4 * math.ceil(out_features * (self.zero_bits or self.bits) / 32) * groups
+        return out_features * 4 * math.ceil(in_features * self.bits / 32) + scales + zeros
+
+    def file_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
+        """`matrix_bytes` and what a file holds beside it."""
+        extra = _SHAPE_BYTES if self.packed and self.layout == "compressed-tensors" else 0
+        return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
+
+    def bits_per_weight(self, scale_bytes: int = 2) -> float:
+        """Bits per weight of a matrix without edges; the scale of a channel counts nothing."""
+        if not self.scaled or self.group_size is None:
+            return float(self.bits)
+        zero = 0 if self.symmetric else self.zero_bits or self.bits
+        return self.bits + (8 * scale_bytes + zero) / self.group_size
+
+
+FP32 = WeightForm(name="fp32", bits=32, scaled=False)
+BF16 = WeightForm(name="bf16", bits=16, scaled=False)
+FP8 = WeightForm(name="fp8 channel", bits=8, compute="fp8")
+INT8 = WeightForm(name="int8 channel", bits=8)
+INT4 = WeightForm(name="int4 g128", bits=4, group_size=128)
+INT3 = WeightForm(name="int3 g128", bits=3, group_size=128)
+INT2 = WeightForm(name="int2 g64 asym", bits=2, group_size=64, symmetric=False)
+BARE = tuple(WeightForm(name=f"{bits} bits, no scales", bits=bits, scaled=False) for bits in (8, 4))
+
+
+def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
+    """The form of a recipe's scheme for one linear.
+
+    Args:
+        linear: a `quantkit.numerics.scheme.LinearScheme`; not imported here, because that would import torch.
+        layout: on-disk format of the recipe.
+    """
+    weight, activation = linear.weight, linear.activation
+    return WeightForm(
+        name=linear.describe(),
+        bits=weight.dtype.bits,
+        group_size=weight.group_size,
+        symmetric=weight.symmetric,
+        compute="bf16" if activation is None else activation.dtype.name,
+        layout=layout,
+    )

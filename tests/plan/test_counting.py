@@ -1,0 +1,242 @@
+"""Counting: configs against the real models of transformers, headers against configs, files against the pipeline."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quantkit import pipeline
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.kernels import layouts
+from quantkit.pipeline.plan import make_plan, predicted_bytes
+from quantkit.plan import estimate
+from quantkit.plan.attention import KV_FORMS, PAGE_SIZE, grouped
+from quantkit.plan.config import Config
+from quantkit.plan.families import FAMILIES, from_config
+from quantkit.plan.headers import from_headers, read_tensors
+from quantkit.plan.memory import compression_bytes, everywhere, experts_read, weight_bytes
+from quantkit.plan.recipes import plan_recipe
+from quantkit.plan.shape import Matrix
+from quantkit.plan.source import from_model
+from quantkit.recipe import load
+from tests.helpers import FAMILIES as SMALL
+from tests.plan.shapes import shape_of
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+WIDE = {**EXPERTS, "moe_intermediate_size": 32}
+GROUPED = {**WIDE, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+LATENT = {
+    **GROUPED,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+V4 = {
+    **WIDE,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "sliding_window": 16,
+    "n_shared_experts": 1,
+}
+VARIANTS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16},
+    "mixtral": EXPERTS,
+    "olmoe": EXPERTS,
+    "gpt_oss": {**EXPERTS, "head_dim": 16},
+    "qwen2_moe": {**WIDE, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": WIDE,
+    "glm4_moe": {**GROUPED, "use_qk_norm": True, "head_dim": 16},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, "index_head_dim": 16, "index_n_heads": 4},
+    "deepseek_v4": V4,
+}
+SAME_AS_ANOTHER = ("ministral", "kimi_k2", "gemma3")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SAME_AS_ANOTHER])
+def test_the_count_from_config_is_that_of_the_real_model(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.for_model(family, **{**SIZES, **VARIANTS.get(family, {})})
+    except ValueError:
+        pytest.skip(f"this transformers has no {family}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    real += sum(buffer.numel() for name, buffer in model.named_buffers() if "e_score_correction" in name)
+    shape = from_config(Config(config.to_dict(), "config.json"), family, "config.json")
+    assert shape.num_parameters == real
+    names = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim == 2}
+    ours = {
+        f"{shape.prefix}.{i}.{m.name}" for i, layer in enumerate(shape.layers) for m in layer.matrices if m.copies == 1
+    }
+    if family != "deepseek_v4":  # whose indexer transformers calls otherwise than its checkpoints do
+        assert {name for name in ours if "expert" not in name and "gate" not in name.split(".")[-1]} <= names
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_headers_and_config_agree(family, family_models):
+    folder = family_models[family]
+    config = Config(json.loads((folder / "config.json").read_text()), "config.json")
+    counted = from_headers(config, family, read_tensors(folder))
+    computed = from_config(config, family, "config.json")
+    assert counted.num_parameters == computed.num_parameters
+    assert (counted.embedding, counted.head) == (computed.embedding, computed.head)
+    for one, other in zip(counted.layers, computed.layers, strict=True):
+        assert set(one.matrices) == set(other.matrices)
+        assert one.other == other.other
+    assert counted.stored_bytes == CheckpointReader(folder).num_bytes
+
+
+@pytest.mark.parametrize("recipe", ["rtn-int8", "rtn-int4", "fp8-dynamic", "awq-int4"])
+@pytest.mark.parametrize("changes", [(), ("format=gptq",)], ids=["", "gptq"])
+def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama, text_file, tmp_path):
+    if changes and recipe != "rtn-int4":
+        pytest.skip("one recipe in another format is enough")
+    changes = (*changes, *(["weights.group_size=32"] if "int4" in recipe else []))
+    if "awq" in recipe:
+        changes += (f"calibration.data={text_file}", "calibration.samples=2", "calibration.sequence_length=32")
+    pipeline.quantize(str(tiny_llama), load(recipe, changes), tmp_path / "out", device="cpu")
+    found = CheckpointReader(tmp_path / "out").num_bytes
+    plan = estimate(tiny_llama, recipe=recipe, overrides=changes)
+    assert plan.weights[-1].size.disk == found
+    assert plan.weights[0].size.disk == CheckpointReader(tiny_llama).num_bytes
+    again = estimate(tmp_path / "out")
+    assert [row.size.total for row in again.weights] == [found]
+    assert again.shape.num_parameters == plan.shape.num_parameters
+
+
+@pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8"])
+def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_path):
+    theirs = make_plan(str(tiny_llama), load(recipe), tmp_path / "x", "cpu")
+    shape = from_model(tiny_llama)
+    ours = plan_recipe(shape, load(recipe))
+    assert compression_bytes(shape, 640, ours.solves) == predicted_bytes(theirs, 640)
+
+
+@pytest.mark.parametrize("name", [*KV_FORMS])
+@pytest.mark.parametrize(("heads", "width"), [(8, 128), (4, 16), (1, 64), (3, 10)])
+def test_pages_are_those_of_the_runtime(name, heads, width):
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    layout = layouts.make_layout(
+        num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name)
+    )
+    attention, form = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width), KV_FORMS[name]
+    assert PAGE_SIZE == layouts.DEFAULT_PAGE_SIZE
+    assert attention.page_bytes(form) == layout.page_bytes
+    for tokens in (1, 64, 65, 1000):
+        pages = -(-tokens // PAGE_SIZE)
+        assert attention.allocated_bytes(tokens, form, dtype.itemsize) == pages * layout.page_bytes + layout.tail_bytes
+    windowed = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width, window=100)
+    kept = layouts.make_layout(
+        num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name), window=100
+    )
+    assert windowed.page_bytes(form) == kept.page_bytes
+    assert windowed.allocated_bytes(100_000, form) == 3 * kept.page_bytes  # 100 tokens lie on three pages at most
+
+
+def test_a_batch_reads_more_experts():
+    matrix = Matrix(name="x", out_features=2, in_features=2, copies=128, active=8)
+    assert experts_read(matrix, 1) == pytest.approx(8)
+    assert 8 < experts_read(matrix, 4) < 32
+    assert experts_read(matrix, 1000) == pytest.approx(128)
+    moe = shape_of("qwen3-30b-a3b")
+    one, many = (weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
+    # One token reads all that it uses but the embedding; a large batch reads every expert.
+    assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
+    assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))
+
+
+def test_a_missing_shard_falls_back_to_the_config(tiny_llama, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    assert from_model(tmp_path).counted_from == "config.json"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert from_model(tmp_path).counted_from == "config.json"
+    assert from_model(tiny_llama).counted_from == "shard headers"
+    assert from_model(tmp_path / "config.json").num_parameters == from_model(tiny_llama).num_parameters
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x08\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]", (9 << 40).to_bytes(8, "little")], ids=repr
+)
+def test_a_damaged_shard_is_named(data, tiny_llama, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*header cannot be read; .*download"):
+        from_model(tmp_path)
+
+
+def test_a_tensor_of_the_wrong_length_is_named(tiny_llama, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 6]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"tensor 'a' takes 6 bytes, its shape \(4,\) of BF16 needs 8"):
+        from_model(tmp_path)
+
+
+def test_shards_of_another_model_are_refused(tiny_llama, tmp_path):
+    config = {**json.loads((tiny_llama / "config.json").read_text()), "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((tiny_llama / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="names 3 layers, but the shards hold 2"):
+        from_model(tmp_path)
+
+
+BAD = [
+    ({"hidden_size": None}, "has no 'hidden_size'"),
+    ({"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"num_attention_heads": 7, "head_dim": None}, "hidden_size 64 is no multiple of num_attention_heads 7"),
+    ({"layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers is 4"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer type 'linear_attention' is not one"),
+    ({"layer_types": ["sliding_attention"] * 4}, "has no 'sliding_window'"),
+    ({"model_type": "mamba2"}, "mamba2 keeps a state"),
+    ({"dtype": "int9"}, "dtype 'int9' is not one that plan counts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_config_says_what_is_wrong(changes, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, "model_type": "llama", **changes}))
+    with pytest.raises(ModelError, match=message) as caught:
+        from_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unknown_family_is_counted_as_llama_and_says_so():
+    shape = from_config(Config({**SIZES, "model_type": "novel"}, "x"), "x", "config.json")
+    assert shape.num_parameters == from_config(Config({**SIZES, "model_type": "llama"}, "x"), "x", "").num_parameters
+    assert "'novel' is not known here" in shape.remarks[0]
