@@ -38,8 +38,7 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, context: list[int] | tuple[int, ...] = ()) -> None:
         self._decode = decode
-        self._window = list(context[-_WINDOW:])
-        self._shown = len(decode(self._window).rstrip(_BROKEN)) if self._window else 0  # characters of the window
+        self._window, self._shown = _beginning(decode, list(context[-_WINDOW:]))  # tokens, characters shown of them
 
     def push(self, token: int) -> str:
         """Text that this token completes; often empty, sometimes more than a character."""
@@ -68,6 +67,16 @@ class Detokenizer:
         # Empty: the next token would be treated as the first of all and might lose its leading space.
         if kept and text.endswith(kept):
             self._window, self._shown = tail, len(kept)
+
+
+def _beginning(decode: Decode, context: list[int]) -> tuple[list[int], int]:
+    """The last tokens of a context that make whole characters, and the length of their text."""
+    for size in range(min(_CONTEXT, len(context)), len(context)):
+        text = decode(context[-size:])
+        if text and _BROKEN not in text:
+            return context[-size:], len(text)
+    # Characters that the context leaves incomplete belong to what comes.
+    return context, len(decode(context).rstrip(_BROKEN)) if context else 0
 
 
 class StopFinder:

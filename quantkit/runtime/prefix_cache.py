@@ -59,6 +59,8 @@ class PrefixCache:
         sequence.pages = list(pages)
         sequence.num_published = len(pages)
         sequence.num_computed = len(pages) * self._page_size
+        if sequence.num_preemptions == 0:  # what a preempted one finds again is mostly its own
+            sequence.num_cached = sequence.num_computed
         self.num_hit_tokens += sequence.num_computed
         self.num_asked_tokens += len(sequence.ids)
 

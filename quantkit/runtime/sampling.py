@@ -115,7 +115,9 @@ def _nucleus(scaled: Tensor, least: Tensor | None, top_k: list[int], top_p: list
         inside = values.masked_fill(rank >= counts, -torch.inf)
         chances = (inside - torch.where(counts < size, inside.logsumexp(-1, keepdim=True), total)).exp()
         # A token stays when those before it do not reach top_p yet; the first always does.
-        kept = ((chances.cumsum(-1) - chances < shares) & (rank < counts)) | (rank == 0)
+        # Rounded sums may reach 1 before the end, but a share of 1 keeps all.
+        reached = (chances.cumsum(-1) - chances >= shares) & (shares < 1)
+        kept = (~reached & (rank < counts)) | (rank == 0)
         bound = values.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
         # Few tokens will do when the last of them is out in every row: then whoever ties with the bound is in.
         if width == size or bool((values[:, -1:] < bound).all()):

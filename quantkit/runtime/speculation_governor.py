@@ -60,6 +60,11 @@ class Governor:
         """Share of all drafts that were accepted; None before the first."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
+    @property
+    def chance(self) -> float:
+        """Share of drafts accepted among those whose predecessors were; 0 before the first."""
+        return self.num_accepted / max(1, self.num_accepted + self._num_stopped)
+
     def choose(self, num_sequences: int) -> int:
         """Drafts for each sequence of the next step."""
         if self._force:
@@ -107,7 +112,7 @@ class Governor:
         """
         plain = median(record.plain)
         seconds, share, length = (median(values) for values in zip(*record.drafted, strict=True))
-        chance = self.num_accepted / max(1, self.num_accepted + self._num_stopped)
+        chance = self.chance
         best = (0.0, 1)
         tokens, power = 1.0, 1.0
         for count in range(1, self._max_drafts + 1):

@@ -1,0 +1,160 @@
+"""Who gets how many tokens: the budget, chunks, page borders, preemption, fairness."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.runtime.pages import PagePool
+from quantkit.runtime.prefix_cache import PrefixCache
+from quantkit.runtime.scheduler import Scheduler, SchedulerOptions
+from quantkit.runtime.types import SamplingParams, Sequence
+from tests.runtime.toy import ToyModel, make_engine
+
+
+def scheduler(num_pages=64, **changes):
+    options = {"page_size": 4, "max_sequences": 8, "token_budget": 32, **changes}
+    pool = PagePool(num_pages)
+    preempted = []
+    made = Scheduler(pool, PrefixCache(pool, 4, enabled=False), SchedulerOptions(**options), preempted.append)
+    return made, preempted
+
+
+def sequence(number, length):
+    return Sequence(
+        id=number, ids=list(range(length)), num_prompt=length, params=SamplingParams(), limit=10_000, seed=0,
+        stop_ids=frozenset(), arrived=0.0,
+    )  # fmt: skip
+
+
+def step(made):
+    """Schedule and pretend to compute; {request: tokens}."""
+    work = made.schedule()
+    for item, count in work:
+        item.num_computed += count
+        if item.num_computed == len(item.ids):
+            item.ids.append(0)
+    made.check_integrity()
+    return {item.id: count for item, count in work}
+
+
+def test_decodes_come_first_and_prompts_share_the_rest():
+    made, _ = scheduler(num_pages=200)
+    for number in range(3):
+        made.add(sequence(number, 3))
+    assert step(made) == {0: 3, 1: 3, 2: 3}
+    for number in range(3, 6):
+        made.add(sequence(number, 100))
+    # 29 tokens are left: half of what is left for each but the last, cut at page borders; then nothing is left over.
+    assert step(made) == {0: 1, 1: 1, 2: 1, 3: 13, 4: 8, 5: 8}
+    assert sum(step(made).values()) == 32
+
+
+def test_a_giant_prompt_does_not_hold_up_short_ones():
+    made, _ = scheduler(num_pages=600)
+    made.add(sequence(0, 2000))
+    made.add(sequence(1, 10))
+    made.add(sequence(2, 4))
+    assert step(made) == {0: 20, 1: 8, 2: 4}
+    assert step(made) == {0: 29, 1: 2, 2: 1}
+    assert step(made) == {0: 30, 1: 1, 2: 1}
+
+
+def test_chunks_end_at_page_borders_when_others_take_the_rest():
+    made, _ = scheduler(token_budget=30)
+    made.add(sequence(0, 100))
+    made.add(sequence(1, 18))
+    assert step(made) == {0: 12, 1: 18}
+    made.add(sequence(2, 99))
+    # Half of 29 is 14, but 24 is a border: 12 for the first; 16 of the rest end at one too, one token remains.
+    assert step(made) == {0: 13, 1: 1, 2: 16}
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_chunk_size_is_a_limit(size):
+    made, _ = scheduler(chunk_size=size)
+    made.add(sequence(0, 20))
+    made.add(sequence(1, 20))
+    assert step(made) == {0: size, 1: size}
+
+
+def test_whole_prompts_ignore_the_budget_one_at_a_time():
+    made, _ = scheduler(chunked=False)
+    for number, length in enumerate((50, 20, 10)):
+        made.add(sequence(number, length))
+    assert step(made) == {0: 50}
+    assert step(made) == {0: 1, 1: 20, 2: 10}
+
+
+def test_the_youngest_gives_way_and_waits_at_the_front():
+    made, preempted = scheduler(num_pages=6)
+    for number in range(3):
+        made.add(sequence(number, 7))
+    assert step(made) == {0: 7, 1: 7}  # two pages each, one kept for growth: the third has to wait
+    for _ in range(4):
+        step(made)
+    assert not preempted
+    for _ in range(8):
+        last = step(made)
+    assert [item.id for item in preempted] == [1]
+    assert [item.id for item in made.waiting] == [1, 2]
+    assert last == {0: 1}
+    assert preempted[0].num_computed == 0
+
+
+def test_the_oldest_always_gets_on():
+    made, _ = scheduler(num_pages=5)
+    for number in range(4):
+        made.add(sequence(number, 4))
+    for _ in range(12):
+        assert step(made).get(0)
+
+
+def test_a_prompt_takes_pages_of_younger_decodes():
+    made, preempted = scheduler(num_pages=9, token_budget=8)
+    old = sequence(0, 30)
+    made.add(old)
+    step(made)
+    young = sequence(1, 2)
+    made.running.append(young)  # as if it had come in while the old one did not know yet what it would need
+    young.row = made._rows.pop()
+    young.pages = made._pool.allocate(5)
+    young.num_computed, young.ids = 19, list(range(20))
+    for _ in range(6):
+        step(made)
+    assert preempted == [young]
+
+
+def test_static_batches_admit_nobody_in_between():
+    made, _ = scheduler(batching="static", max_sequences=2)
+    items = [sequence(number, 3) for number in range(3)]
+    for item in items:
+        made.add(item)
+    assert step(made) == {0: 3, 1: 3}
+    made.remove(items[0])
+    assert step(made) == {1: 1}
+    made.remove(items[1])
+    assert step(made) == {2: 3}
+
+
+def test_drafts_fit_into_budget_and_pages_or_are_cut():
+    made, preempted = scheduler(num_pages=4, token_budget=8, max_sequences=2)
+    one, two = sequence(0, 6), sequence(1, 3)
+    made.add(one)
+    made.add(two)
+    step(made)
+    one.drafts, two.drafts = [1] * 7, [2] * 5
+    work = {item.id: count for item, count in made.schedule()}
+    assert work == {0: 7, 1: 1}  # six drafts of the first fill budget and pages
+    assert (len(one.drafts), len(two.drafts)) == (6, 0)
+    assert not preempted
+
+
+def test_nobody_starves_in_a_stream_of_short_requests():
+    engine = make_engine(model=ToyModel(), num_pages=24, max_sequences=4, token_budget=16)
+    first = [engine.add([1] * 60, SamplingParams(max_tokens=20))]
+    waited = 0
+    while any(number in engine._requests for number in first):
+        engine.add([2] * 3, SamplingParams(max_tokens=3))
+        engine.step()
+        waited += 1
+        assert waited < 60
