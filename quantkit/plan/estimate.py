@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
-from quantkit.plan.attention import FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.plan.devices import Device
+from quantkit.plan.kv_forms import FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.plan.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
 from quantkit.plan.loaders import Reading, loaders
 from quantkit.plan.memory import (

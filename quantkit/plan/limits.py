@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.plan.attention import KVForm
 from quantkit.plan.devices import Device
+from quantkit.plan.kv_forms import KVForm
 from quantkit.plan.memory import (
     Scheme,
     activation_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quantkit.plan.attention import KVForm
+from quantkit.plan.kv_forms import KVForm
 from quantkit.plan.shape import Layer, Matrix, ModelShape
 from quantkit.plan.weights import WeightForm
 

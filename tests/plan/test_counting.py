@@ -8,20 +8,23 @@ import pytest
 import torch
 
 from quantkit import pipeline
+from quantkit.architectures import supported
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels import layouts
 from quantkit.pipeline.plan import make_plan, predicted_bytes
 from quantkit.plan import estimate
-from quantkit.plan.attention import KV_FORMS, PAGE_SIZE, grouped
+from quantkit.plan.attention import grouped
 from quantkit.plan.config import Config
 from quantkit.plan.families import FAMILIES, from_config
 from quantkit.plan.headers import from_headers, read_tensors
+from quantkit.plan.kv_forms import KV_FORMS, PAGE_SIZE
 from quantkit.plan.memory import compression_bytes, everywhere, experts_read, weight_bytes
 from quantkit.plan.recipes import plan_recipe
 from quantkit.plan.shape import Matrix
 from quantkit.plan.source import from_model
 from quantkit.recipe import load
+from quantkit.runtime.config import read_config
 from tests.helpers import FAMILIES as SMALL
 from tests.plan.shapes import shape_of
 
@@ -240,3 +243,38 @@ def test_an_unknown_family_is_counted_as_llama_and_says_so():
     shape = from_config(Config({**SIZES, "model_type": "novel"}, "x"), "x", "config.json")
     assert shape.num_parameters == from_config(Config({**SIZES, "model_type": "llama"}, "x"), "x", "").num_parameters
     assert "'novel' is not known here" in shape.remarks[0]
+
+
+CLASSES = {
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+WINDOWED = {
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 5},
+    "qwen3": {"use_sliding_window": False, "head_dim": 16},
+    "gemma2": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16},
+    "phi3": {},
+    "cohere2": {},
+    "starcoder2": {},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_are_those_of_the_runtime(family):
+    from transformers import AutoConfig
+
+    sizes = {**SIZES, "num_hidden_layers": 8, "sliding_window": 16, **WINDOWED[family]}
+    full = AutoConfig.for_model(family, **sizes).to_dict()
+    for config in (full, {**sizes, "model_type": family}):  # as new versions write it, and as old ones did
+        ours = [attention.window for attention in Config(config, "x").attentions()]
+        theirs = read_config(config, supported()[CLASSES[family]])
+        assert ours == [layer.window for layer in theirs.layers]
+    assert (None in ours) == (family not in ("mistral", "phi3", "starcoder2"))

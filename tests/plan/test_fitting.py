@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.errors import InputError, ModelError, RecipeError
 from quantkit.plan import DEVICES, estimate, find_device, make_device, to_document
-from quantkit.plan.attention import BF16, FP8, INT4, INT8, find_kv_form
+from quantkit.plan.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.plan.limits import RESERVE, decode_floor, fit
 from quantkit.plan.loaders import LOADERS, loaders
 from quantkit.plan.memory import activation_bytes, everywhere, kv_allocated_bytes, kv_bytes, weight_bytes
