@@ -25,7 +25,7 @@ SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 def dumps(report: Report) -> str:
     """A report as JSON text; equal reports give equal bytes."""
     document = {**report.to_dict(), "metrics": measure(report)}
-    return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    return json.dumps(finite(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 def read_report(path: Path | str) -> Report:
@@ -39,7 +39,8 @@ def read_report(path: Path | str) -> Report:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ReportError(f"{file}: no such file; `quantkit verify {path}` makes one") from None
+        todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
+        raise ReportError(f"{file}: no such file; {todo}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{file}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
@@ -67,12 +68,13 @@ def schema() -> dict[str, Any]:
     return {"$schema": SCHEMA_URL, "title": "quantkit report", **report, "$defs": dict(sorted(definitions.items()))}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
 
 
 def _define(cls: type, definitions: dict[str, Any]) -> None:

@@ -1,0 +1,44 @@
+"""All files of one report, written beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.report.html import render_html
+from quantkit.report.json import dumps
+from quantkit.report.junit import render_junit
+from quantkit.report.markdown import render_markdown
+from quantkit.results import Report
+
+
+def write_report(report: Report, directory: Path | str, *, html: bool = True, card: bool = True) -> dict[str, Path]:
+    """Write `report.json`, `junit.xml`, and the page and model card if wanted.
+
+    Args:
+        report: what was measured.
+        directory: made if it is not there.
+        html: also `report.html`, which needs matplotlib and jinja2; everything else is written before it is tried.
+        card: also `README.md`.
+    Returns:
+        kind ("json", "junit", "card", "html") -> file.
+    Raises:
+        ReportError: `html` is wanted and a package for it is missing; the message names the command.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {
+        "json": _write(directory / "report.json", dumps(report)),
+        "junit": _write(directory / "junit.xml", render_junit(report)),
+    }
+    if card:
+        files["card"] = _write(directory / "README.md", render_markdown(report))
+    if html:
+        files["html"] = _write(directory / "report.html", render_html(report))
+    return files
+
+
+def _write(path: Path, text: str) -> Path:
+    """Whole or not at all: a reader never sees half a file."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)

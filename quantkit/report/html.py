@@ -1,0 +1,94 @@
+"""`report.html`: one file that opens offline, reads without scripts, in light and dark, on paper and on a phone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from quantkit.errors import ReportError
+from quantkit.report.sections import Section, report_sections
+from quantkit.report.svg import INSTALL
+from quantkit.report.tables import key_figures
+from quantkit.report.words import headline, remedies
+from quantkit.results import GateResult, Report
+
+
+def render_html(report: Report) -> str:
+    """The page of one report.
+
+    Raises:
+        ReportError: matplotlib or jinja2 is not installed; the message names the command.
+    """
+    against = f"against {report.baseline_model.name}" if report.baseline_model else "without an original beside it"
+    made = [report.compression.recipe if report.compression else "", report.model.scheme, report.model.format]
+    return render_page(
+        title=report.model.name,
+        subtitle=" · ".join([against, *(part for part in made if part)]),
+        verdict=headline(report),
+        held=report.held if report.gates else None,
+        gates=report.gates,
+        figures=key_figures(report),
+        sections=report_sections(report),
+    )
+
+
+def render_page(
+    *,
+    title: str,
+    subtitle: str,
+    verdict: str,
+    held: bool | None,
+    sections: Sequence[Section],
+    gates: Sequence[GateResult] = (),
+    figures: Sequence[tuple[str, str, str]] = (),
+) -> str:
+    """A page of the house's look.
+
+    Args:
+        title, subtitle: the heading and the line below it.
+        verdict: one sentence.
+        held: whether the verdict is good; None when there is nothing to judge.
+        sections: the body.
+        gates: below the verdict.
+        figures: (name, figure, what it is beside).
+    Raises:
+        ReportError: jinja2 is not installed.
+    """
+    template = _environment().get_template("page.html")
+    style = (resources.files("quantkit.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    text: str = template.render(
+        title=title,
+        subtitle=subtitle,
+        verdict=verdict,
+        mood={True: "held", False: "failed", None: "open"}[held],
+        gates=gates,
+        remedies=remedies(gates),
+        key_figures=figures,
+        sections=sections,
+        style=style,
+    )
+    return text
+
+
+def _environment() -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise ReportError(f"report.html needs jinja2, which is not installed; {INSTALL}") from None
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("quantkit.report", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["together"] = keep_together
+    return environment
+
+
+def keep_together(text: str) -> str:
+    """Numbers with their units, and intervals, on one line: spaces that do not break."""
+    text = re.sub(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|%)(?:\W|$))", "\u00a0", text)
+    return re.sub(r"\([-+.\d]+ to [-+.\d]+\)", lambda match: match[0].replace(" ", "\u00a0"), text)

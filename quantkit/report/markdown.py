@@ -1,0 +1,134 @@
+"""`README.md` of a checkpoint, a Hugging Face model card: how it was made, what was measured, how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from quantkit.report import tables
+from quantkit.report.tables import Table
+from quantkit.report.words import gate_lines, headline
+from quantkit.results import Report
+
+TRANSFORMERS = """With transformers ({needs}):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{path}", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("{path}")
+```
+"""
+VLLM = """With vLLM:
+
+```console
+vllm serve {path}
+```
+"""
+LLAMA_CPP = """With llama.cpp:
+
+```console
+llama-cli -m {path} -p "Once upon a time"
+```
+"""
+QUANTKIT = """With quantkit's own runtime, in which the numbers above were measured:
+
+```console
+quantkit generate {path} --prompt "Once upon a time"
+```
+"""
+# Format -> what transformers needs besides itself (None: it cannot load it), whether vLLM, whether llama.cpp loads it.
+LOADERS = {
+    "dense": ("nothing else needed", True, False),
+    "compressed-tensors": ("`pip install compressed-tensors`", True, False),
+    "gptq": ("`pip install gptqmodel`", True, False),
+    "awq": ("`pip install gptqmodel`", True, False),
+    "gguf": (None, False, True),
+}
+
+
+def render_markdown(report: Report) -> str:
+    """The model card of a checkpoint, front matter included."""
+    model, original = report.model, report.baseline_model
+    source = original.name if original else (report.compression.model if report.compression else "another model")
+    parts = [
+        _front_matter(report),
+        f"# {model.name}",
+        f"{model.scheme or model.format} version of {_linked(report, source)}, made with quantkit. {headline(report)}",
+        _list("Gates", gate_lines(report.gates)),
+        "## Results",
+        *[
+            _table(table)
+            for table in (
+                tables.comparison_table(report),
+                tables.length_table(report),
+                tables.fidelity_table(report),
+                tables.latency_table(report),
+                tables.throughput_table(report),
+                tables.memory_table(report),
+            )
+            if table is not None
+        ],
+        "" if report.evaluation or report.benchmark or report.fidelity else "Nothing was measured.",
+        "## How it was made",
+        _table(tables.making_table(report)),
+        "## How to load it",
+        *_loading(report),
+        _license(report),
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _front_matter(report: Report) -> str:
+    """YAML; every text is written as JSON, which YAML reads, so that no name can break it."""
+    model, original = report.model, report.baseline_model
+    tags = ["quantkit", "quantized", model.format, *model.scheme.split()[:1]]
+    lines = ["---"]
+    if original is not None and original.hub_id:
+        lines += [f"base_model: {json.dumps(original.hub_id)}", "base_model_relation: quantized"]
+    known = model.license or (original.license if original else None)
+    if known:
+        lines.append(f"license: {json.dumps(known)}")
+    lines += [
+        "library_name: " + ("gguf" if model.format == "gguf" else "transformers"),
+        "pipeline_tag: text-generation",
+    ]
+    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in dict.fromkeys(tag for tag in tags if tag))]
+    return "\n".join([*lines, "---"])
+
+
+def _linked(report: Report, source: str) -> str:
+    hub_id = report.baseline_model.hub_id if report.baseline_model else None
+    return f"[{source}](https://huggingface.co/{hub_id})" if hub_id else source
+
+
+def _list(title: str, items: Sequence[str]) -> str:
+    return "\n".join([f"## {title}", "", *(f"- {item}" for item in items)]) if items else ""
+
+
+def _table(table: Table) -> str:
+    """A table as GitHub's Markdown writes it."""
+    rows = [table.columns, tuple("---" for _ in table.columns), *table.rows]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return f"{table.caption}:\n\n{text}" + (f"\n\n{table.note}" if table.note else "")
+
+
+def _loading(report: Report) -> list[str]:
+    """Each loader that reads the format, with a command."""
+    needs, vllm, llama_cpp = LOADERS.get(report.model.format, (None, False, False))
+    path = report.model.hub_id or report.model.path or report.model.name
+    templates = [
+        TRANSFORMERS if needs else "",
+        VLLM if vllm else "",
+        LLAMA_CPP if llama_cpp else "",
+        QUANTKIT,
+    ]
+    return [template.format(path=path, needs=needs) for template in templates if template]
+
+
+def _license(report: Report) -> str:
+    original = report.baseline_model
+    known = report.model.license or (original.license if original else None)
+    if known:
+        return f"## License\n\n{known}, as the original."
+    return "## License\n\nUnknown: the original's license applies, see its model card."

@@ -1,0 +1,171 @@
+"""The page of one report: which text, plots and tables stand in which section, in the order a reader decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quantkit.gates import describe_proposal
+from quantkit.report import plots, tables
+from quantkit.report.tables import Table
+from quantkit.results import Report
+
+Thing = TypeVar("Thing")
+
+DEFINITIONS = (
+    ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "
+     "better, the original's as per cent of the model's."),
+    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio, and "
+     "Student's t for other scores and for perplexity, whose windows are the independent units. A mean over tasks "
+     "weights them equally."),
+    ("p", "Of no difference: the mid-p form of McNemar's exact test for right-or-wrong items, Student's t otherwise."),
+    ("Noise", "How far the original strays from itself when it computes in another arithmetic. A difference within it "
+     "is called noise in both directions, so 101 % may be noise too."),
+    ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
+    ("TTFT", "Time to first token: from a request's arrival to its first token."),
+    ("ITL", "Inter-token latency: every gap between successive tokens, pooled over requests. Its tail shows stalls."),
+    ("TPOT", "Time per output token: (last - first token) / (tokens - 1), one number per request."),
+    ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
+    ("Floor", "The longer of bytes / copy bandwidth and operations / matrix-product rate, both measured in this run."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One part of a page.
+
+    Args:
+        name: a word, for links.
+        title: its heading.
+        text: paragraphs above everything else.
+        figures: `<svg>` elements.
+        tables: shown.
+        more: tables folded away.
+        terms: a list of definitions.
+        findings: (statement, evidence, advice) of a diagnosis.
+        beside: narrow tables stand beside the figure where there is room.
+    """
+
+    name: str
+    title: str
+    text: Sequence[str] = ()
+    figures: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    more: Sequence[Table] = ()
+    terms: Sequence[tuple[str, str]] = ()
+    findings: Sequence[tuple[str, str, str]] = ()
+    beside: bool = False
+
+
+def report_sections(report: Report) -> list[Section]:
+    """All sections that have something to say, in order."""
+    found = [_accuracy(report), _fidelity(report), _damage(report), _diagnosis(report), _speed(report), _memory(report)]
+    found += [_roofline(report), _making(report), _definitions(report)]
+    return [section for section in found if section is not None]
+
+
+def _present(*things: Thing | None) -> list[Thing]:
+    return [thing for thing in things if thing is not None]
+
+
+def _accuracy(report: Report) -> Section | None:
+    table = tables.comparison_table(report)
+    if table is None:
+        return None
+    return Section(
+        name="accuracy",
+        title="Accuracy",
+        text=_missing_noise(report),
+        figures=_present(plots.accuracy_plot(report)),
+        tables=_present(table, tables.length_table(report)),
+        more=[tables.verdict_table()],
+    )
+
+
+def _missing_noise(report: Report) -> list[str]:
+    if report.noise is not None:
+        return []
+    return ["The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."]
+
+
+def _fidelity(report: Report) -> Section | None:
+    table = tables.fidelity_table(report)
+    return None if table is None else Section(name="fidelity", title="Closeness to the original", tables=[table])
+
+
+def _damage(report: Report) -> Section | None:
+    damage = report.damage
+    if damage is None or not damage.records:
+        return None
+    text = ["Each unit was swapped alone into the original. Linears that engines fuse (q/k/v, gate/up) count as one."]
+    if damage.proposal is not None:
+        text.append(f"To lose less: {describe_proposal(damage.proposal)}.")
+    return Section(
+        name="damage",
+        title="Where the damage is",
+        text=text,
+        figures=_present(plots.damage_plot(damage)),
+        tables=[tables.worst_damage_table(damage)],
+        beside=True,
+        more=[tables.damage_table(damage)],
+    )
+
+
+def _diagnosis(report: Report) -> Section | None:
+    if report.diagnosis is None or not report.diagnosis.findings:
+        return None
+    findings = []
+    for finding in report.diagnosis.findings:
+        gain = f" ({finding.expected_gain})" if finding.expected_gain else ""
+        findings.append((finding.statement, finding.evidence, f"{finding.advice}{gain}" if finding.advice else ""))
+    return Section(name="diagnosis", title="What limits speed, and what to try", findings=findings)
+
+
+def _speed(report: Report) -> Section | None:
+    latency = tables.latency_table(report)
+    if latency is None:
+        return None
+    drawn = _present(plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report))
+    first = report.benchmark.runs[0].workload.name if report.benchmark else ""
+    return Section(
+        name="speed",
+        title="Speed",
+        text=[f"The plots show {first}; the tables show every workload."],
+        figures=drawn,
+        tables=_present(latency, tables.throughput_table(report), tables.fit_table(report)),
+    )
+
+
+def _memory(report: Report) -> Section | None:
+    table = tables.memory_table(report)
+    if table is None:
+        return None
+    drawn = _present(plots.memory_plot(report))
+    return Section(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
+
+
+def _roofline(report: Report) -> Section | None:
+    table = tables.roofline_table(report)
+    if table is None:
+        return None
+    text = ["Points on the line could not be faster on this machine. Decode is labelled by batch, prefill by tokens."]
+    drawn = _present(plots.roofline_plot(report))
+    return Section(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
+
+
+def _making(report: Report) -> Section:
+    return Section(
+        name="making",
+        title="How it was made and measured",
+        text=report.notes,
+        tables=[tables.making_table(report)],
+        more=[tables.environment_table(report)],
+    )
+
+
+def _definitions(report: Report) -> Section:
+    measured = report.benchmark is not None
+    speed = ("TTFT", "ITL", "TPOT", "p50, p90, p99", "Floor")
+    terms = [term for term in DEFINITIONS if measured or term[0] not in speed]
+    return Section(name="terms", title="What the words mean", terms=terms)

@@ -1,0 +1,138 @@
+"""Figures as SVG that lives inside a page: colours that follow its theme, unique ids, text alternatives, equal bytes.
+
+matplotlib draws with placeholder colours; here they become CSS variables, so one drawing serves light, dark and print.
+Text stays text. Nothing in the SVG depends on the date or on chance.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import ReportError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Placeholder -> CSS variable and what it is in a viewer without the page's style.
+COLOURS = {
+    "#010203": ("--ink", "#1c2127"),
+    "#010204": ("--muted", "#59636e"),
+    "#010205": ("--line", "#d5dae0"),
+    "#010206": ("--model", "#0b62a8"),
+    "#010207": ("--original", "#9a5b00"),
+    "#010208": ("--good", "#1a7037"),
+    "#010209": ("--bad", "#b3261e"),
+    "#01020a": ("--paper", "#ffffff"),
+    "#010210": ("--heat0", "#eef3f8"),
+    "#010211": ("--heat1", "#f5dfb2"),
+    "#010212": ("--heat2", "#f2b66d"),
+    "#010213": ("--heat3", "#e07b39"),
+    "#010214": ("--heat4", "#bd3a2a"),
+    "#010215": ("--heat5", "#7a1226"),
+}
+INK, MUTED, LINE, MODEL, ORIGINAL, GOOD, BAD, PAPER, *HEAT = COLOURS
+
+STYLE: dict[str, Any] = {
+    "svg.hashsalt": "quantkit",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "figure.constrained_layout.use": True,
+}
+INSTALL = "pip install 'quantkit[eval]'"
+
+
+def new_figure(width: float = 5.2, height: float = 3.2, *, rows: int = 1) -> tuple[Figure, Any]:
+    """A figure and its axes (a list of them when `rows` > 1), inches; call inside `drawing()`.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    figure_class = _matplotlib()[1]
+    figure = figure_class(figsize=(width, height))
+    return figure, figure.subplots(rows, 1)
+
+
+def drawing() -> Any:
+    """A context in which figures have the house's style, whatever the user's own settings are.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
+    matplotlib = _matplotlib()[0]
+    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "svg"})
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ReportError(f"report.html needs matplotlib, which is not installed; {INSTALL}") from None
+    return matplotlib, Figure
+
+
+def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
+    """One figure as an `<svg>` element for a page.
+
+    Args:
+        figure: drawn with the placeholder colours.
+        name: unique on the page, a word; every id starts with it.
+        title: what is shown, a few words.
+        description: what there is to see, for people who cannot see it.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    # matplotlib's style element speaks of `*`, which in a page is everything.
+    text = re.sub(r"<defs>\s*<style type=\"text/css\">.*?</style>\s*</defs>\s*", "", text, flags=re.DOTALL)
+    text = _own_ids(text, name)
+    for placeholder, (variable, fallback) in COLOURS.items():
+        text = text.replace(placeholder, f"var({variable}, {fallback})")
+    return _open_tag(text, name, title, description)
+
+
+def _own_ids(text: str, name: str) -> str:
+    """Prefix the ids that are referred to, and drop the others."""
+    used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r"href=\"#([^\"]+)\"", text))
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
+    text = re.sub(r"href=\"#([^\"]+)\"", rf'href="#{name}-\1"', text)
+    return re.sub(r" id=\"([^\"]+)\"", lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text)
+
+
+def _open_tag(text: str, name: str, title: str, description: str) -> str:
+    tag, rest = text.split(">", 1)
+    width, height = (float(value) for value in re.findall(r" (?:width|height)=\"([\d.]+)pt\"", tag))
+    opening = (
+        f'<svg class="plot" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-labelledby="{name}-title {name}-desc" xmlns="http://www.w3.org/2000/svg" '
+        'xmlns:xlink="http://www.w3.org/1999/xlink" '
+        'style="stroke-linejoin: round; stroke-linecap: butt">'
+    )
+    labels = (
+        f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-desc">{html.escape(description)}</desc>'
+    )
+    return opening + labels + rest.rstrip()
