@@ -153,7 +153,7 @@ def _overview(plan: Estimate) -> Table:
         table.add_row("activations", f"{human_bytes(plan.activations)}, an estimate for steps of 512 tokens")
     if plan.device is not None:
         table.add_row("device", f"{plan.device.title}, {human_bytes(plan.device.memory_bytes)}")
-    for remark in shape.remarks:
+    for remark in plan.remarks:
         table.add_row("note", remark)
     return table
 

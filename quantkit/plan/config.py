@@ -140,8 +140,8 @@ class Config:
 
     def _default_types(self, count: int) -> list[str]:
         if self.family == "deepseek_v4":
-            rest = [(2 + i) % 2 for i in range(max(0, count - 2))]
-            return [_RATIOS[128]] * min(2, count) + [_RATIOS[4] if odd else _RATIOS[128] for odd in rest]
+            # Two layers of 128, then 128 and 4 in turn; checkpoints say theirs in compress_ratios.
+            return [_RATIOS[4 if index > 2 and index % 2 else 128] for index in range(count)]
         window = self.optional("sliding_window")
         period = self.optional("sliding_window_pattern") or _PATTERNS.get(self.family)
         if window and period:

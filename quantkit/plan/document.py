@@ -32,6 +32,7 @@ def to_document(plan: Estimate) -> dict[str, Any]:
         "device": _device(plan),
         "fits": [_fits(row, plan.batch) for row in plan.on_device],
         "recipe": None if plan.recipe is None else _recipe(plan.recipe, plan),
+        "remarks": list(plan.remarks),
     }
 
 
@@ -48,7 +49,6 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "layers": len(shape.layers),
         "attention": shape.attention_kinds,
         "max_length": shape.max_length,
-        "remarks": list(shape.remarks),
     }
 
 

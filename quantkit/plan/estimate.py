@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
 from quantkit.plan.devices import Device
-from quantkit.plan.kv_forms import FP8, INT4, INT8, KVForm, find_kv_form
+from quantkit.plan.kv_forms import BF16, FP8, INT4, INT8, PAGE_SIZE, KVForm, find_kv_form
 from quantkit.plan.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
 from quantkit.plan.loaders import Reading, loaders
 from quantkit.plan.memory import (
@@ -26,7 +26,8 @@ from quantkit.plan.memory import (
 from quantkit.plan.recipes import RecipePlan, plan_recipe, require_possible
 from quantkit.plan.shape import ModelShape
 from quantkit.plan.source import from_model, from_parameters, from_shape_file
-from quantkit.plan.weights import BARE, BF16, FP32, INT2, INT3, WeightForm
+from quantkit.plan.weights import BARE, FP32, INT2, INT3, WeightForm
+from quantkit.plan.weights import BF16 as BF16_WEIGHTS
 from quantkit.plan.weights import FP8 as FP8_WEIGHTS
 from quantkit.plan.weights import INT4 as INT4_WEIGHTS
 from quantkit.plan.weights import INT8 as INT8_WEIGHTS
@@ -78,6 +79,7 @@ class Estimate:
         recipe: None = none was named.
         compression: what compressing holds in memory, by purpose.
         readings: who reads the result of the recipe.
+        remarks: what the figures leave out or assume.
     """
 
     shape: ModelShape
@@ -92,6 +94,7 @@ class Estimate:
     recipe: RecipePlan | None
     compression: dict[str, int] | None
     readings: tuple[Reading, ...]
+    remarks: tuple[str, ...]
 
 
 def find_shape(model: str | Path | None, shape_file: str | Path | None, params: str | None) -> ModelShape:
@@ -167,7 +170,20 @@ def estimate(
         recipe=plan,
         compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.solves),
         readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
+        remarks=(*shape.remarks, *_remarks(shape, plan, device)),
     )
+
+
+def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) -> Iterator[str]:
+    if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
+        whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / PAGE_SIZE
+        yield (
+            "layers with a window are counted with their last tokens only; the bundled runtime keeps all of them, "
+            f"{whole:,.0f} B per token in 16 bits"
+        )
+    for compute in sorted({form.compute for form in plan.forms} - {"bf16"}) if plan else ():
+        if device is not None and device.peaks and compute not in device.peaks:
+            yield f"{device.title} has no {compute} units: products are made in 16 bits"
 
 
 def _head(name: str | None, shape: ModelShape) -> WeightForm | None:
@@ -201,8 +217,8 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None
         return [stored, plan.scheme]
     forms: tuple[WeightForm, ...] = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3, INT2)
     if not shape.layers:
-        return [everywhere(form) for form in (FP32, BF16, *BARE, *forms[2:])]
-    wide = [everywhere(BF16, head)] if shape.dtype_bytes > 2 else []
+        return [everywhere(form) for form in (FP32, BF16_WEIGHTS, *BARE, *forms[2:])]
+    wide = [everywhere(BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
     return [stored, *wide, *(everywhere(form, head) for form in forms)]
 
 

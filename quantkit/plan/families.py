@@ -142,7 +142,7 @@ def from_config(config: Config, name: str, counted_from: str) -> ModelShape:
         if config.family == "deepseek_v4":
             matrices, other = v4_matrices(config, index, attention)
         else:
-            matrices = (*_attention_matrices(config, family, index), *_mlp_matrices(config, family, index))
+            matrices = (*_attention_matrices(config, family), *_mlp_matrices(config, family, index))
             other = _other(config, family, index, matrices)
         named = tuple(replace(matrix, name=family.names.get(matrix.name, matrix.name)) for matrix in matrices)
         layers.append(Layer(attention=attention, matrices=named, other=other))
@@ -183,11 +183,9 @@ def is_sparse(config: Config, index: int) -> bool:
         return types[index] not in ("dense", "mlp")
     if index < config.get("first_k_dense_replace", default=0):
         return False
-    return (
-        (index + 1) % config.get("decoder_sparse_step", default=1) == 0
-        if "moe_layer_freq" not in config.data
-        else (type(config.data["moe_layer_freq"]) is not int or index % config.size("moe_layer_freq") == 0)
-    )
+    if type(config.data.get("moe_layer_freq")) is int:  # a list in some configs, whose dense layers are the first ones
+        return index % config.size("moe_layer_freq") == 0
+    return (index + 1) % config.size("decoder_sparse_step", default=1) == 0
 
 
 def num_experts(config: Config) -> int:
@@ -195,7 +193,7 @@ def num_experts(config: Config) -> int:
     return config.get("n_routed_experts", "num_local_experts", "num_experts", default=0)
 
 
-def _attention_matrices(config: Config, family: Family, index: int) -> Iterator[Matrix]:
+def _attention_matrices(config: Config, family: Family) -> Iterator[Matrix]:
     hidden = config.hidden_size
     if config.is_latent:
         yield from _latent_matrices(config, hidden)

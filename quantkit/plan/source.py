@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError, first_line, suggestion
 from quantkit.plan.config import Config
-from quantkit.plan.families import from_config, max_length, stored_dtype
+from quantkit.plan.families import from_config
 from quantkit.plan.headers import Stored, from_headers, read_tensors
 from quantkit.plan.shape import DTYPE_BYTES, ModelShape
 from quantkit.plan.units import human_count, parse_parameters
@@ -110,8 +111,6 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
 
 def _quantized(config: Config, name: str, tensors: dict[str, Stored]) -> ModelShape:
     """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
-    from dataclasses import replace
-
     shape = from_config(config, name, "config.json")
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     remarks = ("the weights are quantized already: their bytes are those of the shards",)
@@ -128,7 +127,6 @@ def _checked(data: dict[str, Any], where: str) -> Config:
             raise ModelError(
                 f"{where}: {name} {found!r} is not one that plan counts; there are: {', '.join(DTYPE_BYTES)}"
             )
-    stored_dtype(config), max_length(config)
     return config
 
 

@@ -122,14 +122,21 @@ def test_headers_and_config_agree(family, family_models):
     assert counted.stored_bytes == CheckpointReader(folder).num_bytes
 
 
-@pytest.mark.parametrize("recipe", ["rtn-int8", "rtn-int4", "fp8-dynamic", "awq-int4"])
-@pytest.mark.parametrize("changes", [(), ("format=gptq",)], ids=["", "gptq"])
-def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama, text_file, tmp_path):
-    if changes and recipe != "rtn-int4":
-        pytest.skip("one recipe in another format is enough")
-    changes = (*changes, *(["weights.group_size=32"] if "int4" in recipe else []))
-    if "awq" in recipe:
-        changes += (f"calibration.data={text_file}", "calibration.samples=2", "calibration.sequence_length=32")
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("rtn-int8", ()),
+        ("fp8-dynamic", ()),
+        ("w8a8-int8", ("steps=[]", "calibration=null")),
+        ("rtn-int4", ("weights.group_size=32", "weights.symmetric=false")),
+        ("rtn-int4", ("weights.group_size=32", "weights.dtype=int3")),
+        ("rtn-int4", ("weights.group_size=32", "format=gptq")),
+        ("rtn-int4", ("weights.group_size=16", "format=awq", "weights.symmetric=false")),
+        ("rtn-int8", ("ignore=['*.layers.1.*']",)),
+    ],
+    ids=str,
+)
+def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama, tmp_path):
     pipeline.quantize(str(tiny_llama), load(recipe, changes), tmp_path / "out", device="cpu")
     found = CheckpointReader(tmp_path / "out").num_bytes
     plan = estimate(tiny_llama, recipe=recipe, overrides=changes)

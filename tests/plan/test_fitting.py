@@ -352,3 +352,14 @@ def test_nothing_of_it_needs_torch():
     code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_remarks_say_what_a_device_lacks_and_what_windows_assume(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS["gemma-3-27b"]))
+    plan = estimate(path, recipe="fp8-dynamic", device=find_device("a100"))
+    assert any("has no fp8 units" in text for text in plan.remarks)
+    assert any("the bundled runtime keeps all of them, 507,904 B per token" in text for text in plan.remarks)
+    assert any("vision and audio parts are not counted" in text for text in plan.remarks)
+    assert not estimate(recipe="fp8-dynamic", device=find_device("h100")).remarks
+    assert to_document(plan)["remarks"] == list(plan.remarks)
