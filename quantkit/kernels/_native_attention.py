@@ -51,6 +51,10 @@ class _Batch(Structure):
     )
 
 
+class _Options(Structure):
+    _fields_ = (("scale", c_double), ("softcap", c_double), ("window", c_int64), ("sinks", c_void_p))
+
+
 class _Prepared(NamedTuple):
     """A batch as C sees it, with what must live as long."""
 
@@ -84,48 +88,33 @@ def _prepare(batch: ForwardBatch) -> Any:
     return latest.reference
 
 
-class _Functions(NamedTuple):
-    attend: Callable[..., int]
-    store: Callable[..., int]
-
-
 @functools.cache
-def _functions() -> _Functions | None:
+def _function() -> Callable[..., int] | None:
+    """The C function; looked up once."""
     pointer, size = c_void_p, c_int64
-    common = (pointer, pointer)  # layer, batch
-    attend = native.function(
-        "qk_attend",
-        *common,
-        *[pointer] * 4,
-        *[size] * 4,
-        c_int,
-        c_double,
-        size,
-        c_double,
-        pointer,
-        c_int,
-        returns=c_int,
-    )
-    store = native.function("qk_store", *common, pointer, pointer, size, size, c_int, c_int, returns=c_int)
-    return None if attend is None or store is None else _Functions(attend, store)
+    return native.function("qk_attend", *[pointer] * 7, *[size] * 4, c_int, c_int, returns=c_int)
 
 
 def is_available(views: KVViews) -> bool:
     """Whether the C kernels can read these pages."""
-    return views.pool.is_cpu and _functions() is not None
+    return views.pool.is_cpu and _function() is not None
 
 
 class NativeAttention:
     """Attention of one layer in C; see `ops.PagedAttention`."""
 
     def __init__(self, views: KVViews) -> None:
-        functions = _functions()
-        assert functions is not None
+        function = _function()
+        assert function is not None
+        self._attend = function
         self._plain = TorchAttention(views)
-        self._attend, self._store = functions
         self._structure = _layer(views)
         self._layer = byref(self._structure)
-        self._shape = (views.layout.head_dim, views.layout.value_width)
+        self._same_width = views.layout.head_dim == views.layout.value_width
+        self._value_width = views.layout.value_width
+        self._options: AttentionOptions | None = None  # those of the last call, as a layer's never change
+        self._options_pointer: Any = None
+        self._owned: tuple[Any, ...] = ()  # what C points to
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
@@ -134,32 +123,38 @@ class NativeAttention:
         kind = STATE_TYPES.get(query.dtype)
         if kind is None or not query.dtype == key.dtype == value.dtype:
             return self._plain(query, key, value, batch, options)
+        if options is not self._options:
+            self._set_options(options)
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
-        key_width, value_width = self._shape
-        out = torch.empty_like(query) if key_width == value_width else _empty(query, value_width)
-        pointers = key.data_ptr(), value.data_ptr()
-        strides = key.stride(0), value.stride(0)
-        step, threads = _prepare(batch), torch.get_num_threads()
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        out = torch.empty_like(query) if self._same_width else _empty(query, self._value_width)
         failed = self._attend(
             self._layer,
-            step,
+            _prepare(batch),
+            self._options_pointer,
             query.data_ptr(),
-            *pointers,
+            key.data_ptr(),
+            value.data_ptr(),
             out.data_ptr(),
             query.stride(0),
-            *strides,
+            key.stride(0),
+            value.stride(0),
             query.shape[1],
             kind,
-            options.scale,
-            options.window or 0,
-            options.softcap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
-            threads,
+            torch.get_num_threads(),
         )
-        if failed or self._store(self._layer, step, *pointers, *strides, kind, threads):
+        if failed:
             raise ResourceError("no memory is left for the scratch space of attention; lower the token budget")
         return out
+
+    def _set_options(self, options: AttentionOptions) -> None:
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        structure = _Options(
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            window=options.window or 0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )
+        self._options, self._options_pointer, self._owned = options, byref(structure), (sinks, structure)
 
 
 def _empty(query: Tensor, width: int) -> Tensor:

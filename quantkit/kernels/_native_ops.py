@@ -19,7 +19,6 @@ STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Number of a dtype of activations in `native/states.h`."""
 
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
-_CPU = torch.device("cpu")
 
 
 class _Functions(NamedTuple):
@@ -48,26 +47,19 @@ def _functions() -> _Functions | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
     """See `ops.rms_norm`."""
     call, kind = _functions(), STATE_TYPES.get(x.dtype)
-    if call is None or kind is None or x.device != _CPU or weight.dtype != x.dtype or not 1 <= x.dim() <= 3:
+    if call is None or kind is None or not x.is_cpu or weight.dtype != x.dtype:
         return None
-    if x.stride(-1) != 1:
+    width = x.shape[-1]
+    if x.is_contiguous():
+        out, outer, inner, strides = torch.empty_like(x), 1, x.numel() // width, (0, width)
+    elif x.dim() == 3 and x.stride(2) == 1:
+        outer, inner, strides = x.shape[0], x.shape[1], (x.stride(0), x.stride(1))
+        out = torch.empty(x.shape, dtype=x.dtype)
+    else:
         return None
-    width, dims = x.shape[-1], x.dim()
-    outer, inner = (x.shape[0] if dims > 1 else 1), (x.shape[1] if dims == 3 else 1)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    threads = torch.get_num_threads()
     call.rms_norm(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        outer,
-        inner,
-        width,
-        x.stride(0) if dims > 1 else 0,
-        x.stride(1) if dims == 3 else 0,
-        eps,
-        offset,
-        kind,
-        torch.get_num_threads(),
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width, *strides, eps, offset, kind, threads
     )
     return out
 
@@ -77,7 +69,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """See `ops.add_rms_norm`."""
     call, kind = _functions(), STATE_TYPES.get(x.dtype)
-    if call is None or kind is None or x.device != _CPU or not x.dtype == residual.dtype == weight.dtype:
+    if call is None or kind is None or not x.is_cpu or not x.dtype == residual.dtype == weight.dtype:
         return None
     if not (x.is_contiguous() and residual.is_contiguous()):
         return None
@@ -102,7 +94,7 @@ def add_rms_norm(
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """See `ops.rotary_`; whether it was done."""
     call, kind = _functions(), STATE_TYPES.get(query.dtype)
-    if call is None or kind is None or query.device != _CPU or key.dtype != query.dtype:
+    if call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False
     head_dim = query.shape[2]
     if not (_heads_are_dense(query, head_dim) and _heads_are_dense(key, head_dim)):
@@ -130,7 +122,7 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def gated(gate_up: Tensor, activation: str) -> Tensor | None:
     """See `ops.gated`."""
     call, kind, gate = _functions(), STATE_TYPES.get(gate_up.dtype), _GATES.get(activation)
-    if call is None or kind is None or gate is None or gate_up.device != _CPU or not gate_up.is_contiguous():
+    if call is None or kind is None or gate is None or not gate_up.is_cpu or not gate_up.is_contiguous():
         return None
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)

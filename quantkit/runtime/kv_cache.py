@@ -6,6 +6,7 @@ Which page belongs to whom, reference counts and prefix sharing are the business
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class KVCache:
         self._views = [
             layout.views(pool, tail) for layout, pool, tail in zip(self.layouts, self._pools, self._tails, strict=True)
         ]
+        self._options: list[ops.AttentionOptions | None] = [None] * len(self.layouts)
         self._attention = [ops.attention(views) for views in self._views]
 
     def _pool(self, layout: KVLayout) -> Tensor:
@@ -115,5 +117,11 @@ class KVCache:
         Returns:
             (T, Hq, Dv), dtype of query.
         """
-        options = ops.AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+        options = self._options[layer]
+        if options is None or (scale, window, softcap) != (options.scale, options.window, options.softcap):
+            options = self._options[layer] = ops.AttentionOptions(
+                scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+        elif sinks is not options.sinks:
+            options = self._options[layer] = replace(options, sinks=sinks)
         return self._attention[layer](query, key, value, batch, options)

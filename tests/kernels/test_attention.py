@@ -31,7 +31,7 @@ LENGTHS = (11, 31, 19)
 def implementation(request, monkeypatch):
     """Every test runs with the C kernels and with plain torch."""
     if request.param == "torch":
-        monkeypatch.setattr(_native_attention, "_functions", lambda: None)
+        monkeypatch.setattr(_native_attention, "_function", lambda: None)
     elif native.load() is None:
         pytest.skip(native.status())
 

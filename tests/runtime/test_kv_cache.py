@@ -16,7 +16,7 @@ from tests.kernels.paged import KV_TYPES, Sequences, layout
 def implementation(request, monkeypatch):
     """Every test runs with the C kernels and with plain torch."""
     if request.param == "torch":
-        monkeypatch.setattr(_native_attention, "_functions", lambda: None)
+        monkeypatch.setattr(_native_attention, "_function", lambda: None)
     elif native.load() is None:
         pytest.skip(native.status())
 

@@ -10,14 +10,20 @@
 enum { ROWS = 32 };
 
 typedef struct {
+    double scale, softcap; /* softcap 0: none */
+    int64_t window;        /* 0: none */
+    const float *sinks;    /* by query head, or NULL */
+} attention_options;
+
+typedef struct {
     const kv_layer *layer;
     const kv_batch *batch;
     const uint8_t *query, *key, *value;
     uint8_t *out;
-    const float *sinks;
     int64_t query_stride, key_stride, value_stride; /* from token to token, in elements */
-    int64_t query_heads, group, window;             /* window 0: none */
-    float scale, softcap;                           /* softcap 0: none */
+    int64_t query_heads, group, window;
+    const float *sinks;
+    float scale, softcap;
     int type;
 } attention;
 
@@ -321,22 +327,23 @@ static int64_t make_tasks(const attention *a, task **tasks, double *work) {
 /* Below this many query-key pairs times channels, waking a second thread costs more than it saves. */
 #define PARALLEL_WORK 2e6
 
-/* Returns 0, or 1 when memory is out. `out` is dense, (tokens, query_heads, value width). */
-QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const void *query, const void *key,
-                        const void *value, void *out, int64_t query_stride, int64_t key_stride, int64_t value_stride,
-                        int64_t query_heads, int type, double scale, int64_t window, double softcap, const float *sinks,
-                        int threads) {
-    attention a = {layer, batch, query, key, value, out, sinks, query_stride, key_stride, value_stride,
-                   query_heads, query_heads / layer->heads, window, (float)scale, (float)softcap, type};
+/* Attends, then stores keys and values. `out` is dense, (tokens, query_heads, value width). Returns 0, or 1 when memory is
+   out. */
+QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const attention_options *options,
+                        const void *query, const void *key, const void *value, void *out, int64_t query_stride,
+                        int64_t key_stride, int64_t value_stride, int64_t query_heads, int type, int threads) {
+    attention a = {layer, batch, query, key, value, out, query_stride, key_stride, value_stride,
+                   query_heads, query_heads / layer->heads, options->window, options->sinks, (float)options->scale,
+                   (float)options->softcap, type};
     task *tasks;
     double work = 0;
     int64_t count = make_tasks(&a, &tasks, &work) * layer->heads;
     if (count < 0)
         return 1;
-    threads = count == 1 || work * (double)(query_heads * layer->key.width) < PARALLEL_WORK ? 1 : threads;
+    int used = count == 1 || work * (double)(query_heads * layer->key.width) < PARALLEL_WORK ? 1 : threads;
     int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1) reduction(| : failed)
+#pragma omp parallel for schedule(dynamic) num_threads(used) if (used > 1) reduction(| : failed)
     for (int64_t i = 0; i < count; i++)
         failed |= run_task(&a, &tasks[i / layer->heads], i % layer->heads);
-    return failed;
+    return failed || kv_store(layer, batch, key, value, key_stride, value_stride, type, threads);
 }

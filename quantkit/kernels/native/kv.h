@@ -26,6 +26,10 @@ typedef struct {
     int64_t sequences, table_stride;
 } kv_batch;
 
+/* Put the keys and values of this step into the pool and the tails (kv_store.c). Returns 0, or 1 when memory is out. */
+int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,
+             int64_t value_stride, int type, int threads);
+
 QK_INLINE int64_t kv_token_bytes(int64_t type, int64_t width) {
     return type == KV_F32 ? width * 4 : type <= KV_F16 ? width * 2 : type == KV_INT4 ? width / 2 : width;
 }
@@ -48,15 +52,15 @@ QK_INLINE uint8_t *kv_tail(const kv_layer *layer, int64_t row, int64_t head, int
     return layer->tail + slot * layer->key.width * qk_state_bytes((int)layer->tail_type);
 }
 
-/* e4m3 has the exponent of fp16 less eight: shifted into place it is the value / 256. */
+/* e4m3 has the exponent of fp16 less eight: shifted into place it is the value / 256. NaN, 0x7F, is what no stored
+   number becomes: only then is there more to do. */
 QK_INLINE __m512 kv_decode_fp8(__m128i codes) {
-    __m256i wide = _mm256_cvtepu8_epi16(codes);
-    __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
-    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
-    __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7))),
-                                 _mm512_set1_ps(256.0f));
-    return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(NAN));
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+    __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16((short)0xBFFF));
+    __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+    __m128i magnitude = _mm_and_si128(codes, _mm_set1_epi8(0x7F));
+    __mmask16 nan = _mm_cmpeq_epi8_mask(magnitude, _mm_set1_epi8(0x7F));
+    return __builtin_expect(nan, 0) ? _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(NAN)) : value;
 }
 
 QK_INLINE void kv_decode_int4(const uint8_t *codes, int64_t width, float *out, int64_t stride) {

@@ -228,9 +228,8 @@ static int store_head(const store *s, int64_t sequence, int64_t start, int64_t h
     return layer->tail ? store_channels(s, sequence, start, head) : 0;
 }
 
-/* Returns 0, or 1 when memory is out. */
-QK_EXPORT int qk_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value,
-                       int64_t key_stride, int64_t value_stride, int type, int threads) {
+int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,
+             int64_t value_stride, int type, int threads) {
     store s = {layer, batch, key, value, key_stride, value_stride, type};
     int failed = 0;
     for (int64_t sequence = 0, start = 0; sequence < batch->sequences; sequence++) {
