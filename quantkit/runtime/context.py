@@ -67,7 +67,9 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * unit)
 
 
-def check_length(max_length: int | None, num_pages: int | None, page_size: int, max_sequences: int) -> None:
+def check_settings(
+    *, max_length: int | None, num_pages: int | None, page_size: int, max_sequences: int, token_budget: int
+) -> None:
     """Settings that contradict each other, found before a model is loaded.
 
     Raises:
@@ -78,9 +80,15 @@ def check_length(max_length: int | None, num_pages: int | None, page_size: int, 
         ("num_pages", num_pages),
         ("page_size", page_size),
         ("max_sequences", max_sequences),
+        ("token_budget", token_budget),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise RequestError(f"{name} is {value!r}; give an integer of at least 1")
+    if token_budget < max_sequences:
+        raise RequestError(
+            f"token_budget is {token_budget} for {max_sequences} sequences; each needs one token per step: "
+            "give a larger budget or a smaller max_sequences"
+        )
     if max_length is not None and num_pages is not None and num_pages * page_size < max_length:
         raise RequestError(
             f"{num_pages} pages of {page_size} tokens hold {num_pages * page_size}, not one sequence of max_length "

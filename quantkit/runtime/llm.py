@@ -15,7 +15,7 @@ from quantkit.checkpoint.source import resolve
 from quantkit.errors import RequestError, first_line
 from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme, page_bytes
 from quantkit.runtime import scoring
-from quantkit.runtime.context import check_length, parse_bytes, pick_device, size_pool
+from quantkit.runtime.context import check_settings, parse_bytes, pick_device, size_pool
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.kv_cache import KVCache
 from quantkit.runtime.loader import load_model
@@ -23,6 +23,7 @@ from quantkit.runtime.model import Model
 from quantkit.runtime.scheduler import SchedulerOptions
 from quantkit.runtime.speculation_governor import Governor
 from quantkit.runtime.speculative import DraftModelProposer, NgramProposer, Proposer
+from quantkit.runtime.threads import find_threads
 from quantkit.runtime.types import Completion, SamplingParams, StepOutput
 
 DEMO = Path(__file__).parent.parent / "demo" / "model"
@@ -56,7 +57,7 @@ class LLM:
         speculate: "ngram", or the directory of a draft model; None = no speculation.
         max_drafts: guessed tokens per step at most.
         force_speculation: True keeps speculating where measured times say that it loses.
-        threads: of the CPU; None = as `runtime.threads` finds.
+        threads: of the CPU, for all of torch; None = measured.
         head_dtype: int8 or int4 rounds the output head at load.
         backend: auto, native or transformers.
         seed: of requests that bring none.
@@ -87,10 +88,17 @@ class LLM:
         backend: Literal["auto", "native", "transformers"] = "auto",
         seed: int = 0,
     ) -> None:
-        check_length(max_length, num_pages, page_size, max_sequences)
+        check_settings(
+            max_length=max_length,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            token_budget=token_budget,
+        )
         budget = None if memory is None else parse_bytes(memory)
         scheme, self.device = kv_scheme(kv_cache), pick_device(device)
         governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
+        self._threads = _set_threads(threads, self.device)
         self.path = DEMO if path is None else resolve(str(path))
         self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
         self.model = load_model(self.path, dtype=dtype, device=self.device, head_dtype=head_dtype, backend=backend)
@@ -235,6 +243,8 @@ class LLM:
         """What a user should know about how it runs, by topic."""
         counts = self.stats()
         found = {"computed in": f"{str(self.model.dtype).removeprefix('torch.')} on {self.device}"}
+        if self._threads:
+            found["threads"] = self._threads
         if counts["prefix_hit_tokens"]:
             found["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
         if counts["preemptions"]:
@@ -307,6 +317,15 @@ def _load_tokenizer(path: Path) -> tuple[Any, str]:
         return AutoTokenizer.from_pretrained(path, local_files_only=True), ""
     except Exception as error:  # many classes for missing and broken files
         return None, first_line(error)
+
+
+def _set_threads(threads: int | None, device: torch.device) -> str:
+    """Set the number of threads; what it is and why, for `describe`."""
+    if device.type != "cpu" and threads is None:
+        return ""
+    choice = find_threads(threads)
+    torch.set_num_threads(choice.threads)
+    return f"{choice.threads} ({choice.reason})"
 
 
 def _load_draft(speculate: str | Path | None, dtype: str | torch.dtype, device: torch.device) -> Model | None:
