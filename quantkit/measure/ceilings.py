@@ -1,4 +1,4 @@
-"""The two limits of a machine, measured where a run is measured: bytes per second of memory, FLOPs per second of a GEMM.
+"""The two limits of a machine, measured where a run is: bytes per second of memory, operations per second of a GEMM.
 
 Figures of a data sheet are not reached by anyone, and a shared machine has less than an idle one; so a share of the
 limit is always a share of what a plain read and a plain matrix product reached a moment ago, with the same threads.
@@ -61,8 +61,11 @@ def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, *, repeats: int = 5) -> float:
-    """Floating point operations per second of one matrix product of random data; zeros would flatter."""
+    """Operations per second of one matrix product of random data; zeros would flatter."""
     size = _GEMM_ROWS if device.type == "cpu" else 8 * _GEMM_ROWS
+    if dtype == torch.int8:
+        codes = torch.randint(-128, 128, (2, size, size), device=device, dtype=dtype)
+        return 2 * size**3 / _shortest(lambda: torch._int_mm(codes[0], codes[1].t()), device, repeats)
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _shortest(lambda: torch.nn.functional.linear(left, right), device, repeats)

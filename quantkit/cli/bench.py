@@ -1,0 +1,201 @@
+"""`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import _bench as show
+from quantkit.cli._output import Output, output_options
+from quantkit.cli._runtime import runtime_options
+
+if TYPE_CHECKING:
+    from quantkit.measure.benchmark import Target
+    from quantkit.measure.ceilings import Ceilings
+    from quantkit.results import BenchmarkResult
+
+NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
+DEFAULT_PROMPT, DEFAULT_NEW = 256, 128
+ROUNDS_AGAINST = 4
+
+EPILOG = f"""\b
+{show.DEFINITIONS}
+MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix product, measured in the same run.
+
+\b
+Examples:
+  quantkit bench
+  quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
+  quantkit bench demo-awq-int4 --against demo-model-folder --rounds 6
+  quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
+  quantkit bench --no-cache
+"""
+
+
+def _numbers(kind: type, name: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
+    """A callback that reads `1,8,32`."""
+
+    def read(_ctx: click.Context, _option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        if text is None:
+            return None
+        try:
+            values = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of {name} such as 1,8") from None
+        if not all(0 < value < float("inf") for value in values):
+            raise click.BadParameter(f"{text!r}: every one of the {name} must be above 0")
+        return values
+
+    return read
+
+
+def _workload_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Options that say what is sent; they arrive together as `workload`."""
+    count = click.IntRange(min=1)
+    seconds = click.FloatRange(min=0, min_open=True)
+
+    @click.option("--batch", metavar="N,...", callback=_numbers(int, "numbers"), help="In flight.  [default: 1,8]")
+    @click.option("--rate", metavar="R,...", callback=_numbers(float, "rates"), help="Poisson arrivals per second.")
+    @click.option("--prompt-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_PROMPT}]")
+    @click.option("--new-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_NEW}]")
+    @click.option("--requests", "num_requests", type=count, help="Of each run.  [default: 2 x batch, at least 4]")
+    @click.option(
+        "--spread", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Of lengths: 0.8 = 20..100 %."
+    )
+    @click.option("--batching", type=click.Choice(["static"]), help="Also in static batches, for comparison.")
+    @click.option("--rounds", type=count, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} --against]")
+    @click.option(
+        "--ttft-limit", "ttft_limit_s", type=seconds, metavar="SECONDS", help="A request counts as goodput ..."
+    )
+    @click.option("--tpot-limit", "tpot_limit_s", type=seconds, metavar="SECONDS", help="... if it keeps both limits.")
+    @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
+    @functools.wraps(function)
+    def command(*args: Any, batching: str | None, **options: Any) -> None:
+        names = (
+            *("batch", "rate", "prompt_tokens", "new_tokens", "num_requests", "spread", "rounds"),
+            *("ttft_limit_s", "tpot_limit_s", "seed"),
+        )
+        workload = {name: options.pop(name) for name in names}
+        function(*args, workload={**workload, "static": batching == "static"}, **options)
+
+    return command
+
+
+@click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
+@click.argument("checkpoint", required=False)
+@click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
+@click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
+@output_options
+@runtime_options
+@_workload_options
+def bench(
+    output_to: Output,
+    engine: dict[str, Any],
+    *,
+    checkpoint: str | None,
+    against: str | None,
+    no_cache: bool,
+    workload: dict[str, Any],
+) -> None:
+    """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
+
+    Prompts are random tokens; every request runs to its full length. Nothing else should run on the machine meanwhile.
+    """
+    if no_cache and against:
+        raise click.UsageError("--no-cache compares a model with itself: leave --against out")
+    if no_cache:
+        _bench_no_cache(output_to, engine, checkpoint, workload)
+        return
+    from quantkit.measure.benchmark import BenchmarkOptions, find_ceilings, load_target, measure, measure_against
+
+    options = BenchmarkOptions(**_options(workload, against is not None))
+    progress = _progress(output_to)
+    progress("loading")
+    targets = [load_target(model, options, engine) for model in ([checkpoint, against] if against else [checkpoint])]
+    progress("measuring the ceilings of this machine")
+    ceilings = find_ceilings(targets)
+    if against:
+        results = list(measure_against(targets[0], targets[1], options, ceilings, progress))
+    else:
+        results = [measure(targets[0], options, ceilings, progress)]
+    _report(output_to, targets, results, ceilings)
+
+
+def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
+    """Keywords of `BenchmarkOptions`: what was left out gets its default."""
+    found = dict(workload)
+    batch, rate, rounds = found.pop("batch"), found.pop("rate"), found.pop("rounds")
+    return {
+        **found,
+        "concurrencies": batch or (() if rate else (1, 8)),
+        "rates": rate or (),
+        "prompt_tokens": found["prompt_tokens"] or DEFAULT_PROMPT,
+        "new_tokens": found["new_tokens"] or DEFAULT_NEW,
+        "rounds": rounds or (ROUNDS_AGAINST if compares else 1),
+    }
+
+
+def _report(output_to: Output, targets: list[Target], results: list[BenchmarkResult], ceilings: Ceilings) -> None:
+    from quantkit.measure.compare import compare_results
+    from quantkit.measure.diagnosis import diagnose
+    from quantkit.measure.steps import fit_itl, fit_ttft
+
+    fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
+    diagnoses = [diagnose(result, target.cost) for result, target in zip(results, targets, strict=True)]
+    ratios = compare_results(results[0], results[1]) if len(results) == 2 else []
+
+    def data() -> dict[str, Any]:
+        found = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        from dataclasses import asdict
+
+        compared = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
+        other = {"against": found[1], "ratios": compared} if len(found) == 2 else {}
+        return {**found[0], "ceilings": asdict(ceilings), **other}
+
+    shown: list[Callable[[], Any]] = [lambda: show.settings_line(results[0])]
+    if len(results) == 2:
+        shown += [lambda: show.settings_line(results[1])]
+    shown += [lambda: show.latency_table(results), lambda: show.throughput_table(results)]
+    if ratios:
+        shown += [lambda: show.ratio_table(ratios, results[1].model)]
+    shown += [lambda: show.fit_lines(fits[0]), lambda: show.memory_table(results[0])]
+    shown += [lambda: show.roofline_table(results[0]), lambda: show.diagnosis_table(diagnoses[0])]
+    output_to.result(data, *shown)
+
+
+def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
+    """The same text with the cache and without."""
+    from quantkit.measure.benchmark import BenchmarkOptions, load_target
+    from quantkit.measure.no_cache import compare_cache
+    from quantkit.measure.predict import max_length
+    from quantkit.measure.workload import make_load
+
+    prompt_tokens = workload["prompt_tokens"] or NO_CACHE_PROMPT
+    room = engine["max_length"] or max_length(model)
+    new_tokens = workload["new_tokens"] or max(1, min(NO_CACHE_TOKENS, (room or NO_CACHE_TOKENS) - prompt_tokens))
+    options = BenchmarkOptions(
+        concurrencies=(1,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, num_requests=1, seed=workload["seed"]
+    )
+    progress = _progress(output_to)
+    progress("loading")
+    target = load_target(model, options, engine)
+    load = make_load(options.workloads()[0], target.llm.model.vocab_size, avoid=target.llm.model.eos_ids)
+    every = max(1, new_tokens // 10)
+    comparison = compare_cache(
+        target.llm.engine,
+        load.prompts[-1],
+        new_tokens,
+        lambda done: progress(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
+    )
+    output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
+
+
+def _progress(output_to: Output) -> Callable[[str], None]:
+    """Tells on stderr what is going on, if wanted."""
+    return (lambda text: click.echo(text, err=True)) if output_to.shows_progress else (lambda _: None)
+
+
+COMMAND = bench

@@ -1,0 +1,88 @@
+"""Bytes of one linear in the layouts that kernels want: whole panels of outputs, even inputs, scales as they multiply.
+
+Arithmetic of its own beside `kernels.linear`, see `predict`. N outputs, K inputs, G scales per row, g = K / G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.numerics.scheme import LinearScheme
+
+_PANEL = 64  # outputs that the native kernels lay out together
+_TORCH_GROUPS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where linears run.
+
+    Args:
+        device: of the model.
+        dtype: of the computation.
+        native: by the kernels compiled from C.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    native: bool
+
+
+def dense_bytes(rows: int, width: int, bias: bool, place: Place) -> int:
+    """A linear (N, K) whose weight is values."""
+    if not place.native:
+        return rows * (width + bias) * place.dtype.itemsize
+    size = 2 if place.dtype == torch.bfloat16 else 4
+    return padded(rows, _PANEL) * (padded(width, 2) * size + 4 * bias)
+
+
+def quantized_bytes(
+    rows: int, width: int, scheme: LinearScheme, bias: bool, scale_dtype: torch.dtype, place: Place
+) -> int:
+    """Codes, scales, zero points and bias of a linear (N, K).
+
+    Args:
+        rows, width: N and K.
+        scheme: how it is stored.
+        bias: whether it has one.
+        scale_dtype: of the scales in the checkpoint.
+        place: where it runs.
+    """
+    groups = scheme.weight.num_groups(width)
+    group, kind = width // groups, scheme.weight.dtype
+    if not place.native:
+        return _torch_bytes(rows, width, scheme, bias, place)
+    if groups > 1 and group % 2:
+        return dense_bytes(rows, width, bias, place)
+    integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"
+    integer = integer and (groups == 1 or group % 4 == 0)
+    codes = padded(width, 4 if integer else 2) * (4 if kind.bits <= 4 else 8) // 8
+    scales = groups * (2 if scale_dtype == torch.bfloat16 else 4)
+    zeros = 0 if scheme.weight.symmetric else groups
+    return padded(rows, _PANEL) * (codes + scales + zeros + 4 * bias)
+
+
+def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, place: Place) -> int:
+    """In the layout of torch's own kernels where they take it, else as the values it decodes to."""
+    groups = scheme.weight.num_groups(width)
+    on_cpu, in_bf16 = place.device.type == "cpu", place.dtype == torch.bfloat16
+    kind = scheme.weight.dtype
+    inputs = None if scheme.activation is None else scheme.activation.dtype.name
+    if kind.kind == "int" and kind.bits <= 4 and inputs is None:
+        divides = rows % 64 == 0 and width % 32 == 0 if on_cpu else rows % 8 == 0 and width % 128 == 0
+        if divides and in_bf16 and width // groups in _TORCH_GROUPS:
+            return rows * (width // 2 + 4 * groups + 2 * bias)
+    eights = on_cpu or (rows % 8 == 0 and width % 8 == 0)
+    if kind.name == inputs == "int8" and groups == 1 and eights:
+        return rows * (width + 4 + 4 * bias) + 4 * rows  # a scale and a zero per output
+    sixteens = rows % 16 == 0 and width % 16 == 0
+    if kind.name == inputs == "fp8" and groups == 1 and not on_cpu and in_bf16 and sixteens:
+        return rows * (width + 4 + 2 * bias)
+    return dense_bytes(rows, width, bias, place)
+
+
+def padded(count: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-count // multiple) * multiple

@@ -1,0 +1,330 @@
+"""What a benchmark says in plain words: where the time goes, what binds, what to try next and what it should bring.
+
+Rules over measured numbers, nothing learned. Each finding carries the numbers it rests on; an expected gain is what the
+bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.measure._wording import count, megabytes, milliseconds, percent, times
+from quantkit.measure.cost import Cost
+from quantkit.measure.roofline import break_even_rows
+from quantkit.measure.steps import fit_itl
+from quantkit.measure.workload import SWEEP_NAME
+from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
+from quantkit.statistics import percentile
+
+_BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
+_INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
+_INT8_BYTES = 8.25 / 8
+_STALL = 3.0  # p99 over p50 of ITL
+_QUEUE = 2.0  # TTFT under load over TTFT alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What the rules read.
+
+    Args:
+        result: of the benchmark.
+        cost: of the model.
+        alone: the run with one request at a time, else the smallest.
+        decode: records of decode steps, smallest batch first.
+        prefill: record of a prefill, if there is one.
+    """
+
+    result: BenchmarkResult
+    cost: Cost
+    alone: BenchmarkRun
+    decode: tuple[RooflineRecord, ...]
+    prefill: RooflineRecord | None
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of the products, scales included."""
+        return self.cost.read_bytes / max(1, self.cost.parameters + self.cost.head_parameters)
+
+
+def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
+    """Findings about one model, most important first.
+
+    Args:
+        result: measured.
+        cost: of the model's steps.
+    """
+    runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
+    if not runs:
+        return Diagnosis()
+    decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
+    facts = _Facts(
+        result=result,
+        cost=cost,
+        alone=min(runs, key=lambda run: run.workload.concurrency or 1_000_000),
+        decode=tuple(decode),
+        prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
+    )
+    return Diagnosis(findings=tuple(_findings(facts, runs)))
+
+
+def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
+    yield from _start_or_stream(facts)
+    if facts.decode:
+        yield _decode_binding(facts, facts.decode[0])
+        yield from _weight_only_payoff(facts)
+        yield from _cache_weight(facts)
+        yield from _batching(facts)
+    for run in runs:
+        yield from _stalls(run)
+        yield from _queue(facts, run)
+        yield from _goodput(run)
+
+
+def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
+    """Which part of a request takes the time, and what binds the prompt where that is the answer."""
+    run = facts.alone
+    if not run.tpot_s:
+        return
+    first = statistics.median(run.ttft_s)
+    rest = statistics.median((t.latency_s or 0.0) - (t.ttft_s or 0.0) for t in run.requests if t.token_s)
+    share = first / (first + rest)
+    sizes = f"{run.workload.prompt_tokens} prompt and {run.workload.new_tokens} new tokens"
+    evidence = (
+        f"median TTFT {milliseconds(first)}, then {milliseconds(rest)} of streaming ({run.workload.name}, {sizes})"
+    )
+    if share < 0.5:
+        yield Finding(
+            statement=f"Slow to stream rather than to start: {percent(1 - share)} of a request is streaming.",
+            evidence=evidence,
+            advice="Look at what binds decoding, below; a faster prefill would not be noticed.",
+        )
+        return
+    yield Finding(
+        statement=f"Slow to start rather than to stream: {percent(share)} of a request passes before its first token.",
+        evidence=evidence,
+        advice="Turn the prefix cache on where prompts begin alike.",
+        expected_gain=f"up to {milliseconds(first)} per request whose beginning is known",
+    )
+    if facts.prefill is not None:
+        yield _prefill_binding(facts, facts.prefill)
+
+
+def _prefill_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+    reached = record.floor_s / record.seconds
+    evidence = (
+        f"{record.num_tokens} tokens in {milliseconds(record.seconds)}: {percent(record.mfu)} of the measured "
+        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({facts.cost.product}), floor {milliseconds(record.floor_s)}"
+    )
+    if reached < _BOUND:
+        return Finding(
+            statement="Neither arithmetic nor memory explains the prefill: overhead or slow kernels do.",
+            evidence=evidence,
+            advice="Try longer prompts or a larger token budget per step; check --threads.",
+            expected_gain=f"{times(1 / reached)} at most",
+        )
+    if record.bound_by == "compute" and facts.cost.product != "int8":
+        return Finding(
+            statement="Arithmetic binds the prefill; fewer bits per weight do not help it.",
+            evidence=evidence,
+            advice="Quantize the activations too (recipes with 8-bit activations): integers multiply faster.",
+            expected_gain=f"about 2x of {milliseconds(record.seconds)} where INT8 products run at twice the rate",
+        )
+    return Finding(
+        statement=f"The prefill runs at {percent(reached)} of what {_what_binds(record)} allows.",
+        evidence=evidence,
+        expected_gain=f"{times(1 / reached)} at most, by better kernels",
+    )
+
+
+def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+    """Which resource binds a decode step of the smallest batch."""
+    cost, weights = facts.cost, facts.cost.weight_bytes(record.batch)
+    cached = record.bytes_moved - weights
+    rate = record.bytes_moved / record.seconds
+    evidence = (
+        f"batch {record.batch}, context {record.context}: {megabytes(record.bytes_moved)} per step "
+        f"(weights {percent(weights / record.bytes_moved)}, KV {percent(cached / record.bytes_moved)}) in "
+        f"{milliseconds(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
+        f"floor {milliseconds(record.floor_s)}"
+    )
+    if record.floor_s / record.seconds < _BOUND:
+        return Finding(
+            statement=f"Overhead binds decoding at batch {record.batch}: memory and arithmetic explain only "
+            f"{percent(record.floor_s / record.seconds)} of a step.",
+            evidence=evidence,
+            advice="Batch more requests, or speculate: both share the overhead. Fewer bits will bring little.",
+            expected_gain=f"{times(record.seconds / record.floor_s)} at most",
+        )
+    if record.bound_by == "compute":
+        return Finding(
+            statement=f"Arithmetic binds decoding at batch {record.batch}.",
+            evidence=f"{evidence}; {percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s",
+            advice="Quantize the activations too, so that products are made of 8-bit integers.",
+            expected_gain=f"{times(record.seconds / (record.bytes_moved / record.copy_bytes_per_s))} at most",
+        )
+    where = "Memory traffic" if record.mbu <= 1 else "Reading the weights from the processor's caches, not from memory,"
+    advice, saved = _fewer_bytes(facts, cost, weights, cached)
+    gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
+    return Finding(
+        statement=f"{where} binds decoding at batch {record.batch}: {percent(record.mbu)} of the bandwidth is used.",
+        evidence=evidence,
+        advice=advice,
+        expected_gain=gain,
+    )
+
+
+def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tuple[str, float]:
+    """What to make smaller, and the bytes of a step that this saves."""
+    now = facts.bytes_per_weight
+    if cached > weights:
+        smaller = facts.result.kv_cache not in ("int8", "fp8", "int4")
+        if smaller:
+            return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
+        return ("Take --kv-cache int4." if facts.result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+    if now > 1.5 * _INT8_BYTES:
+        return "Quantize the weights to 4 bits (awq-int4, gptq-int4).", weights * (1 - _INT4_BYTES / now)
+    if now > 1.3 * _INT4_BYTES:
+        dense = 2 * cost.head_parameters
+        if dense > 0.15 * weights:
+            return "Round the output head, which recipes leave: --head int8.", dense * 0.48
+        return "Quantize the weights to 4 bits.", weights * (1 - _INT4_BYTES / now)
+    return "Speculate (--speculate ngram, or a small draft model): several tokens per reading of the weights.", 0.0
+
+
+def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
+    """Rows from which products take longer than reading the weights: as they are, and with 16 bits."""
+    record, cost = facts.decode[0], facts.cost
+    if cost.product == "int8" or not cost.parameters:
+        return
+    speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
+    size = 4 if cost.product == "float32" else 2
+    full = break_even_rows(size * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
+    small = min(facts.bytes_per_weight, _INT4_BYTES)
+    shrinks = break_even_rows(small * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
+    if full < 1:
+        statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
+    else:
+        statement = (
+            f"Weight-only quantization stops paying at batch {count(math.ceil(full))}: from there on products take "
+            f"longer than reading {8 * size}-bit weights; with 4 bits the gain shrinks from batch "
+            f"{count(max(1, math.ceil(shrinks)))} on."
+        )
+    yield Finding(
+        statement=statement,
+        evidence=f"a large {cost.product} product runs at {speeds[1] / 1e9:.0f} GFLOP/s, memory at "
+        f"{speeds[0] / 1e9:.3g} GB/s: {speeds[1] / speeds[0]:.0f} operations per byte, two per weight and row",
+        advice="For larger batches take 8-bit activations, whose products are faster too, or a quantized KV cache.",
+    )
+
+
+def _cache_weight(facts: _Facts) -> Iterator[Finding]:
+    """How many tokens of cache weigh as much as the weights, and what context costs."""
+    record, cost = facts.decode[-1], facts.cost
+    if not cost.kv_token_bytes:
+        return
+    tokens = cost.read_bytes / cost.kv_token_bytes
+    share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
+    fitted = fit_itl(facts.result)
+    evidence = f"{megabytes(cost.kv_token_bytes)} per token beside {megabytes(cost.read_bytes)} of weights"
+    if fitted is not None:
+        a, b = fitted.coefficients
+        evidence += (
+            f"; ITL = {milliseconds(a)} + {milliseconds(1000 * b)} per 1,000 tokens of context "
+            f"(+/- {milliseconds(1000 * fitted.standard_errors[1])})"
+        )
+    quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
+    if share < 0.3:
+        yield Finding(
+            statement=f"The KV cache is the small part: {percent(share)} of what a step reads at batch {record.batch}; "
+            f"it weighs as much as the weights at batch x context = {count(tokens)} tokens.",
+            evidence=evidence,
+        )
+        return
+    yield Finding(
+        statement=f"The KV cache is {percent(share)} of what a step reads at batch {record.batch}, context "
+        f"{record.context}.",
+        evidence=evidence,
+        advice="Take --kv-cache int4." if quantized else "Quantize it: --kv-cache int8.",
+        expected_gain=f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory",
+    )
+
+
+def _batching(facts: _Facts) -> Iterator[Finding]:
+    """What a larger batch costs and brings."""
+    small, large = facts.decode[0], facts.decode[-1]
+    if large.batch == small.batch:
+        return
+    gain = (large.batch / large.seconds) / (small.batch / small.seconds)
+    ideal = large.batch / small.batch
+    slower = large.seconds / small.seconds
+    evidence = (
+        f"a step takes {milliseconds(small.seconds)} at batch {small.batch} and {milliseconds(large.seconds)} at batch "
+        f"{large.batch}; its floor {milliseconds(small.floor_s)} and {milliseconds(large.floor_s)}"
+    )
+    if gain > 0.6 * ideal:
+        statement, advice = "Batching pays", "Raise the batch further while ITL stays within what users accept."
+    else:
+        statement = "Batching pays little"
+        advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
+    statement += f": {times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
+    yield Finding(statement=statement, evidence=evidence, advice=advice)
+
+
+def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
+    gaps = run.inter_token_s
+    if len(gaps) < 100:
+        return
+    middle, tail = percentile(gaps, 50), percentile(gaps, 99)
+    if middle <= 0 or tail < _STALL * middle:
+        return
+    alone = run.workload.concurrency == 1
+    yield Finding(
+        statement=f"Streaming stalls in {run.workload.name}: one gap in a hundred is {times(tail / middle)} the usual.",
+        evidence=f"ITL p50 {milliseconds(middle)}, p99 {milliseconds(tail)}, {len(gaps)} gaps",
+        advice="Nothing else ran in the engine: look for other work on this machine."
+        if alone
+        else "Prompts of newcomers are computed between tokens: a smaller token budget makes the pieces smaller.",
+    )
+
+
+def _queue(facts: _Facts, run: BenchmarkRun) -> Iterator[Finding]:
+    if run.workload.rate_per_s is None or run is facts.alone:
+        return
+    here, alone = statistics.median(run.ttft_s), statistics.median(facts.alone.ttft_s)
+    if here < _QUEUE * alone:
+        return
+    done = run.requests_per_s or 0.0
+    yield Finding(
+        statement=f"Requests queue at {run.workload.rate_per_s:g} per second: TTFT is {times(here / alone)} that of a "
+        "request alone.",
+        evidence=f"median TTFT {milliseconds(here)} against {milliseconds(alone)}; {done:.2g} requests/s answered",
+        advice=f"Offer less than {done:.2g} requests per second, or add a machine.",
+    )
+
+
+def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
+    met, answered = run.goodput_per_s, run.requests_per_s
+    if met is None or not answered or met >= 0.995 * answered:
+        return
+    limits = {
+        "TTFT": (run.workload.ttft_limit_s, run.ttft_s),
+        "TPOT": (run.workload.tpot_limit_s, run.tpot_s),
+    }
+    missed = [
+        f"{name} above {milliseconds(limit)} in {sum(v > limit for v in values)} of {len(values)} requests"
+        for name, (limit, values) in limits.items()
+        if limit is not None and any(value > limit for value in values)
+    ]
+    yield Finding(
+        statement=f"Only {percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
+        evidence="; ".join(missed),
+        advice="Lower the concurrency or rate until goodput stops growing.",
+    )
+
+
+def _what_binds(record: RooflineRecord) -> str:
+    return "memory" if record.bound_by == "memory" else "arithmetic"

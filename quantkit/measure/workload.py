@@ -1,0 +1,185 @@
+"""What is sent to the engine, and when: fixed seeds, fixed or spread lengths, closed loop or Poisson arrivals.
+
+Prompts are random tokens, so that no request shares a beginning with another; the engine stops at the asked length and
+nowhere else. What was measured of them is the business of `latency`.
+Source: Reddi et al. 2020, MLPerf Inference Benchmark (closed loop and server scenario).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quantkit.errors import RequestError
+from quantkit.results import Workload
+
+SWEEP_NAME = "sweep"
+"""The run whose prompts differ in length: TTFT is fitted against prompt length, ITL against context."""
+
+_SWEEP_PARTS = 6
+_SWEEP_TOKENS = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """The requests of one workload, warm-up first.
+
+    Args:
+        workload: what was asked for.
+        prompts: token ids of each request.
+        new_tokens: to generate, of each request.
+        due_s: when each is due after the start; empty in a closed loop.
+        num_warmup: requests at the beginning that are not measured.
+    """
+
+    workload: Workload
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: tuple[int, ...]
+    due_s: tuple[float, ...]
+    num_warmup: int
+
+
+def closed_loop(
+    concurrency: int, *, prompt_tokens: int, new_tokens: int, num_requests: int | None = None, seed: int = 0
+) -> Workload:
+    """So many requests in flight at any time: the next is sent when one is answered.
+
+    Args:
+        concurrency: requests in flight.
+        prompt_tokens, new_tokens: of each.
+        num_requests: in all; None = twice the concurrency, at least 4.
+        seed: of the prompts.
+    """
+    return Workload(
+        name=f"closed-{concurrency}",
+        mode="closed",
+        num_requests=max(4, 2 * concurrency) if num_requests is None else num_requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        seed=seed,
+        concurrency=concurrency,
+        num_warmup=min(concurrency, 2),
+    )
+
+
+def poisson(
+    rate_per_s: float, *, prompt_tokens: int, new_tokens: int, num_requests: int | None = None, seed: int = 0
+) -> Workload:
+    """Requests arrive by chance, so many per second on average, whether or not others are answered.
+
+    Args:
+        rate_per_s: arrivals per second.
+        prompt_tokens, new_tokens: of each.
+        num_requests: in all; None = 16.
+        seed: of prompts and arrivals.
+    """
+    return Workload(
+        name=f"poisson-{rate_per_s:g}",
+        mode="poisson",
+        num_requests=16 if num_requests is None else num_requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        seed=seed,
+        rate_per_s=rate_per_s,
+        num_warmup=2,
+    )
+
+
+def sweep(*, prompt_tokens: int, new_tokens: int, num_requests: int = 12, seed: int = 0) -> Workload:
+    """One request at a time, prompts from short to long and back: what the two fits need.
+
+    Args:
+        prompt_tokens: of the longest.
+        new_tokens: at most so many of each.
+        num_requests: in all.
+        seed: of the prompts.
+    """
+    return Workload(
+        name=SWEEP_NAME,
+        mode="closed",
+        num_requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=min(new_tokens, _SWEEP_TOKENS),
+        seed=seed,
+        concurrency=1,
+        num_warmup=1,
+    )
+
+
+def make_load(
+    workload: Workload, vocab_size: int, *, avoid: Iterable[int] = (), spread: float = 0.0, turn: int = 0
+) -> Load:
+    """The requests themselves; the same arguments make the same requests on every machine.
+
+    Args:
+        workload: what to send.
+        vocab_size: tokens are drawn from 0 .. vocab_size - 1.
+        avoid: tokens that are never drawn, e.g. those that end a text.
+        spread: lengths are drawn evenly from (1 - spread) times the workload's up to it; 0 = all alike.
+        turn: number of the repetition; each gets other prompts, of the same lengths.
+    """
+    lengths = random.Random(f"{workload.seed} {workload.name} lengths")
+    chance = random.Random(f"{workload.seed} {workload.name} tokens {turn}")
+    forbidden = set(avoid)
+    tokens = [token for token in range(vocab_size) if token not in forbidden]
+    count = workload.num_warmup + workload.num_requests
+    prompts, new_tokens = [], []
+    for number in range(count):
+        wanted, new = _lengths(workload, number - workload.num_warmup, lengths, spread)
+        prompts.append(tuple(chance.choices(tokens, k=wanted)))
+        new_tokens.append(new)
+    return Load(
+        workload=workload,
+        prompts=tuple(prompts),
+        new_tokens=tuple(new_tokens),
+        due_s=_arrivals(workload),
+        num_warmup=workload.num_warmup,
+    )
+
+
+def check_room(workloads: Sequence[Workload], room: int, what: str) -> None:
+    """Every request fits.
+
+    Args:
+        workloads: what will be sent.
+        room: tokens of one sequence.
+        what: says what gives that room, e.g. "the context of demo".
+    Raises:
+        RequestError: the message says what would fit.
+    """
+    for workload in workloads:
+        wanted = workload.prompt_tokens + workload.new_tokens
+        if wanted > room:
+            advice = (
+                f"--prompt-tokens can be {room - workload.new_tokens} at most"
+                if workload.new_tokens < room
+                else f"--new-tokens can be {room - 1} at most"
+            )
+            raise RequestError(
+                f"prompts of {workload.prompt_tokens} tokens and {workload.new_tokens} new ones need {wanted}, but "
+                f"{what} is {room} tokens; {advice}"
+            )
+
+
+def _lengths(workload: Workload, number: int, chance: random.Random, spread: float) -> tuple[int, int]:
+    """Tokens of prompt and answer of a request; numbers below 0 are warm-up."""
+    if workload.name == SWEEP_NAME:
+        step = max(0, number) % (2 * _SWEEP_PARTS)
+        part = step + 1 if step < _SWEEP_PARTS else 2 * _SWEEP_PARTS - step  # 1 .. 6, 6 .. 1
+        return max(1, workload.prompt_tokens * part // _SWEEP_PARTS), workload.new_tokens
+    sizes = workload.prompt_tokens, workload.new_tokens
+    drawn = [max(1, round(size * (1 - spread * chance.random()))) for size in sizes]
+    return drawn[0], drawn[1]
+
+
+def _arrivals(workload: Workload) -> tuple[float, ...]:
+    """Seconds after the start at which the measured requests are due."""
+    if workload.rate_per_s is None:
+        return ()
+    chance = random.Random(f"{workload.seed} {workload.name} arrivals")
+    now, due = 0.0, []
+    for _ in range(workload.num_requests):
+        due.append(now)
+        now += chance.expovariate(workload.rate_per_s)
+    return tuple(due)
