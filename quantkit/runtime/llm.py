@@ -13,16 +13,14 @@ from torch import Tensor
 
 from quantkit.checkpoint.source import resolve
 from quantkit.errors import RequestError, first_line
-from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme, page_bytes
+from quantkit.kernels.layouts import kv_scheme, page_bytes
 from quantkit.runtime import scoring
-from quantkit.runtime.context import check_settings, parse_bytes, pick_device, size_pool
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.assembly import make_engine
+from quantkit.runtime.context import check_settings, parse_bytes, pick_device
 from quantkit.runtime.loader import load_model
 from quantkit.runtime.model import Model
 from quantkit.runtime.scheduler import SchedulerOptions
 from quantkit.runtime.speculation_governor import Governor
-from quantkit.runtime.speculative import DraftModelProposer, NgramProposer, Proposer
 from quantkit.runtime.threads import find_threads
 from quantkit.runtime.types import Completion, SamplingParams, StepOutput
 
@@ -96,50 +94,28 @@ class LLM:
             token_budget=token_budget,
         )
         budget = None if memory is None else parse_bytes(memory)
-        scheme, self.device = kv_scheme(kv_cache), pick_device(device)
+        kv_scheme(kv_cache)  # refuses an unknown name before anything is loaded
         governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
+        self.device, self.kv_cache = pick_device(device), kv_cache
         self._threads = _set_threads(threads, self.device)
         self.path = DEMO if path is None else resolve(str(path))
         self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
         self.model = load_model(self.path, dtype=dtype, device=self.device, head_dtype=head_dtype, backend=backend)
         _check_model_length(max_length, self.model)
-        self.kv_cache = kv_cache
-        self._layouts = self.model.layouts(scheme, page_size, kv_dtype(kv_cache, self.model.dtype))
-        draft = _load_draft(speculate, dtype, self.device)
-        draft_layouts = [] if draft is None else draft.layouts(None, page_size)
-        size = size_pool(
-            [*self._layouts, *draft_layouts],
-            page_size=page_size,
-            max_sequences=max_sequences,
-            max_length=max_length or self.model.max_length,
-            asked_length=max_length,
+        self.engine = make_engine(
+            self.model,
+            options=SchedulerOptions(
+                page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, chunked=chunked
+            ),
+            kv_cache=kv_cache,
+            max_length=max_length,
             num_pages=num_pages,
             memory=budget,
-            device=self.device,
-        )
-        options = SchedulerOptions(
-            page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, chunked=chunked
-        )
-        self._cache = _make_cache(self._layouts, size.num_pages, max_sequences, self.device)
-        proposer: Proposer | None = None
-        if draft is not None:
-            cache = _make_cache(draft_layouts, size.num_pages, max_sequences, self.device)
-            proposer = DraftModelProposer(
-                draft, cache, num_pages=size.num_pages, options=options, vocab_size=self.model.vocab_size
-            )
-        elif speculate is not None:
-            proposer = NgramProposer()
-        self.engine = Engine(
-            self.model,
-            self._cache,
-            num_pages=size.num_pages,
-            options=options,
+            draft=_load_draft(speculate, dtype, self.device),
+            governor=governor,
             tokenizer=self.tokenizer,
             prefix_cache=prefix_cache,
-            proposer=proposer,
-            governor=governor,
-            identity=f"{self.path} {self.model.dtype} {kv_cache}",
-            max_length=max_length,
+            identity=str(self.path),
             seed=seed,
         )
         self._inboxes: dict[int, deque[StepOutput]] = {}
@@ -219,14 +195,15 @@ class LLM:
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of keys and values that one token takes, all layers; 0 when the model keeps its own."""
-        return page_bytes(self._layouts) / self.engine.options.page_size if self._layouts else 0.0
+        cache = self.engine.runner.cache
+        return 0.0 if cache is None else page_bytes(cache.layouts) / cache.page_size
 
     def stats(self) -> dict[str, Any]:
         """Sizes, and counts since the start."""
-        engine, governor = self.engine, self.engine.governor
+        engine, governor, cache = self.engine, self.engine.governor, self.engine.runner.cache
         return {
             "weight_bytes": self.model.num_bytes,
-            "kv_bytes": 0 if self._cache is None else self._cache.num_bytes + self._cache.tail_bytes,
+            "kv_bytes": 0 if cache is None else cache.num_bytes + cache.tail_bytes,
             "kv_tokens": engine.pool.num_pages * engine.options.page_size,
             "kv_pages": engine.pool.num_pages,
             "kv_free_pages": engine.pool.num_free,
@@ -332,10 +309,6 @@ def _load_draft(speculate: str | Path | None, dtype: str | torch.dtype, device: 
     if speculate is None or speculate == "ngram":
         return None
     return load_model(resolve(str(speculate)), dtype=dtype, device=device)
-
-
-def _make_cache(layouts: list[KVLayout], num_pages: int, max_sequences: int, device: torch.device) -> KVCache | None:
-    return KVCache(layouts, num_pages, max_sequences, device) if layouts else None
 
 
 def _check_model_length(max_length: int | None, model: Model) -> None:

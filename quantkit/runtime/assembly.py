@@ -1,0 +1,90 @@
+"""Puts an engine together from a loaded model: layouts, pool size, caches, proposer. No files are read here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme
+from quantkit.runtime.context import size_pool
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.model import Model
+from quantkit.runtime.scheduler import SchedulerOptions
+from quantkit.runtime.speculation_governor import Governor
+from quantkit.runtime.speculative import DraftModelProposer, NgramProposer, Proposer
+
+
+def make_engine(
+    model: Model,
+    *,
+    options: SchedulerOptions,
+    kv_cache: str = "auto",
+    max_length: int | None = None,
+    num_pages: int | None = None,
+    memory: int | None = None,
+    draft: Model | None = None,
+    governor: Governor | None = None,
+    tokenizer: Any = None,
+    prefix_cache: bool = True,
+    identity: str = "",
+    seed: int = 0,
+) -> Engine:
+    """An engine with its caches.
+
+    Args:
+        model: to run.
+        options: limits of a step.
+        kv_cache: name of the KV type.
+        max_length: tokens of a sequence; None = what the model can.
+        num_pages: of the pool; None = see `context.size_pool`.
+        memory: bytes for the pools, a draft model's included.
+        draft: proposes tokens; None with a governor = n-grams do.
+        governor: says how many; None = no speculation.
+        tokenizer, prefix_cache, seed: see `Engine`.
+        identity: of the model, for the prefix cache.
+    Raises:
+        SchemeError: an unknown KV type.
+        RequestError: the pool does not hold what was asked for, or the draft has another vocabulary.
+        ResourceError: the memory is not there.
+    """
+    layouts = model.layouts(kv_scheme(kv_cache), options.page_size, kv_dtype(kv_cache, model.dtype))
+    draft_layouts = [] if draft is None else draft.layouts(None, options.page_size)
+    pages = size_pool(
+        [*layouts, *draft_layouts],
+        page_size=options.page_size,
+        max_sequences=options.max_sequences,
+        max_length=max_length or model.max_length,
+        asked_length=max_length,
+        num_pages=num_pages,
+        memory=memory,
+        device=model.device,
+    ).num_pages
+    proposer: Proposer | None = None
+    if draft is not None:
+        draft_cache = _make_cache(draft_layouts, pages, options, draft.device)
+        proposer = DraftModelProposer(draft, draft_cache, num_pages=pages, options=options, vocab_size=model.vocab_size)
+    elif governor is not None:
+        proposer = NgramProposer()
+    return Engine(
+        model,
+        _make_cache(layouts, pages, options, model.device),
+        num_pages=pages,
+        options=options,
+        tokenizer=tokenizer,
+        prefix_cache=prefix_cache,
+        proposer=proposer,
+        governor=governor,
+        identity=f"{identity} {model.dtype} {kv_cache}",
+        max_length=max_length,
+        seed=seed,
+    )
+
+
+def _make_cache(
+    layouts: Sequence[KVLayout], num_pages: int, options: SchedulerOptions, device: torch.device
+) -> KVCache | None:
+    """A cache of these layouts; None for a model that keeps its own keys and values and so has none."""
+    return KVCache(layouts, num_pages, options.max_sequences, device) if layouts else None
