@@ -61,13 +61,7 @@ def make_engine(
         num_pages=num_pages,
         memory=memory,
         device=model.device,
-    ).num_pages
-    proposer: Proposer | None = None
-    if draft is not None:
-        draft_cache = _make_cache(draft_layouts, pages, options, draft.device)
-        proposer = DraftModelProposer(draft, draft_cache, num_pages=pages, options=options, vocab_size=model.vocab_size)
-    elif governor is not None:
-        proposer = NgramProposer()
+    )
     return Engine(
         model,
         _make_cache(layouts, pages, options, model.device),
@@ -75,12 +69,26 @@ def make_engine(
         options=options,
         tokenizer=tokenizer,
         prefix_cache=prefix_cache,
-        proposer=proposer,
+        proposer=_make_proposer(draft, draft_layouts, pages, options, model.vocab_size, governor),
         governor=governor,
         identity=f"{identity} {model.dtype} {kv_cache}",
         max_length=max_length,
         seed=seed,
     )
+
+
+def _make_proposer(
+    draft: Model | None,
+    layouts: Sequence[KVLayout],
+    num_pages: int,
+    options: SchedulerOptions,
+    vocab_size: int,
+    governor: Governor | None,
+) -> Proposer | None:
+    if draft is None:
+        return None if governor is None else NgramProposer()
+    cache = _make_cache(layouts, num_pages, options, draft.device)
+    return DraftModelProposer(draft, cache, num_pages=num_pages, options=options, vocab_size=vocab_size)
 
 
 def _make_cache(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,24 +16,6 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSize:
-    """Pages of a KV pool.
-
-    Args:
-        num_pages: how many.
-        page_size: tokens per page.
-    """
-
-    num_pages: int
-    page_size: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences that fit at the same time."""
-        return self.num_pages * self.page_size
 
 
 def pick_device(name: str | torch.device) -> torch.device:
@@ -106,7 +87,7 @@ def size_pool(
     num_pages: int | None,
     memory: int | None,
     device: torch.device,
-) -> PoolSize:
+) -> int:
     """Pages of the pool: as asked, as the budget allows, or enough for everybody as far as memory is free.
 
     Args:
@@ -123,8 +104,7 @@ def size_pool(
     """
     wanted = max_sequences * -(-max_length // page_size)
     if not layouts:
-        pages = num_pages or min(wanted, _STATELESS_TOKENS // page_size)
-        return PoolSize(num_pages=pages, page_size=page_size)
+        return num_pages or min(wanted, _STATELESS_TOKENS // page_size)
     if num_pages is None:
         budget = int(free_bytes(device) * _SHARE.get(device.type, 0.5)) if memory is None else memory
         num_pages = min(wanted, pages_for_budget(layouts, max_sequences, budget))
@@ -137,4 +117,4 @@ def size_pool(
                 f"(pages of {page_size} tokens, {human_bytes(page_bytes(layouts))} each); "
                 "give more memory, a smaller max_length or max_sequences, or a smaller KV type"
             )
-    return PoolSize(num_pages=num_pages, page_size=page_size)
+    return num_pages
