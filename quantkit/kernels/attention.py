@@ -132,7 +132,7 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
 def _read_tail(tail: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
     """(Hkv, stop - start, D) of positions start..stop from a sequence's tail."""
     slots = torch.arange(start, stop, device=tail.device) % tail.shape[2]
-    return tail[row].index_select(1, slots)
+    return tail[row.expand(stop - start), :, slots].transpose(0, 1)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -7,16 +7,29 @@ keep of it: `remembered` says so for each KV type, so that placement, tails, mas
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
+from quantkit.kernels import _native_attention, native
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.kv_numbers import dequantize, quantize
 from quantkit.kernels.layouts import KVLayout, kv_scheme, make_layout
 from quantkit.runtime.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")
+IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make caches run attention in C, in plain torch, or in plain torch on a GPU."""
+    if implementation == "native" and native.load() is None:
+        pytest.skip(native.status())
+    if implementation != "native":
+        monkeypatch.setattr(_native_attention, "_function", lambda: None)
+    monkeypatch.setattr(Sequences, "device", "cuda" if implementation == "cuda" else "cpu")
 
 
 def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.float32, **changes) -> KVLayout:
@@ -36,6 +49,7 @@ def poison(cache: KVCache) -> KVCache:
 class Sequences:
     """`lengths[b]` tokens of sequence b, with pages in shuffled order; more may be drawn for tokens taken back."""
 
+    device: ClassVar[str] = "cpu"
     layout: KVLayout
     lengths: tuple[int, ...]
     query_heads: int = 4
@@ -58,7 +72,7 @@ class Sequences:
         self.rows = torch.randperm(len(self.lengths) + 1, generator=generator)
 
     def cache(self) -> KVCache:
-        return poison(KVCache([self.layout], self.num_pages, len(self.lengths) + 1))
+        return poison(KVCache([self.layout], self.num_pages, len(self.lengths) + 1, self.device))
 
     def batch(self, spans: list[tuple[int, int, int]]) -> ForwardBatch:
         """A step with new tokens start..stop of some sequences."""
@@ -71,13 +85,13 @@ class Sequences:
         news = [stop - start for _, start, stop in spans]
         slots = [self.pages[n][p // size] * size + p % size for (n, _, _), p in zip(spans, positions, strict=True)]
         return ForwardBatch(
-            token_ids=torch.zeros(sum(news), dtype=torch.int64),
-            positions=torch.cat(positions),
-            query_starts=torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32),
-            page_table=table,
-            slots=torch.cat(slots),
-            tail_rows=self.rows[[number for number, _, _ in spans]],
-            logit_rows=torch.tensor(news).cumsum(0) - 1,
+            token_ids=torch.zeros(sum(news), dtype=torch.int64, device=self.device),
+            positions=torch.cat(positions).to(self.device),
+            query_starts=torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32).to(self.device),
+            page_table=table.to(self.device),
+            slots=torch.cat(slots).to(self.device),
+            tail_rows=self.rows[[number for number, _, _ in spans]].to(self.device),
+            logit_rows=(torch.tensor(news).cumsum(0) - 1).to(self.device),
             query_lengths=tuple(news),
             context_lengths=tuple(stop for _, _, stop in spans),
             sequence_ids=tuple(number for number, _, _ in spans),
@@ -87,10 +101,12 @@ class Sequences:
         """Attention outputs (L, Hq, Dv) of new tokens start..stop of some sequences."""
         options = {"scale": self.layout.head_dim**-0.5, **options}
         states = (
-            torch.cat([source[number][start:stop] for number, start, stop in spans])
+            torch.cat([source[number][start:stop] for number, start, stop in spans]).to(self.device)
             for source in (self.query, self.key, self.value)
         )
-        out = cache.attend(0, *states, self.batch(spans), **options)
+        if options.get("sinks") is not None:
+            options["sinks"] = options["sinks"].to(self.device)
+        out = cache.attend(0, *states, self.batch(spans), **options).cpu()
         return list(out.split([stop - start for _, start, stop in spans]))
 
     def expected(self, number: int, start: int, stop: int, **options) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels import _native_attention, native
 from quantkit.kernels.kv_numbers import quantize
-from tests.kernels.paged import KV_TYPES, Sequences, dense, layout
+from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, dense, layout, use
 
 OPTIONS = {
     "plain": {},
@@ -27,13 +26,10 @@ STEPS = [
 LENGTHS = (11, 31, 19)
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
+@pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
 def implementation(request, monkeypatch):
-    """Every test runs with the C kernels and with plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(_native_attention, "_function", lambda: None)
-    elif native.load() is None:
-        pytest.skip(native.status())
+    """Every test runs with each of them."""
+    use(request.param, monkeypatch)
 
 
 def largest_error(sequences, steps, **options) -> float:
@@ -128,8 +124,8 @@ def test_only_what_the_scheme_says_is_quantized():
     sequences = Sequences(shape, (8,))
     cache = sequences.cache()
     sequences.step(cache, [(0, 0, 7)])
-    tail = cache._views[0].key_tail[sequences.rows[0]]
+    tail = cache._views[0].key_tail[sequences.rows[0]].cpu()
     assert torch.equal(tail[:, :7], sequences.key[0][:7].transpose(0, 1))
     sequences.step(cache, [(0, 7, 8)])
     codes, _, _ = quantize(sequences.key[0].transpose(0, 1), shape.scheme.key)
-    assert torch.equal(cache._views[0].key.codes[sequences.pages[0][0]], codes)
+    assert torch.equal(cache._views[0].key.codes[sequences.pages[0][0]].cpu(), codes)

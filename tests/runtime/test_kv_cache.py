@@ -6,19 +6,15 @@ import pytest
 import torch
 
 from quantkit.errors import ResourceError
-from quantkit.kernels import _native_attention, native
 from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, tail_bytes
 from quantkit.runtime.kv_cache import KVCache
-from tests.kernels.paged import KV_TYPES, Sequences, layout
+from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
+@pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
 def implementation(request, monkeypatch):
-    """Every test runs with the C kernels and with plain torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(_native_attention, "_function", lambda: None)
-    elif native.load() is None:
-        pytest.skip(native.status())
+    """Every test runs with each of them."""
+    use(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)
