@@ -151,10 +151,6 @@ def estimate(
     schemes = _schemes(shape, plan, head_form)
     rows = tuple(_weight_row(shape, scheme) for scheme in schemes)
     forms = _forms(shape, kv_cache)
-    usable = [row.scheme for row in rows if row.problem is None]
-    pairs: list[tuple[Scheme, KVForm | None]] = [(s, form) for s in _shown(usable, plan) for form in forms]
-    if not shape.layers:
-        pairs = [(scheme, None) for scheme in usable]
     return Estimate(
         shape=shape,
         context=length,
@@ -163,9 +159,7 @@ def estimate(
         weights=rows,
         caches=tuple(_cache_row(shape, form, length) for form in forms),
         device=device,
-        on_device=()
-        if device is None
-        else tuple(_device_row(shape, scheme, form, device, length, batch, prompt or length) for scheme, form in pairs),
+        on_device=() if device is None else _rows(shape, rows, forms, plan, device, length, batch, prompt or length),
         activations=activation_bytes(shape, TOKEN_BUDGET, batch),
         recipe=plan,
         compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.solves),
@@ -258,6 +252,24 @@ def _problem(shape: ModelShape, scheme: Scheme) -> str | None:
 
 def _cache_row(shape: ModelShape, form: KVForm, context: int) -> CacheRow:
     return CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, context, form))
+
+
+def _rows(
+    shape: ModelShape,
+    weights: Sequence[WeightRow],
+    forms: Sequence[KVForm],
+    plan: RecipePlan | None,
+    device: Device,
+    context: int,
+    batch: int,
+    prompt: int,
+) -> tuple[DeviceRow, ...]:
+    """Every pair of a scheme worth showing and a form of the cache; the schemes alone where the cache is unknown."""
+    usable = [row.scheme for row in weights if row.problem is None]
+    pairs: list[tuple[Scheme, KVForm | None]] = [(scheme, None) for scheme in usable]
+    if shape.layers:
+        pairs = [(scheme, form) for scheme in _shown(usable, plan) for form in forms]
+    return tuple(_device_row(shape, scheme, form, device, context, batch, prompt) for scheme, form in pairs)
 
 
 def _device_row(

@@ -21,7 +21,24 @@ from quantkit.plan.shape import Layer, Matrix, ModelShape
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {"U64": 8, "I64": 8, "F64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2}
+_ITEM_BYTES = {
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "F32": 4,
+    "U32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "U16": 2,
+    "I16": 2,
+}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "F8_E4M3": "float8_e4m3fn"}
 _IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
@@ -83,9 +100,16 @@ def from_headers(config: Config, name: str, tensors: dict[str, Stored]) -> Model
         _layer(config, index, [(local, stored) for at, local, stored in inside if at == index], attention)
         for index, attention in enumerate(attentions)
     )
-    embedding, head = _ends(config, outside)
-    rest = sum(math.prod(stored.shape) for stored in outside.values()) - embedding - head
+    root = prefix.rpartition(".")[0]
+    embedding, head, tables = _ends(config, outside)
+    rest = sum(
+        math.prod(stored.shape)
+        for tensor, stored in outside.items()
+        if tensor not in tables and (not config.has_more or tensor.startswith(f"{root}."))
+    )
     extra = len(found) - len(attentions)
+    remarks = [f"{extra} more layers in the shards (MTP) are not counted"] if extra > 0 else []
+    remarks += ["the language model only: vision and audio parts are not counted"] if config.has_more else []
     return ModelShape(
         name=name,
         family=config.family,
@@ -100,7 +124,7 @@ def from_headers(config: Config, name: str, tensors: dict[str, Stored]) -> Model
         head=head,
         other=rest,
         stored_bytes=sum(stored.num_bytes for stored in tensors.values()),
-        remarks=() if extra <= 0 else (f"{extra} more layers in the shards (MTP) are not counted",),
+        remarks=tuple(remarks),
     )
 
 
@@ -151,19 +175,25 @@ def _split(tensors: dict[str, Stored]) -> tuple[str, list[tuple[int, str, Stored
     return prefix, inside, outside
 
 
-def _ends(config: Config, outside: dict[str, Stored]) -> tuple[int, int]:
-    """Parameters of the embedding and of the head; a head that is the embedding counts nothing."""
-    tables = {
-        name: math.prod(stored.shape)
-        for name, stored in outside.items()
-        if len(stored.shape) == 2 and config.hidden_size in stored.shape and name.endswith(".weight")
-    }
-    heads = {name: size for name, size in tables.items() if name.split(".")[-2] in _HEADS}
-    embeddings = [size for name, size in tables.items() if name not in heads and ("embed" in name or ".wte." in name)]
+def _ends(config: Config, outside: dict[str, Stored]) -> tuple[int, int, set[str]]:
+    """Parameters of the embedding and of the head, and the names of both; a head that is the embedding counts nothing.
+
+    Of several tables, such as those of a vision tower, the largest is that of the tokens.
+    """
+    heads, embeddings = {}, {}
+    for name, stored in outside.items():
+        if len(stored.shape) != 2 or stored.shape[1] != config.hidden_size or not name.endswith(".weight"):
+            continue
+        module = f".{name}".split(".")[-2]
+        if module in _HEADS:
+            heads[name] = math.prod(stored.shape)
+        elif module == "wte" or "embed" in module:
+            embeddings[name] = math.prod(stored.shape)
     if not embeddings:
         raise CheckpointError(f"{config.where}: the shards hold no token embedding of width {config.hidden_size}")
-    tied = config.flag("tie_word_embeddings")
-    return max(embeddings), 0 if tied or not heads else max(heads.values())
+    table = max(embeddings, key=lambda name: embeddings[name])
+    tied = config.flag("tie_word_embeddings") or not heads
+    return embeddings[table], 0 if tied else max(heads.values()), {table, *heads}
 
 
 def _main_dtype(config: Config, tensors: dict[str, Stored]) -> str:
@@ -192,8 +222,8 @@ def _stored(path: Path, name: str, entry: Any) -> Stored:
         start, end = (int(offset) for offset in entry["data_offsets"])
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is damaged; download the file again") from None
-    expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 1)
-    if end - start != expected:
+    expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
+    if dtype in _ITEM_BYTES and end - start != expected:  # 4- and 6-bit types pack several elements into a byte
         raise CheckpointError(
             f"{path}: tensor {name!r} takes {end - start} bytes, its shape {shape} of {dtype} needs {expected}; "
             "the file is damaged: download it again"

@@ -119,7 +119,7 @@ def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
     odd = next((m for layer in shape.layers for m in layer.matrices if m.quantizable and _is_odd(m)), None)
     if odd is not None:
         size = f"{odd.out_features} x {odd.in_features}"
-        return f"{odd.name} is {size}; Marlin kernels want outputs in multiples of 64 and inputs of 128"
+        return f"{odd.name} is {size}; Marlin kernels want multiples of 64 x 128, others --dtype float16"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from quantkit.plan import estimate
 from quantkit.plan.attention import grouped
 from quantkit.plan.config import Config
 from quantkit.plan.families import FAMILIES, from_config
-from quantkit.plan.headers import from_headers, read_tensors
+from quantkit.plan.headers import Stored, from_headers, read_tensors
 from quantkit.plan.kv_forms import KV_FORMS, PAGE_SIZE
 from quantkit.plan.memory import compression_bytes, everywhere, experts_read, weight_bytes
 from quantkit.plan.recipes import plan_recipe
@@ -285,3 +286,47 @@ def test_windows_are_those_of_the_runtime(family):
         theirs = read_config(config, supported()[CLASSES[family]])
         assert ours == [layer.window for layer in theirs.layers]
     assert (None in ours) == (family not in ("mistral", "phi3", "starcoder2"))
+
+
+def stored(*shape, dtype="BF16"):
+    return Stored(shape=shape, dtype=dtype, num_bytes=2 * math.prod(shape))
+
+
+def test_towers_beside_the_language_model_are_not_counted():
+    config = {"text_config": {**SIZES, "num_hidden_layers": 1, "model_type": "gemma3_text", "sliding_window": 8}}
+    language = {
+        "model.language_model.embed_tokens.weight": stored(260, 64),
+        "model.language_model.layers.0.self_attn.q_proj.weight": stored(64, 64),
+        "model.language_model.layers.0.input_layernorm.weight": stored(64),
+        "model.language_model.norm.weight": stored(64),
+        "lm_head.weight": stored(260, 64),
+    }
+    tower = {
+        "model.vision_tower.encoder.layers.0.fc1.weight": stored(16, 16),
+        "model.vision_tower.embeddings.position_embedding.weight": stored(100, 64),
+        "model.multi_modal_projector.weight": stored(64, 32),
+    }
+    shape = from_headers(Config(config, "x"), "x", {**language, **tower})
+    assert shape.prefix == "model.language_model.layers"
+    assert shape.num_parameters == sum(math.prod(tensor.shape) for tensor in language.values())
+    assert (shape.embedding, shape.head, shape.other) == (260 * 64, 260 * 64, 64)
+    assert shape.remarks == ("the language model only: vision and audio parts are not counted",)
+
+
+def test_experts_and_layers_beyond_the_config_are_told_apart():
+    config = {**SIZES, "num_hidden_layers": 1, **EXPERTS, "model_type": "qwen3_moe", "head_dim": 16}
+    tensors = {"model.embed_tokens.weight": stored(260, 64), "model.layers.0.mlp.gate.weight": stored(4, 64)}
+    tensors |= {f"model.layers.0.mlp.experts.{i}.up_proj.weight": stored(32, 64) for i in range(4)}
+    tensors |= {"model.layers.0.mlp.experts.down_proj": stored(4, 64, 32), "model.layers.1.norm.weight": stored(64)}
+    shape = from_headers(Config({**config, "tie_word_embeddings": True}, "x"), "x", tensors)
+    found = {m.name: (m.copies, m.active, m.quantizable) for m in shape.layers[0].matrices}
+    assert found == {
+        "mlp.gate": (1, 1, False),
+        "mlp.experts.0.up_proj": (4, 2, True),
+        "mlp.experts.down_proj": (4, 2, True),
+    }
+    assert shape.num_parameters - shape.active_parameters == 2 * 2 * 32 * 64
+    assert shape.remarks == ("1 more layers in the shards (MTP) are not counted",)
+    del tensors["model.embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match="no token embedding of width 64"):
+        from_headers(Config(config, "x"), "x", tensors)
