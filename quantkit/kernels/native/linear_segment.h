@@ -98,6 +98,7 @@ typedef struct {
     const float *inputs; /* sums of inputs by token; NULL: no zero points */
     int64_t stride;      /* of inputs */
     int dense;           /* main += sum */
+    int read_ahead;      /* fetch what comes after this run: its codes will be used more than once */
 } Factors;
 
 /* main[token][64] += factors * (w * x) over `pairs` pairs; x has `stride` elements per token. */
@@ -125,6 +126,12 @@ QK_INLINE void finish_segment(int tokens, __m512 sum[MAX_TOKENS][4], const Facto
         }
 }
 
+/* While a run of plain values is used for a first block of tokens, the next one comes from memory. */
+QK_INLINE void fetch_next(int storage, const uint8_t *w, const Factors *factors) {
+    if ((storage == QK_BF16 || storage == QK_F32) && factors->read_ahead)
+        UNROLL for (int i = 0; i < PAIR_BYTES[storage]; i += 64) _mm_prefetch((const char *)w + 16384 + i, _MM_HINT_T1);
+}
+
 QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uint16_t *x, int64_t stride, int64_t pairs,
                             const Factors *factors, float *main) {
     const __m512i table = table_of(storage);
@@ -134,6 +141,7 @@ QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uin
             sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512i v[4];
+        fetch_next(storage, w, factors);
         load_pair(storage, w, table, v);
         UNROLL for (int m = 0; m < tokens; m++) {
             int32_t both;
@@ -154,12 +162,19 @@ QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const floa
             sum[m][b] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512 v[2][4];
-        load_pair_f32(storage, w, table, v);
-        for (int i = 0; i < 2; i++)
+        fetch_next(storage, w, factors);
+        if (storage != QK_F32) load_pair_f32(storage, w, table, v);
+        for (int i = 0; i < 2; i++) {
+            if (storage == QK_F32)
+                UNROLL for (int b = 0; b < 4; b++) {
+                    v[i][b] = _mm512_loadu_ps((const float *)w + 64 * i + 16 * b);
+                    __asm__("" : "+v"(v[i][b])); /* into a register: GCC would load it again for every token */
+                }
             UNROLL for (int m = 0; m < tokens; m++) {
                 __m512 input = _mm512_set1_ps(x[m * stride + 2 * p + i]);
                 UNROLL for (int b = 0; b < 4; b++) sum[m][b] = _mm512_fmadd_ps(v[i][b], input, sum[m][b]);
             }
+        }
     }
     finish_segment(tokens, sum, factors, main);
 }
