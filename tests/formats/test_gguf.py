@@ -1,0 +1,237 @@
+"""GGUF: golden bytes of the gguf library, exact carrying of codes, the K-quant encoders, damaged files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats import _gguf_blocks as blocks
+from quantkit.formats._gguf_file import GGUFWriter, is_gguf, read_gguf
+from quantkit.formats._gguf_kquants import quantize_q4_k, quantize_q6_k
+from quantkit.formats.gguf import FORMAT, decode_blocks, decode_values, encode_blocks
+from tests.formats.schemes import linear, random_tensor
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf.json").read_text())
+VALUES = torch.tensor(GOLDEN["values"])
+ENCODERS = {
+    "Q4_0": blocks.quantize_q4_0,
+    "Q4_1": blocks.quantize_q4_1,
+    "Q5_0": blocks.quantize_q5_0,
+    "Q8_0": blocks.quantize_q8_0,
+}
+K_QUANTS = {"Q4_K": quantize_q4_k, "Q6_K": quantize_q6_k}
+
+
+def as_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_rounding_gives_the_bytes_of_the_library(name):
+    found = ENCODERS[name](VALUES.view(-1, 32))
+    assert bytes(found.flatten().tolist()).hex() == GOLDEN["encoded"][name]
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_blocks_mean_what_the_library_reads(name):
+    case = GOLDEN["decoded"][name]
+    found = decode_values(getattr(blocks, name), as_bytes(case["blocks"]), (2, 256))
+    assert torch.equal(found, as_bytes(case["values"]).view(torch.float32).view(2, 256))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_parts_are_what_bytes_are_made_of(name):
+    block = getattr(blocks, name)
+    data = torch.randint(0, 256, (8, block.size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    data[:, :2] = torch.linspace(0.1, 2, 8).half().view(torch.uint8).view(8, 2)
+    codes, scale, minimum = blocks.to_parts(block, data)
+    assert torch.equal(blocks.from_parts(block, codes, scale, minimum), data)
+
+
+def test_a_type_that_is_not_known_is_not_decoded():
+    with pytest.raises(CheckpointError, match="Q2_K cannot be decoded"):
+        decode_values(blocks.BLOCKS[10], torch.zeros(84, dtype=torch.uint8), (1, 256))
+
+
+# Our codes
+
+
+KEPT = [
+    ("int4", 32, True, "Q4_0"),
+    ("int4", 96, True, "Q4_0"),
+    ("int4", None, True, "Q4_0"),
+    ("int3", 64, True, "Q4_0"),
+    ("int2", 32, True, "Q4_0"),
+    ("int8", None, True, "Q8_0"),
+    ("int8", 64, True, "Q8_0"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "group", "symmetric", "expected"), KEPT)
+def test_codes_come_back_exactly(dtype, group, symmetric, expected):
+    scheme = linear(dtype, group, symmetric=symmetric)
+    weight = random_tensor(0, (24, 192), scheme.weight, torch.float16)
+    FORMAT.check(scheme, weight.shape)
+    block, data = encode_blocks(weight)
+    assert block.name == expected
+    found = decode_blocks(block, data.view(-1), scheme.weight, weight.shape)
+    assert torch.equal(found.codes, weight.codes)
+    assert torch.equal(found.scale, weight.scale)
+    assert found.zero_point is None
+
+
+def test_zero_points_go_to_q4_1_where_float16_holds_the_minimum():
+    scheme = linear("int4", 32, symmetric=False)
+    weight = random_tensor(0, (8, 64), scheme.weight, torch.float16)
+    weight.scale.copy_(2.0 ** (torch.arange(16) % 5 - 3).view(8, 2))
+    block, data = encode_blocks(weight)
+    assert block.name == "Q4_1"
+    found = decode_blocks(block, data.view(-1), scheme.weight, weight.shape)
+    assert torch.equal(found.codes, weight.codes)
+    assert torch.equal(found.zero_point, weight.zero_point)
+    assert torch.equal(found.scale, weight.scale)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("int4", "Q5_0"), ("int3", "Q4_0"), ("int2", "Q4_0")])
+def test_other_zero_points_keep_every_value(dtype, expected):
+    scheme = linear(dtype, 32, symmetric=False)
+    weight = random_tensor(0, (24, 96), scheme.weight, torch.float16)
+    block, data = encode_blocks(weight)
+    assert block.name == expected
+    assert torch.equal(decode_values(block, data.view(-1), weight.shape), weight.dequantize())
+
+
+REFUSED = [
+    (linear("fp8"), (32, 64), "weights.dtype"),
+    (linear("int8", 32, symmetric=False), (32, 64), "weights.symmetric=true"),
+    (linear("int4", 16), (32, 64), "group_size"),
+    (linear("int4"), (32, 172), "172 inputs"),
+    (linear("int8", inputs="int8"), (32, 64), "activations"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "shape", "message"), REFUSED)
+def test_what_no_block_holds_is_refused(scheme, shape, message):
+    with pytest.raises(SchemeError, match=message):
+        FORMAT.check(scheme, shape)
+
+
+def test_scales_are_not_rounded_to_float16():
+    weight = random_tensor(0, (8, 64), linear("int4", 32).weight, torch.float32)
+    with pytest.raises(SchemeError, match="float16"):
+        encode_blocks(weight)
+
+
+# K-quants
+
+
+def samples(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(40, 256, generator=generator) * torch.rand(40, 1, generator=generator)
+    values[0], values[1], values[2] = 0, 0.3, -0.7
+    values[3, 9] = 40
+    return values
+
+
+def plain_rounding_error(values: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """Squared error of rounding sub-blocks to nearest, with scales that are not rounded themselves."""
+    low, high = (f(values.view(-1, 256 // size, size), -1, keepdim=True) for f in (torch.amin, torch.amax))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    step = ((high - low) / (2**bits - 1)).clamp(min=1e-20)
+    rounded = ((values.view_as(low.expand(-1, -1, size)) - low) / step).round() * step + low
+    return (rounded.view(values.shape) - values).square().sum(1)
+
+
+@pytest.mark.parametrize(("name", "bits", "size"), [("Q4_K", 4, 32), ("Q6_K", 6, 16)])
+def test_k_quants_are_about_as_good_as_free_scales(name, bits, size):
+    values = samples(0)
+    data = K_QUANTS[name](values, torch.ones(1, 256))
+    found = decode_values(getattr(blocks, name), data.view(-1), values.shape)
+    error = (found - values).square().sum(1)
+    assert torch.equal(found[0], values[0])
+    assert error.sum() < 1.05 * plain_rounding_error(values, bits, size).sum()
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_importance_moves_the_error_to_where_it_does_not_matter(name):
+    values = samples(1)
+    importance = torch.where(torch.arange(256) % 32 < 4, 50.0, 1.0).view(1, 256)
+    block = getattr(blocks, name)
+    plain, weighted = (
+        decode_values(block, K_QUANTS[name](values, weights).view(-1), values.shape)
+        for weights in (torch.ones(1, 256), importance)
+    )
+    errors = [((found - values).square() * importance).sum() for found in (plain, weighted)]
+    assert errors[1] < 0.97 * errors[0]
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_of_nothing_and_of_extremes(name):
+    assert K_QUANTS[name](torch.empty(0, 256)).shape == (0, getattr(blocks, name).size)
+    for scale in (1e-6, 1e4):
+        values = samples(2) * scale
+        found = decode_values(getattr(blocks, name), K_QUANTS[name](values).view(-1), values.shape)
+        assert torch.isfinite(found).all()
+
+
+# Files
+
+
+def make_file(path: Path) -> Path:
+    path.write_bytes(bytes.fromhex(GOLDEN["file"]))
+    return path
+
+
+def test_a_file_of_the_library_is_read(tmp_path):
+    found = read_gguf(make_file(tmp_path / "a.gguf"))
+    assert found.metadata["general.architecture"] == "llama"
+    assert found.metadata["llama.context_length"] == 64
+    assert found.metadata["tokenizer.ggml.tokens"] == ["<s>", "ä", "b"]
+    assert found.metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
+    assert found.metadata["tokenizer.ggml.add_bos_token"] is True
+    norm, embedding = found.tensors["output_norm.weight"], found.tensors["token_embd.weight"]
+    assert (norm.block, norm.shape) == (blocks.F32, (5,))
+    assert (embedding.block, embedding.shape) == (blocks.Q4_0, (4, 64))
+    assert bytes(found.read("token_embd.weight")).hex() == GOLDEN["encoded"]["Q4_0"]
+
+
+def test_our_bytes_are_those_of_the_library(tmp_path):
+    golden = read_gguf(make_file(tmp_path / "a.gguf"))
+    file = io.BytesIO()
+    writer = GGUFWriter(file)
+    writer.header(golden.metadata, {name: (info.block, info.shape) for name, info in golden.tensors.items()})
+    for name in golden.tensors:
+        writer.tensor(name, [golden.read(name)])
+    assert file.getvalue().hex() == GOLDEN["file"]
+
+
+def test_names_that_gguf_has_no_room_for():
+    with pytest.raises(CheckpointError, match="does not fit into GGUF"):
+        GGUFWriter(io.BytesIO()).header({}, {"x" * 64: (blocks.F32, (1,))})
+
+
+def test_damaged_files_are_refused_with_the_place(tmp_path):
+    path = make_file(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    for text, broken in [
+        ("does not begin with GGUF", b"GGML" + data[4:]),
+        ("version 9", data[:4] + b"\x09\0\0\0" + data[8:]),
+        ("number of tensors", data[:8] + b"\xff" * 8 + data[16:]),
+        ("truncated", data[:-40]),
+        ("left", data[:30]),
+        ("left", b"GG"),
+    ]:
+        path.write_bytes(broken)
+        assert is_gguf(path)
+        with pytest.raises(CheckpointError, match=text):
+            read_gguf(path)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_gguf(tmp_path / "none.gguf")
