@@ -18,7 +18,7 @@ from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _PANEL = 64
-_BF16, _F32, _W4, _W8, _FP8, _U8 = range(6)
+_BF16, _F32, _W4, _W8, _FP8, _H8, _U8 = range(7)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
@@ -162,6 +162,8 @@ def quantized(
     name = weight.scheme.dtype.name
     storage, lay_out = {"int8": (_W8, _lay_out_8), "fp8": (_FP8, _lay_out_8)}.get(name, (_W4, _lay_out_4))
     group = _even(width) if groups == 1 else width // groups
+    if name == "int8" and (dtype == torch.bfloat16 or activation is not None):
+        storage, lay_out = _H8, _lay_out_halves
     if name == "int8" and activation is not None and activation.dtype.name == "int8" and _fits_integers(width, groups):
         storage, lay_out, group = _U8, _lay_out_u8, -(-width // 4) * 4 if groups == 1 else group
     return NativeLinear(
@@ -229,6 +231,13 @@ def _lay_out_8(codes: Tensor) -> Tensor:
     blocks = _blocks(codes.view(torch.uint8), 2)  # (P, 4, 16, K / 2, 2)
     halves = blocks.reshape(len(blocks), 2, 2, 16, -1, 2)  # the byte of a word is the block within its half
     return halves.permute(0, 4, 1, 3, 5, 2).contiguous()
+
+
+def _lay_out_halves(codes: Tensor) -> Tensor:
+    kept = codes ^ ((codes >> 7) & 0x7F)  # a negative c as its sign and -c - 1
+    blocks = _blocks(kept.view(torch.uint8), 2)  # (P, 4, 16, K / 2, 2)
+    quarters = blocks.reshape(len(blocks), 2, 2, 4, 4, -1, 2)  # (P, half, block, quarter, lane, K / 2, 2)
+    return quarters.permute(0, 5, 1, 3, 2, 4, 6).contiguous()
 
 
 def _lay_out_u8(codes: Tensor) -> Tensor:

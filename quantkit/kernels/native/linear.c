@@ -12,7 +12,7 @@ enum { TILE_BYTES = 16384, ALWAYS = 1 << 30 };
        bf16  int4  .38 .70 1.35 5.2   .52 .86 1.50 5.4      f32  int4  .67 1.30 2.57 10.4   1.06 1.68 3.05 12.5
              int8  .72 1.13 2.16 7.8  .73 1.08 1.74 5.6          int8  .77 1.38 2.65 10.5   1.19 1.82 3.22 12.6
              fp8   .62 1.04 1.92 7.1  .74 1.12 1.75 5.6          fp8   1.01 1.86 3.64 14.4  1.27 1.89 3.23 12.7 */
-static const int64_t DIRECT_BF16[] = {[QK_BF16] = ALWAYS, [QK_W4] = ALWAYS, [QK_W8] = 12, [QK_FP8] = 18};
+static const int64_t DIRECT_BF16[] = {[QK_BF16] = ALWAYS, [QK_W4] = ALWAYS, [QK_H8] = 12, [QK_FP8] = 18};
 static const int64_t DIRECT_F32[] = {[QK_BF16] = ALWAYS, [QK_F32] = ALWAYS, [QK_W4] = ALWAYS, [QK_W8] = ALWAYS,
                                      [QK_FP8] = 18};
 
@@ -34,17 +34,21 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
     if (factors->dense) return;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
     for (int b = 0; b < 4; b++) factors->scale[b] = qk_load_scale(linear, index + 16 * b);
-    if (!linear->zero) return;
-    for (int b = 0; b < 4; b++)
-        factors->zero[b] = _mm512_cvtepi32_ps(
-            _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b))));
+    if (!job->sums) return;
+    for (int b = 0; b < 4; b++) {
+        __m128i zero = _mm_setzero_si128();
+        if (linear->zero) zero = _mm_loadu_si128((const __m128i *)(linear->zero + index + 16 * b));
+        factors->zero[b] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zero));
+        if (linear->storage == QK_H8) factors->zero[b] = _mm512_add_ps(factors->zero[b], _mm512_set1_ps(0.5f));
+    }
     factors->inputs = job->sums + token * job->runs + run;
     factors->stride = job->runs;
 }
 
 /* Decode `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
 static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
-    const __m512i table = table_of(storage);
+    __m512i table[4];
+    load_table(storage, table);
 #define EACH(kind) \
     case kind: \
         for (int64_t p = 0; p < pairs; p++) { \
@@ -60,9 +64,7 @@ static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, ui
         } \
         break;
     switch (storage) {
-        EACH(QK_BF16)
-        EACH(QK_W4)
-        EACH(QK_W8)
+        EACH(QK_H8)
         EACH(QK_FP8)
     }
 #undef EACH
@@ -185,7 +187,7 @@ static int prepare(Job *job, const void *x, int is_bf16, int activation) {
         }
         job->x = copy;
     }
-    return linear->zero ? sum_inputs(job) : 0;
+    return linear->zero || linear->storage == QK_H8 ? sum_inputs(job) : 0;
 }
 
 /* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */

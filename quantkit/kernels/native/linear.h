@@ -10,13 +10,15 @@
        QK_W4    [lane 16][e, o] words; nibble b of a word is the code + 8 of block b               64
        QK_W8    [half 2][lane 16][e, o] words; byte b of a word is the code of block 2 half + b   128
        QK_FP8   as QK_W8, codes in e4m3                                                           128
+       QK_H8    [half 2][quarter 4][block 2][lane 4][e, o] bytes; an int8 code c is kept as       128
+                sign | m with c + 1/2 = +-(m + 1/2), for inputs in bf16: c + 1/2 fits its 8 bits
        QK_U8    for a quad of inputs: [block 4][lane 16][4] bytes, the code + 128                 256
 
    Scales and zeros are [panel][group][64]. */
 #pragma once
 #include "quantkit.h"
 
-enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_U8 };
+enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_H8, QK_U8 };
 enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8 };
 
 typedef struct {

@@ -9,7 +9,8 @@ enum { MAX_TOKENS = 6 };
 /* Without it GCC keeps the sums in memory before and after a loop. */
 #define UNROLL _Pragma("GCC unroll 8")
 
-static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128, [QK_FP8] = 128};
+static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128,
+                                     [QK_FP8] = 128, [QK_H8] = 128};
 
 /* bf16 of -8..7, twice: vpermw looks at five bits of a word, of which the highest belongs to the next nibble. */
 static const uint16_t INT4_VALUES[32] __attribute__((aligned(64))) = {
@@ -30,46 +31,56 @@ QK_INLINE __m512i fp8_words(__m512i v, __m512i table) {
     return _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 8), _mm512_set1_epi16((short)0x8000), magnitude, 0xea);
 }
 
-/* bf16 of int8 codes in the high bytes of words. */
-QK_INLINE __m512i int8_words(__m512i v) {
-    __m512i words = _mm512_srai_epi16(v, 8);
-    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(words)));
-    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(words, 1)));
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+/* Lower and upper bytes of bf16 of m + 1/2 for m = 0..127. */
+static uint8_t HALVES[2][128] __attribute__((aligned(64)));
+
+__attribute__((constructor)) static void fill_halves(void) {
+    for (int m = 0; m < 128; m++) {
+        union { float f; uint32_t u; } value = {(float)m + 0.5f};
+        HALVES[0][m] = (uint8_t)(value.u >> 16);
+        HALVES[1][m] = (uint8_t)(value.u >> 24);
+    }
+}
+
+/* Two blocks of QK_H8 codes as bf16 words. */
+QK_INLINE void half_words(__m512i codes, const __m512i table[4], __m512i v[2]) {
+    __m512i low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+    __m512i high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
+    high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8((char)0x80), high, 0xea); /* (codes & 0x80) | high */
+    v[0] = _mm512_unpacklo_epi8(low, high);
+    v[1] = _mm512_unpackhi_epi8(low, high);
 }
 
 /* One pair of inputs of a panel as bf16 words, [block][lane][e, o]. */
-QK_INLINE void load_pair(int storage, const uint8_t *w, __m512i table, __m512i v[4]) {
+QK_INLINE void load_pair(int storage, const uint8_t *w, const __m512i table[4], __m512i v[4]) {
     if (storage == QK_BF16)
         UNROLL for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
     if (storage == QK_W4) {
         __m512i codes = _mm512_loadu_si512(w);
-        v[0] = _mm512_permutexvar_epi16(codes, table);
-        v[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-        v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-        v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+        v[0] = _mm512_permutexvar_epi16(codes, table[0]);
+        v[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table[0]);
+        v[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table[0]);
+        v[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table[0]);
     }
-    if (storage == QK_W8 || storage == QK_FP8)
+    if (storage == QK_H8)
+        for (int half = 0; half < 2; half++) half_words(_mm512_loadu_si512(w + 64 * half), table, v + 2 * half);
+    if (storage == QK_FP8)
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_loadu_si512(w + 64 * half);
-            if (storage == QK_W8) {
-                v[2 * half] = int8_words(_mm512_slli_epi16(codes, 8));
-                v[2 * half + 1] = int8_words(codes);
-            } else {
-                v[2 * half] = fp8_words(codes, table);
-                v[2 * half + 1] = fp8_words(_mm512_srli_epi16(codes, 8), table);
-            }
+            v[2 * half] = fp8_words(codes, table[0]);
+            v[2 * half + 1] = fp8_words(_mm512_srli_epi16(codes, 8), table[0]);
         }
 }
 
-QK_INLINE __m512i table_of(int storage) {
-    if (storage == QK_W4) return _mm512_load_si512(INT4_VALUES);
-    if (storage == QK_FP8) return _mm512_load_si512(FP8_SUBNORMALS);
-    return _mm512_setzero_si512();
+QK_INLINE void load_table(int storage, __m512i table[4]) {
+    if (storage == QK_W4) table[0] = _mm512_load_si512(INT4_VALUES);
+    if (storage == QK_FP8) table[0] = _mm512_load_si512(FP8_SUBNORMALS);
+    if (storage == QK_H8)
+        for (int i = 0; i < 4; i++) table[i] = _mm512_load_si512(HALVES[i / 2] + 64 * (i % 2));
 }
 
 /* The same pair as floats, v[e, o][block]. */
-QK_INLINE void load_pair_f32(int storage, const uint8_t *w, __m512i table, __m512 v[2][4]) {
+QK_INLINE void load_pair_f32(int storage, const uint8_t *w, const __m512i table[4], __m512 v[2][4]) {
     if (storage == QK_F32) {
         for (int i = 0; i < 8; i++) v[i / 4][i % 4] = _mm512_loadu_ps((const float *)w + 16 * i);
         return;
@@ -134,7 +145,8 @@ QK_INLINE void fetch_next(int storage, const uint8_t *w, const Factors *factors)
 
 QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uint16_t *x, int64_t stride, int64_t pairs,
                             const Factors *factors, float *main) {
-    const __m512i table = table_of(storage);
+    __m512i table[4];
+    load_table(storage, table);
     __m512 sum[MAX_TOKENS][4];
     UNROLL for (int m = 0; m < tokens; m++)
         UNROLL for (int b = 0; b < 4; b++)
@@ -155,7 +167,8 @@ QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uin
 
 QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const float *x, int64_t stride, int64_t pairs,
                            const Factors *factors, float *main) {
-    const __m512i table = table_of(storage);
+    __m512i table[4];
+    load_table(storage, table);
     __m512 sum[MAX_TOKENS][4];
     UNROLL for (int m = 0; m < tokens; m++)
         UNROLL for (int b = 0; b < 4; b++)
@@ -197,7 +210,7 @@ QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const floa
 
 DEFINE_ALL(bf16, uint16_t, QK_BF16)
 DEFINE_ALL(bf16, uint16_t, QK_W4)
-DEFINE_ALL(bf16, uint16_t, QK_W8)
+DEFINE_ALL(bf16, uint16_t, QK_H8)
 DEFINE_ALL(bf16, uint16_t, QK_FP8)
 DEFINE_ALL(f32, float, QK_F32)
 DEFINE_ALL(f32, float, QK_BF16)
@@ -205,7 +218,7 @@ DEFINE_ALL(f32, float, QK_W4)
 DEFINE_ALL(f32, float, QK_W8)
 DEFINE_ALL(f32, float, QK_FP8)
 
-static Segment *const SEGMENTS_BF16[5][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_W8),
+static Segment *const SEGMENTS_BF16[6][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_H8),
                                                       ROW(bf16, QK_FP8)};
 static Segment *const SEGMENTS_F32[5][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_BF16), ROW(f32, QK_W4),
                                                      ROW(f32, QK_W8), ROW(f32, QK_FP8)};
