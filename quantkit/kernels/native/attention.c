@@ -1,11 +1,12 @@
 /* Attention of new tokens to cached pages and to each other, any mixture of lengths; see quantkit/kernels/attention.py.
 
    A task is one key head of one sequence and a few new tokens: its rows are (token, query head of the group). It walks
-   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: decode the keys to floats once for
-   all rows, scores, online softmax, decode the values, add. Scales never touch the values themselves: those of a token
-   multiply scores and weights, those of a channel multiply the query once per page (kernels.md 2.4, "folding scales"). */
+   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: decode the keys once for all rows,
+   scores, online softmax, decode the values, add. Scales never touch the values themselves: those of a token multiply
+   scores and weights, those of a channel multiply the query once per page. Models in bf16 ("half") multiply codes, queries
+   and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
 #include "attention_tiles.h"
-#include "kv.h"
+#include "kv_half.h"
 
 enum { ROWS = 32 };
 
@@ -31,39 +32,51 @@ typedef struct {
     int64_t sequence, start, first, count; /* new tokens first .. first + count of the sequence, which start at `start` */
 } task;
 
-/* What a task works on; all in one piece of scratch memory. */
+/* What a task works on; all in one piece of scratch memory. `plain`, `scaled` and `block` hold floats or bf16. */
 typedef struct {
-    int64_t rows, query_width, value_width; /* widths rounded up to 16 */
+    int half;
+    int64_t rows, query_width, value_width; /* widths rounded up to 16, or 32 when half */
     int64_t folded_page;                    /* whose channel scales are in `scaled` and `bias`; -1: none */
-    float *query, *scaled, *block, *scores, *out, *maximum, *total, *zero_total, *query_sum, *bias;
+    float *query, *scores, *out, *maximum, *total, *zero_total, *query_sum, *bias;
+    char *plain, *scaled, *block;
 } state;
 
 /* Where the keys or values of one block come from, and what their codes are worth. */
 typedef struct {
     int64_t position, tokens; /* of its first token in the sequence; how many */
-    float scale[BLOCK], zero[BLOCK];
+    float factor, scale[BLOCK], zero[BLOCK];
     int has_scale, has_zero;
 } block;
 
-/* ---- the two products ---- */
+/* ---- the two products; `block` holds keys, then values ---- */
 
-/* Scores of tokens past the last are computed from whatever is there, and masked later. */
-static void score_block(const float *query, const state *s, int64_t tokens) {
-    int64_t width = s->query_width, row = 0;
-    for (; row + 4 <= s->rows; row += 4)
-        for (int64_t t = 0; t < tokens; t += 4)
-            dot_4x4(query + row * width, s->block + t * width, width, s->scores + row * BLOCK + t);
-    for (; row < s->rows; row++)
-        for (int64_t t = 0; t < tokens; t += 16)
-            dot_1x16(query + row * width, s->block + t * width, width, s->scores + row * BLOCK + t);
+/* Codes of a block's tokens into `block`. */
+static void load_block(const state *s, const uint8_t *codes, int64_t token_stride, int64_t at, int64_t tokens,
+                       int64_t width, int64_t type, int64_t stride) {
+    if (s->half)
+        kv_load_half(codes, token_stride, tokens, width, type, (uint16_t *)s->block + at * stride, stride);
+    else
+        kv_load(codes, token_stride, tokens, width, type, (float *)s->block + at * stride, stride);
+}
+
+static void score_block(const state *s, const char *query, int64_t tokens) {
+    int64_t bytes = s->query_width * (s->half ? 2 : 4);
+    if (s->half)
+        dot_rows(query, bytes, s->rows, s->block, bytes, tokens, bytes, s->scores, 1);
+    else
+        dot_rows(query, bytes, s->rows, s->block, bytes, tokens, bytes, s->scores, 0);
 }
 
 static void add_block(const state *s, int64_t tokens) {
-    int64_t width = s->value_width, row = 0;
-    for (; row + 4 <= s->rows; row += 4)
-        add_rows(s->scores + row * BLOCK, s->block, tokens, width, s->out + row * width, 4);
-    for (; row < s->rows; row++)
-        add_rows(s->scores + row * BLOCK, s->block, tokens, width, s->out + row * width, 1);
+    const char *weights = (const char *)s->scores;
+    int64_t width = s->value_width, stride = BLOCK * sizeof(float);
+    if (s->half) {
+        char *pairs = s->block + BLOCK * width * 2;
+        kv_pair_tokens((const uint16_t *)s->block, width, tokens, width, (uint16_t *)pairs);
+        add_rows(weights, stride, s->rows, pairs, (tokens + 1) / 2, width, s->out, 1);
+    } else {
+        add_rows(weights, stride, s->rows, s->block, tokens, width, s->out, 0);
+    }
 }
 
 /* ---- online softmax of one block ---- */
@@ -71,7 +84,7 @@ static void add_block(const state *s, int64_t tokens) {
 /* Scores of a row as the softmax wants them; tokens outside from .. to are not seen. */
 QK_INLINE __m512 finish_scores(const float *scores, int64_t at, const block *keys, const state *s, int64_t row,
                                float softcap, int64_t from, int64_t to) {
-    __m512 v = _mm512_loadu_ps(scores + at);
+    __m512 v = _mm512_mul_ps(_mm512_loadu_ps(scores + at), _mm512_set1_ps(keys->factor));
     if (keys->has_scale)
         v = _mm512_mul_ps(v, _mm512_loadu_ps(keys->scale + at));
     if (keys->has_zero)
@@ -91,7 +104,7 @@ QK_INLINE void rescale_row(const state *s, int64_t row, float factor) {
     s->zero_total[row] *= factor;
 }
 
-/* Scores become weights, times the scale of their token's values. */
+/* Scores become weights, times the scale of their token's values; floats or bf16. */
 static void soften_row(const state *s, int64_t row, const block *keys, const block *values, float softcap,
                        int64_t from, int64_t to) {
     float *scores = s->scores + row * BLOCK;
@@ -115,7 +128,10 @@ static void soften_row(const state *s, int64_t row, const block *keys, const blo
             zero = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values->zero + at), zero);
         if (values->has_scale)
             weight = _mm512_mul_ps(weight, _mm512_loadu_ps(values->scale + at));
-        _mm512_storeu_ps(scores + at, weight);
+        if (s->half) /* all scores of the row are in registers by now */
+            _mm256_storeu_si256((__m256i *)((uint16_t *)scores + at), (__m256i)_mm512_cvtneps_pbh(weight));
+        else
+            _mm512_storeu_ps(scores + at, weight);
     }
     s->total[row] += _mm512_reduce_add_ps(total);
     if (values->has_zero)
@@ -153,8 +169,8 @@ static void fold_channels(const attention *a, state *s, int64_t page, int64_t he
             __mmask16 lanes = qk_lanes(k, key->width);
             __m512 q = _mm512_loadu_ps(s->query + row * s->query_width + k);
             sum = _mm512_fmadd_ps(q, qk_load_state(zero, k, QK_F16, lanes), sum);
-            _mm512_storeu_ps(s->scaled + row * s->query_width + k,
-                             _mm512_mul_ps(q, qk_load_state(scale, k, QK_F16, lanes)));
+            qk_store_state(s->scaled, row * s->query_width + k, s->half ? QK_BF16 : QK_F32, 0xFFFF,
+                           _mm512_mul_ps(q, qk_load_state(scale, k, QK_F16, lanes)));
         }
         s->bias[row] = _mm512_reduce_add_ps(sum);
     }
@@ -175,6 +191,17 @@ static void soften_block(const attention *a, const state *s, const block *keys, 
     }
 }
 
+/* Keys from a sequence's tail, which may wrap around its end. */
+static void load_tail(const attention *a, const state *s, int64_t row, int64_t head, int64_t position, int64_t tokens) {
+    const kv_layer *layer = a->layer;
+    int64_t width = layer->key.width, size = kv_token_bytes(layer->tail_type, width);
+    int64_t first = qk_min(tokens, layer->tail_tokens - position % layer->tail_tokens);
+    load_block(s, kv_tail(layer, row, head, position), size, 0, first, width, layer->tail_type, s->query_width);
+    if (tokens > first)
+        load_block(s, kv_tail(layer, row, head, position + first), size, first, tokens - first, width,
+                   layer->tail_type, s->query_width);
+}
+
 /* Cached tokens start .. start + tokens, all in one page. */
 static void attend_cached(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                           int64_t position) {
@@ -183,23 +210,27 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
     int64_t page = a->batch->page_table[t->sequence * a->batch->table_stride + number];
     int is_tail = layer->tail && number >= cached / layer->page_size;
     int is_folded = layer->key.granularity == KV_CHANNEL && !is_tail;
-    block keys = {.position = start, .tokens = tokens}, values = keys;
+    block keys = {.position = start, .tokens = tokens, .factor = 1}, values = keys;
     if (is_tail) {
-        kv_load_tail(layer, a->batch->tail_rows[t->sequence], head, start, tokens, s->block, s->query_width);
+        load_tail(a, s, a->batch->tail_rows[t->sequence], head, start, tokens);
     } else {
         find_scales(&keys, layer, &layer->key, page, head, token);
-        kv_load(kv_codes(layer, &layer->key, page, head, token), kv_token_bytes(layer->key.type, layer->key.width),
-                tokens, layer->key.width, layer->key.type, s->block, s->query_width);
+        load_block(s, kv_codes(layer, &layer->key, page, head, token),
+                   kv_token_bytes(layer->key.type, layer->key.width), 0, tokens, layer->key.width, layer->key.type,
+                   s->query_width);
     }
     if (is_folded && s->folded_page != page)
         fold_channels(a, s, page, head);
     else if (!is_folded)
         unfold(s);
-    score_block(is_folded ? s->scaled : s->query, s, tokens);
+    if (!is_folded && s->half)
+        keys.factor = a->scale;
+    score_block(s, is_folded ? s->scaled : s->plain, tokens);
     find_scales(&values, layer, &layer->value, page, head, token);
     soften_block(a, s, &keys, &values, position);
-    kv_load(kv_codes(layer, &layer->value, page, head, token), kv_token_bytes(layer->value.type, layer->value.width),
-            tokens, layer->value.width, layer->value.type, s->block, s->value_width);
+    load_block(s, kv_codes(layer, &layer->value, page, head, token),
+               kv_token_bytes(layer->value.type, layer->value.width), 0, tokens, layer->value.width, layer->value.type,
+               s->value_width);
     add_block(s, tokens);
 }
 
@@ -208,14 +239,15 @@ static void attend_fresh(const attention *a, const task *t, state *s, int64_t he
                          int64_t position) {
     int64_t size = qk_state_bytes(a->type), token = t->start + start;
     int64_t key_width = a->layer->key.width, value_width = a->layer->value.width;
-    block keys = {.position = position - t->first + start, .tokens = tokens}, values = keys;
+    block keys = {.position = position - t->first + start, .tokens = tokens, .factor = s->half ? a->scale : 1};
+    block values = keys;
     unfold(s);
-    kv_load(a->key + (token * a->key_stride + head * key_width) * size, a->key_stride * size, tokens, key_width,
-            a->type, s->block, s->query_width);
-    score_block(s->query, s, tokens);
+    load_block(s, a->key + (token * a->key_stride + head * key_width) * size, a->key_stride * size, 0, tokens,
+               key_width, a->type, s->query_width);
+    score_block(s, s->plain, tokens);
     soften_block(a, s, &keys, &values, position);
-    kv_load(a->value + (token * a->value_stride + head * value_width) * size, a->value_stride * size, tokens,
-            value_width, a->type, s->block, s->value_width);
+    load_block(s, a->value + (token * a->value_stride + head * value_width) * size, a->value_stride * size, 0, tokens,
+               value_width, a->type, s->value_width);
     add_block(s, tokens);
 }
 
@@ -228,7 +260,10 @@ static void load_queries(const attention *a, const task *t, state *s, int64_t he
         const uint8_t *from = a->query + (token * a->query_stride + query_head * width) * size;
         __m512 sum = _mm512_setzero_ps();
         for (int64_t k = 0; k < s->query_width; k += 16) {
-            __m512 q = _mm512_mul_ps(qk_load_state(from, k, a->type, qk_lanes(k, width)), _mm512_set1_ps(a->scale));
+            __m512 raw = qk_load_state(from, k, a->type, qk_lanes(k, width));
+            __m512 q = _mm512_mul_ps(raw, _mm512_set1_ps(a->scale));
+            if (s->half)
+                qk_store_state(s->plain, row * s->query_width + k, QK_BF16, 0xFFFF, raw);
             _mm512_storeu_ps(s->query + row * s->query_width + k, q);
             sum = _mm512_add_ps(sum, q);
         }
@@ -257,26 +292,30 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
 
 /* Scratch for `rows` rows; 0 when memory is out. */
 static int make_state(state *s, const attention *a, int64_t rows) {
-    int64_t wide = (a->layer->key.width + 15) / 16 * 16, deep = (a->layer->value.width + 15) / 16 * 16;
-    int64_t padded = (rows + 16) / 16 * 16, widest = wide > deep ? wide : deep;
-    int64_t sizes[] = {rows * wide, rows * wide, BLOCK * widest, rows * BLOCK, rows * deep, padded, padded, padded,
-                       padded,      padded};
-    float **parts[] = {&s->query, &s->scaled,     &s->block,     &s->scores, &s->out, &s->maximum,
-                       &s->total, &s->zero_total, &s->query_sum, &s->bias};
+    int half = a->type == QK_BF16;
+    int64_t unit = half ? 32 : 16;
+    int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
+    int64_t widest = qk_max(wide, deep);
+    int64_t sizes[] = {rows * wide, rows * BLOCK, rows * deep, rows, rows, rows, rows, rows,
+                       rows * wide, rows * wide,  BLOCK * widest}; /* in floats; bf16 needs half, twice for pairs */
+    void **parts[] = {(void **)&s->query,     (void **)&s->scores,     (void **)&s->out,       (void **)&s->maximum,
+                      (void **)&s->total,     (void **)&s->zero_total, (void **)&s->query_sum, (void **)&s->bias,
+                      (void **)&s->plain,     (void **)&s->scaled,     (void **)&s->block};
     size_t total = 0;
-    for (int i = 0; i < 10; i++)
+    for (int i = 0; i < 11; i++)
         total += (size_t)(sizes[i] + 15) / 16 * 64;
     char *memory = qk_scratch(QK_SLOT_ATTENTION_B, total);
     if (!memory)
         return 0;
-    for (int i = 0; i < 10; i++) {
-        *parts[i] = (float *)memory;
+    for (int i = 0; i < 11; i++) {
+        *parts[i] = memory;
         memory += (size_t)(sizes[i] + 15) / 16 * 64;
     }
-    s->rows = rows, s->query_width = wide, s->value_width = deep;
+    s->half = half, s->rows = rows, s->query_width = wide, s->value_width = deep;
+    s->plain = half ? s->plain : (char *)s->query;
     memset(s->out, 0, (size_t)(rows * deep) * sizeof(float));
-    memset(s->total, 0, (size_t)padded * sizeof(float));
-    memset(s->zero_total, 0, (size_t)padded * sizeof(float));
+    memset(s->total, 0, (size_t)rows * sizeof(float));
+    memset(s->zero_total, 0, (size_t)rows * sizeof(float));
     return 1;
 }
 
@@ -284,7 +323,7 @@ static int run_task(const attention *a, const task *t, int64_t head) {
     state s;
     if (!make_state(&s, a, t->count * a->group))
         return 1;
-    int64_t size = a->layer->page_size, step = s.query_width > 64 ? BLOCK / 2 : BLOCK; /* a block fits in L1 */
+    int64_t size = a->layer->page_size, step = s.query_width > (s.half ? 128 : 64) ? BLOCK / 2 : BLOCK; /* fits in L1 */
     int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
     int64_t position = cached + t->first; /* of the first query */
     int64_t seen = a->window ? qk_max(0, position - a->window + 1) : 0;

@@ -1,4 +1,5 @@
-/* The two products of attention, as tiles that keep their sums in registers. Scores have BLOCK floats per row. */
+/* The two products of attention, as tiles that keep their sums in registers. Scores have BLOCK entries per row. Each comes
+   for floats and for bf16, which multiplies pairs: of channels for scores, of tokens for values. */
 #pragma once
 #include "vector_math.h"
 
@@ -6,22 +7,29 @@ enum { BLOCK = 64 };
 
 /* ---- scores: rows x tokens dot products ---- */
 
-QK_INLINE void dot_4x4(const float *query, const float *key, int64_t width, float *scores) {
+/* sum += a . b, of 16 floats or 32 bf16. */
+QK_INLINE __m512 multiply_add(__m512 a, __m512 b, __m512 sum, int half) {
+    return half ? _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b) : _mm512_fmadd_ps(a, b, sum);
+}
+
+/* Strides are in bytes; `bytes` of each row are multiplied, 64 at a time. */
+QK_INLINE void dot_4x4(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
+                       float *scores, int half) {
     __m512 sums[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
         sums[i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < width; k += 16) {
+    for (int64_t k = 0; k < bytes; k += 64) {
         __m512 keys[4];
 #pragma GCC unroll 4
         for (int t = 0; t < 4; t++)
-            keys[t] = _mm512_loadu_ps(key + t * width + k);
+            keys[t] = _mm512_loadu_ps(key + t * key_stride + k);
 #pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
-            __m512 q = _mm512_loadu_ps(query + r * width + k);
+            __m512 q = _mm512_loadu_ps(query + r * query_stride + k);
 #pragma GCC unroll 4
             for (int t = 0; t < 4; t++)
-                sums[r * 4 + t] = _mm512_fmadd_ps(q, keys[t], sums[r * 4 + t]);
+                sums[r * 4 + t] = multiply_add(q, keys[t], sums[r * 4 + t], half);
         }
     }
     __m512 all = qk_sum_each(sums);
@@ -31,41 +39,59 @@ QK_INLINE void dot_4x4(const float *query, const float *key, int64_t width, floa
     _mm_storeu_ps(scores + 3 * BLOCK, _mm512_extractf32x4_ps(all, 3));
 }
 
-QK_INLINE void dot_1x16(const float *query, const float *key, int64_t width, float *scores) {
+QK_INLINE void dot_1x16(const char *query, const char *key, int64_t key_stride, int64_t bytes, float *scores,
+                        int half) {
     __m512 sums[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
         sums[i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < width; k += 16) {
+    for (int64_t k = 0; k < bytes; k += 64) {
         __m512 q = _mm512_loadu_ps(query + k);
 #pragma GCC unroll 16
         for (int t = 0; t < 16; t++)
-            sums[t] = _mm512_fmadd_ps(q, _mm512_loadu_ps(key + t * width + k), sums[t]);
+            sums[t] = multiply_add(q, _mm512_loadu_ps(key + t * key_stride + k), sums[t], half);
     }
     _mm512_storeu_ps(scores, qk_sum_each(sums));
 }
 
-/* ---- weights times values ---- */
+/* Scores of `rows` queries with `tokens` keys. Those of tokens past the last are computed from whatever is there, up to the
+   next multiple of 16, and masked later: the block must have room for BLOCK tokens. */
+QK_INLINE void dot_rows(const char *query, int64_t query_stride, int64_t rows, const char *key, int64_t key_stride,
+                        int64_t tokens, int64_t bytes, float *scores, int half) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        for (int64_t t = 0; t < tokens; t += 4)
+            dot_4x4(query + row * query_stride, query_stride, key + t * key_stride, key_stride, bytes,
+                    scores + row * BLOCK + t, half);
+    for (; row < rows; row++)
+        for (int64_t t = 0; t < tokens; t += 16)
+            dot_1x16(query + row * query_stride, key + t * key_stride, key_stride, bytes, scores + row * BLOCK + t,
+                     half);
+}
 
-QK_INLINE void add_tile(const float *weights, const float *values, int64_t tokens, int64_t width, float *out, int rows,
-                        int chunks) {
+/* One weight, or two that lie side by side, in all lanes. */
+QK_INLINE __m512 spread(const char *weight) { return _mm512_castsi512_ps(_mm512_set1_epi32(*(const int32_t *)weight)); }
+
+/* out (rows, width) += weights (rows, BLOCK) x values (steps, width), where a step is a token or a pair of tokens. */
+QK_INLINE void add_tile(const char *weights, int64_t weight_stride, const char *values, int64_t steps, int64_t width,
+                        float *out, int rows, int chunks, int half) {
     __m512 sums[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; c++)
             sums[r][c] = _mm512_loadu_ps(out + r * width + c * 16);
-    for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t t = 0; t < steps; t++) {
         __m512 v[4];
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; c++)
-            v[c] = _mm512_loadu_ps(values + t * width + c * 16);
+            v[c] = _mm512_loadu_ps(values + (t * width + c * 16) * 4);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            __m512 weight = _mm512_set1_ps(weights[r * BLOCK + t]);
+            __m512 weight = spread(weights + r * weight_stride + t * 4);
 #pragma GCC unroll 4
             for (int c = 0; c < chunks; c++)
-                sums[r][c] = _mm512_fmadd_ps(weight, v[c], sums[r][c]);
+                sums[r][c] = multiply_add(weight, v[c], sums[r][c], half);
         }
     }
 #pragma GCC unroll 4
@@ -75,14 +101,24 @@ QK_INLINE void add_tile(const float *weights, const float *values, int64_t token
             _mm512_storeu_ps(out + r * width + c * 16, sums[r][c]);
 }
 
-QK_INLINE void add_rows(const float *weights, const float *values, int64_t tokens, int64_t width, float *out,
-                        int rows) {
+QK_INLINE void add_some(const char *weights, int64_t weight_stride, const char *values, int64_t steps, int64_t width,
+                        float *out, int rows, int half) {
     int64_t k = 0;
     for (; k + 64 <= width; k += 64)
-        add_tile(weights, values + k, tokens, width, out + k, rows, 4);
+        add_tile(weights, weight_stride, values + k * 4, steps, width, out + k, rows, 4, half);
+    values += k * 4, out += k;
     switch ((width - k) / 16) {
-    case 3: add_tile(weights, values + k, tokens, width, out + k, rows, 3); break;
-    case 2: add_tile(weights, values + k, tokens, width, out + k, rows, 2); break;
-    case 1: add_tile(weights, values + k, tokens, width, out + k, rows, 1); break;
+    case 3: add_tile(weights, weight_stride, values, steps, width, out, rows, 3, half); break;
+    case 2: add_tile(weights, weight_stride, values, steps, width, out, rows, 2, half); break;
+    case 1: add_tile(weights, weight_stride, values, steps, width, out, rows, 1, half); break;
     }
+}
+
+QK_INLINE void add_rows(const char *weights, int64_t weight_stride, int64_t rows, const char *values, int64_t steps,
+                        int64_t width, float *out, int half) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        add_some(weights + row * weight_stride, weight_stride, values, steps, width, out + row * width, 4, half);
+    for (; row < rows; row++)
+        add_some(weights + row * weight_stride, weight_stride, values, steps, width, out + row * width, 1, half);
 }
