@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe
     from quantkit.results import CheckpointSummary, CompressionResult
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.types import Completion, SamplingParams
 
     __version__: str
 
 __all__ = [
+    "LLM",
     "CheckpointSummary",
+    "Completion",
     "CompressionResult",
     "QuantkitError",
     "Recipe",
+    "SamplingParams",
     "__version__",
     "inspect",
     "list_recipes",
@@ -30,10 +35,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LLM": "quantkit.runtime.llm",
     "CheckpointSummary": "quantkit.results",
+    "Completion": "quantkit.runtime.types",
     "CompressionResult": "quantkit.results",
     "QuantkitError": "quantkit.errors",
     "Recipe": "quantkit.recipe",
+    "SamplingParams": "quantkit.runtime.types",
     "inspect": "quantkit.inspection",
     "list_recipes": "quantkit.api",
     "load_recipe": "quantkit.api",

@@ -15,6 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 SHAPES = {
+    # TinyLlama-1.1B cut to 8 of its 22 layers.
+    "1b-8layers": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
 }
@@ -27,11 +35,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parameters", choices=SHAPES, default="3b")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    shape = SHAPES[options.parameters]
-    write_config(options.out, shape)
-    write_tokenizer(options.out)
-    write_weights(options.out, shape)
+    make(options.out, options.parameters)
+
+
+def make(out: Path, name: str) -> None:
+    """Write the model of that name from SHAPES to a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_config(out, SHAPES[name])
+    write_tokenizer(out)
+    write_weights(out, SHAPES[name])
 
 
 def write_config(out: Path, shape: dict[str, int]) -> None:
@@ -69,7 +81,7 @@ def write_tokenizer(out: Path) -> None:
 def write_weights(out: Path, shape: dict[str, int]) -> None:
     """One shard per layer and one for the rest, with an index."""
     width, inner = shape["hidden_size"], shape["intermediate_size"]
-    keys = 8 * width // shape["num_attention_heads"]
+    keys = shape.get("num_key_value_heads", 8) * width // shape["num_attention_heads"]
     linears = {
         "self_attn.q_proj": (width, width),
         "self_attn.k_proj": (keys, width),
