@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.report.tables import Table
 
 _NARROW = ("", "original", "model", "recovery (95 %)", "verdict")
-_MANY = ("", "size", "bits", "recovery (95 %)", "perplexity", "KL", "ITL", "gates", "front")
+_MANY = ("", "size", "bits", "recovery (95 %)", "ITL", "gates", "front")
 
 EPILOG = """\b
 Examples:
@@ -94,7 +94,7 @@ def _rich(table: Table, columns: tuple[str, ...]) -> RichTable:
             table.columns[place],
             justify="left" if first else "right",
             overflow="fold",
-            min_width=min(longest, 20 if first else 9),
+            min_width=min(longest, 22 if first else 6),
         )
     for row in table.rows:
         shown.add_row(*(row[place] for place in places))

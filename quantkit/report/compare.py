@@ -7,7 +7,7 @@ originals take part: a compressed model that is no smaller, no faster and worse 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import ReportError
@@ -118,7 +118,7 @@ def comparison_table(found: CheckpointComparison) -> Table:
     columns = ("", "size", "bits", "recovery (95 %)", "perplexity", "KL", "ITL", "TTFT", "gates", "front")
     rows = tuple(
         (
-            entry.name,
+            f"{place} {entry.name}",
             byte_size(entry.num_bytes),
             number(entry.bits_per_weight),
             entry.recovery_text,
@@ -129,7 +129,7 @@ def comparison_table(found: CheckpointComparison) -> Table:
             {None: MISSING, True: "held", False: "failed"}[entry.held],
             "yes" if entry.on_front else "",
         )
-        for entry in found.entries
+        for place, entry in enumerate(found.entries, 1)
     )
     note = f"ITL and TTFT are medians of {found.workload}." if found.workload else ""
     return Table(caption="Checkpoints, smallest first", columns=columns, rows=rows, note=note)
@@ -147,15 +147,20 @@ def render_comparison(found: CheckpointComparison) -> str:
     Raises:
         ReportError: matplotlib or jinja2 is not installed.
     """
-    by_size = [(e.name, (e.num_bytes or 0) / 2**20, e.quality, e.on_front) for e in found.entries if e.num_bytes]
-    by_speed = [(e.name, 1e3 * e.itl_s, e.quality, e.on_front) for e in found.entries if e.itl_s is not None]
-    drawn = []
-    for name, points, label in (("by-size", by_size, "size, MiB"), ("by-speed", by_speed, "ITL, ms")):
-        known = [(text, x, y, best) for text, x, y, best in points if y is not None]
-        plot = pareto_plot(name, known, x_label=label, y_label=found.quality_label, higher=found.higher_is_better)
-        drawn += [plot] if plot else []
+    drawn = [
+        plot
+        for plot in (
+            _plot(found, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
+            _plot(found, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
+        )
+        if plot is not None
+    ]
     meaning = "A checkpoint is on the front when no other is as good in size, quality and speed and better in one."
-    text = [*found.warnings, meaning]
+    text = [
+        *found.warnings,
+        meaning,
+        "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
+    ]
     return render_page(
         title="Checkpoints compared",
         subtitle=", ".join(entry.name for entry in found.entries),
@@ -171,6 +176,18 @@ def render_comparison(found: CheckpointComparison) -> str:
             )
         ],
     )
+
+
+def _plot(found: CheckpointComparison, name: str, x_label: str, cost: Callable[[Entry], float | None]) -> str | None:
+    """Quality against one cost, with the front of these two."""
+    known = [
+        (place, entry.name, float(x), entry.quality)
+        for place, entry in enumerate(found.entries, 1)
+        if (x := cost(entry)) is not None and entry.quality is not None
+    ]
+    best = front([(x, -y if found.higher_is_better else y) for _, _, x, y in known])
+    points = [(*point, chosen) for point, chosen in zip(known, best, strict=True)]
+    return pareto_plot(name, points, x_label=x_label, y_label=found.quality_label, higher=found.higher_is_better)
 
 
 def _entry(report: Report, found: dict[str, float], name: str, quality: str, workload: str) -> Entry:

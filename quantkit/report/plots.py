@@ -221,35 +221,52 @@ def roofline_plot(report: Report) -> str | None:
         return to_svg(figure, "roofline", "Roofline", f"The {sides[-1][0]}: {spoken}.")
 
 
-def pareto_plot(
-    name: str, points: Sequence[tuple[str, float, float, bool]], *, x_label: str, y_label: str, higher: bool = True
-) -> str | None:
-    """Several checkpoints by cost and quality, those on the front joined by steps.
+Point = tuple[int, str, float, float, bool]  # place in the table, name, cost, quality, whether on the front
+
+
+def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: str, higher: bool = True) -> str | None:
+    """Several checkpoints by cost (less is better) and quality, those on the front joined by steps.
 
     Args:
         name: unique on the page, a word.
-        points: label, cost (less is better), quality, whether on the front.
+        points: marked by their place.
         x_label, y_label: with units.
         higher: whether more of the quality is better.
     """
     if not points:
         return None
     with drawing():
-        figure, axes = new_figure(5.2, 3.6)
-        front = sorted((x, y) for _, x, y, best in points if best)
-        step = "post" if front else "mid"
-        axes.step([x for x, _ in front], [y for _, y in front], where=step, color=MUTED, linestyle=":", lw=1.6)
-        for label, x, y, best in points:
+        figure, axes = new_figure(5.2, 3.4)
+        front = sorted((x, y) for _, _, x, y, best in points if best)
+        axes.step([x for x, _ in front], [y for _, y in front], where="post", color=MUTED, linestyle=":", lw=1.6)
+        for _, _, x, y, best in points:
             axes.plot([x], [y], "o", color=MODEL if best else MUTED, markersize=8 if best else 6)
-            axes.annotate(label, (x, y), xytext=(6, 6), textcoords="offset points", fontsize=10, color=INK)
-        axes.margins(x=0.28, y=0.18)
+        for text, x, y in grouped_labels(points):
+            axes.annotate(text, (x, y), xytext=(7, 5), textcoords="offset points", fontsize=11, color=INK)
+        axes.margins(x=0.12, y=0.15)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         spoken = "; ".join(
-            f"{label}: {number(x)}, {number(y)}{', on the front' if b else ''}" for label, x, y, b in points
+            f"{place} {label}: {number(x)}, {number(y)}{', on the front' if best else ''}"
+            for place, label, x, y, best in points
         )
         side = "up and to the left" if higher else "down and to the left"
         return to_svg(figure, name, f"{y_label} against {x_label}", f"Better is {side}. {spoken}.")
+
+
+def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
+    """(places, x, y): one label for points too close to be told apart."""
+    width = max(p[2] for p in points) - min(p[2] for p in points) or 1.0
+    height = max(p[3] for p in points) - min(p[3] for p in points) or 1.0
+    groups: list[tuple[list[str], float, float]] = []
+    for place, _, x, y, _ in points:
+        near = (g for g in groups if abs(g[1] - x) < 0.05 * width and abs(g[2] - y) < 0.05 * height)
+        group = next(near, None)
+        if group is None:
+            groups.append(([str(place)], x, y))
+        else:
+            group[0].append(str(place))
+    return [(", ".join(places), x, y) for places, x, y in groups]
 
 
 def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, tuple[str, str, str]]]:

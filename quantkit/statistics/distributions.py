@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from statistics import NormalDist
 
 NORMAL = NormalDist()
@@ -45,6 +46,7 @@ def student_cdf(t: float, freedom: float) -> float:
     return 1 - tail if t > 0 else tail
 
 
+@cache
 def student_quantile(probability: float, freedom: float) -> float:
     """Inverse of `student_cdf`; the normal quantile when `freedom` is infinite."""
     if math.isinf(freedom):

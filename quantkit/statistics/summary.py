@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.statistics.distributions import binomial_cdf
+from quantkit.statistics.distributions import binomial_pmf
 
 OUTLIER_DEVIATIONS = 5.0  # residuals beyond this many robust deviations are stalls, not the cost of a step
 NORMAL_PER_MAD = 1.4826  # standard deviation over median absolute deviation, for normal residuals
@@ -60,9 +60,11 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """
     ordered = sorted(values)
     count = len(ordered)
-    rank = 0  # the interval runs from the rank-th smallest to the rank-th largest, counted from 0
-    while rank + 1 < (count + 1) // 2 and 2 * binomial_cdf(rank + 1, count) <= 1 - confidence:
+    rank, below = 0, binomial_pmf(0, count) if count else 0.0  # below: chance that at most `rank` lie under the median
+    while rank + 1 < (count + 1) // 2 and 2 * (below + binomial_pmf(rank + 1, count)) <= 1 - confidence:
         rank += 1
+        below += binomial_pmf(rank, count)
+    # The interval runs from the rank-th smallest to the rank-th largest, counted from 0.
     return statistics.median(ordered), ordered[rank], ordered[count - 1 - rank]
 
 
