@@ -61,6 +61,7 @@ SETTINGS = [
     {"speculate": "draft", "page_size": 16, "num_pages": 8},
     {"speculate": "self", "force_speculation": True, "max_drafts": 8},
     {"backend": "transformers"},
+    {"backend": "transformers", "page_size": 16, "num_pages": 6, "max_length": 90},
 ]
 
 
