@@ -18,7 +18,7 @@ from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _PANEL = 64
-_BF16, _F32, _W4, _W8, _FP8, _H8, _U8 = range(7)
+_BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
@@ -110,30 +110,32 @@ def available(device: torch.device) -> bool:
     return device.type == "cpu" and native.load() is not None
 
 
-def dense(
-    weight: Tensor, *, bias: Tensor | None, activation: ActivationScheme | None, dtype: torch.dtype
-) -> NativeLinear:
-    """A dense weight; kept in bf16 if it is bf16, also when the computation is in float32.
+def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str) -> NativeLinear:
+    """A dense weight; one in 16 bits stays so, also when the computation is in float32.
 
     Args:
         weight: (N, K) float.
         bias: (N,), or None.
-        activation: how the input is rounded.
         dtype: of the computation.
+        name: what it is, for tables.
     """
-    in_bf16 = weight.dtype == torch.bfloat16 or dtype == torch.bfloat16
-    name = "bfloat16" if in_bf16 else "float32"
+    if weight.dtype == torch.bfloat16 or dtype == torch.bfloat16:
+        kept, storage, codes = "bfloat16", _BF16, _lay_out_bf16(weight.to(torch.bfloat16))
+    elif weight.dtype == torch.float16:
+        kept, storage, codes = "float16", _F16, _lay_out_floats(weight)
+    else:
+        kept, storage, codes = "float32", _F32, _lay_out_floats(weight.float())
     return NativeLinear(
         (weight.shape[0], weight.shape[1]),
-        codes=_lay_out_bf16(weight.to(torch.bfloat16)) if in_bf16 else _lay_out_f32(weight.float()),
+        codes=codes,
         scale=None,
         zero=None,
         bias=bias,
         group=_even(weight.shape[1]),
-        storage=_BF16 if in_bf16 else _F32,
-        activation=activation,
+        storage=storage,
+        activation=None,
         dtype=dtype,
-        description=_describe(name, activation),
+        description=f"{name} {kept} (native)",
     )
 
 
@@ -217,7 +219,7 @@ def _lay_out_bf16(weight: Tensor) -> Tensor:
     return _blocks(weight.view(torch.int16), 2).permute(0, 3, 1, 2, 4).contiguous()
 
 
-def _lay_out_f32(weight: Tensor) -> Tensor:
+def _lay_out_floats(weight: Tensor) -> Tensor:
     return _blocks(weight, 2).permute(0, 3, 4, 1, 2).contiguous()
 
 

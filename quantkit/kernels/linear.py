@@ -114,8 +114,8 @@ def _make_dense(
     device: torch.device,
     name: str,
 ) -> Linear:
-    if _native_linear.available(device):
-        return _native_linear.dense(weight, bias=bias, activation=activation, dtype=dtype)
+    if activation is None and _native_linear.available(device):
+        return _native_linear.dense(weight, bias=bias, dtype=dtype, name=name)
     described = name if activation is None else f"{name}, activations {activation.describe()}"
     return _torch_linear.DenseLinear(
         weight.to(device, dtype),

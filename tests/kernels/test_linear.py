@@ -132,9 +132,11 @@ def test_groups_may_be_formed_in_any_order(name):
     weight = quantized(70, 128, name, 32, True)
     index = torch.randperm(128, generator=torch.Generator().manual_seed(3)) // 32
     weight = dataclasses.replace(weight, group_index=index)
-    check(make_linear(weight, dtype=torch.float32, device=CPU), inputs(3, 128), weight)
     uneven = dataclasses.replace(weight, group_index=(torch.arange(128) % 5).clamp(max=3))
-    check(make_linear(uneven, dtype=torch.float32, device=CPU), inputs(3, 128), uneven)
+    for activation in (None, ActivationScheme(dtype=DTYPES["int8"])):
+        for case in (weight, uneven):
+            linear = make_linear(case, activation=activation, dtype=torch.float32, device=CPU)
+            check(linear, inputs(3, 128), case, None, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -145,6 +147,16 @@ def test_dense(shape, dtype):
     linear = make_linear(weight.clone(), bias=bias, dtype=dtype, device=CPU)
     for rows in (0, 1, 3, 16, 33):
         check(linear, inputs(rows, shape[1], dtype), weight, bias)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+def test_a_weight_in_16_bits_is_not_rounded_for_float32(stored, kernels):
+    weight = inputs(70, 129, stored, seed=2)
+    linear = make_linear(weight.clone(), dtype=torch.float32, device=CPU)
+    for rows in (1, 9):
+        check(linear, inputs(rows, 129), weight)
+    if kernels == "native":
+        assert linear.stored_bytes == 128 * 130 * 2
 
 
 def test_inputs_of_another_dtype_or_stride_are_taken():

@@ -10,11 +10,11 @@ enum { TILE_BYTES = 16384, ALWAYS = 1 << 30 };
 /* Up to this many tokens codes are decoded in registers, again for each block of MAX_TOKENS; beyond, once into a tile.
    Measured on Zen 4, 2048 x 2048, ms at 8, 16, 32, 128 tokens, registers against tile:
        bf16  int4  .38 .70 1.35 5.2   .52 .86 1.50 5.4      f32  int4  .67 1.30 2.57 10.4   1.06 1.68 3.05 12.5
-             int8  .72 1.13 2.16 7.8  .73 1.08 1.74 5.6          int8  .77 1.38 2.65 10.5   1.19 1.82 3.22 12.6
+             int8  .55  .89 1.62 5.9  .55 1.07 1.74 5.8          int8  .77 1.38 2.65 10.5   1.19 1.82 3.22 12.6
              fp8   .62 1.04 1.92 7.1  .74 1.12 1.75 5.6          fp8   1.01 1.86 3.64 14.4  1.27 1.89 3.23 12.7 */
-static const int64_t DIRECT_BF16[] = {[QK_BF16] = ALWAYS, [QK_W4] = ALWAYS, [QK_H8] = 12, [QK_FP8] = 18};
+static const int64_t DIRECT_BF16[] = {[QK_BF16] = ALWAYS, [QK_W4] = ALWAYS, [QK_H8] = 64, [QK_FP8] = 18};
 static const int64_t DIRECT_F32[] = {[QK_BF16] = ALWAYS, [QK_F32] = ALWAYS, [QK_W4] = ALWAYS, [QK_W8] = ALWAYS,
-                                     [QK_FP8] = 18};
+                                     [QK_F16] = ALWAYS, [QK_FP8] = 18};
 
 typedef struct {
     const QkLinear *linear;

@@ -7,6 +7,7 @@
 
        QK_BF16  [block 4][lane 16][e, o]  16-bit words                                            256 bytes
        QK_F32   [e, o][block 4][lane 16]  floats                                                  512
+       QK_F16   as QK_F32, in fp16, for inputs in fp32                                            256
        QK_W4    [lane 16][e, o] words; nibble b of a word is the code + 8 of block b               64
        QK_W8    [half 2][lane 16][e, o] words; byte b of a word is the code of block 2 half + b   128
        QK_FP8   as QK_W8, codes in e4m3                                                           128
@@ -18,7 +19,7 @@
 #pragma once
 #include "quantkit.h"
 
-enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_H8, QK_U8 };
+enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_F16, QK_H8, QK_U8 };
 enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8 };
 
 typedef struct {

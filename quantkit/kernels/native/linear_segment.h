@@ -10,7 +10,7 @@ enum { MAX_TOKENS = 6 };
 #define UNROLL _Pragma("GCC unroll 8")
 
 static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128,
-                                     [QK_FP8] = 128, [QK_H8] = 128};
+                                     [QK_FP8] = 128, [QK_F16] = 256, [QK_H8] = 128};
 
 /* bf16 of -8..7, twice: vpermw looks at five bits of a word, of which the highest belongs to the next nibble. */
 static const uint16_t INT4_VALUES[32] __attribute__((aligned(64))) = {
@@ -83,6 +83,11 @@ QK_INLINE void load_table(int storage, __m512i table[4]) {
 QK_INLINE void load_pair_f32(int storage, const uint8_t *w, const __m512i table[4], __m512 v[2][4]) {
     if (storage == QK_F32) {
         for (int i = 0; i < 8; i++) v[i / 4][i % 4] = _mm512_loadu_ps((const float *)w + 16 * i);
+        return;
+    }
+    if (storage == QK_F16) {
+        for (int i = 0; i < 8; i++)
+            v[i / 4][i % 4] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w + 32 * i)));
         return;
     }
     if (storage == QK_W8) {
@@ -213,12 +218,13 @@ DEFINE_ALL(bf16, uint16_t, QK_W4)
 DEFINE_ALL(bf16, uint16_t, QK_H8)
 DEFINE_ALL(bf16, uint16_t, QK_FP8)
 DEFINE_ALL(f32, float, QK_F32)
+DEFINE_ALL(f32, float, QK_F16)
 DEFINE_ALL(f32, float, QK_BF16)
 DEFINE_ALL(f32, float, QK_W4)
 DEFINE_ALL(f32, float, QK_W8)
 DEFINE_ALL(f32, float, QK_FP8)
 
-static Segment *const SEGMENTS_BF16[6][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_H8),
+static Segment *const SEGMENTS_BF16[QK_U8][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_H8),
                                                       ROW(bf16, QK_FP8)};
-static Segment *const SEGMENTS_F32[5][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_BF16), ROW(f32, QK_W4),
+static Segment *const SEGMENTS_F32[QK_U8][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_F16), ROW(f32, QK_BF16), ROW(f32, QK_W4),
                                                      ROW(f32, QK_W8), ROW(f32, QK_FP8)};
