@@ -1,0 +1,182 @@
+"""report.json, its schema, the model card, JUnit XML, and all of them written together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from quantkit.errors import ReportError
+from quantkit.report import read_report, render_junit, render_markdown, write_report
+from quantkit.report.json import dumps, schema
+from quantkit.results import ModelFacts, Report
+from tests.report.synthetic import make_report
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return make_report()
+
+
+@pytest.fixture(scope="module")
+def broken() -> Report:
+    return make_report(broken=True)
+
+
+def test_the_schema_in_docs_is_the_one_the_types_make():
+    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), (
+        "run: python -c 'import json; from quantkit.report.json import schema; "
+        "print(json.dumps(schema(), indent=2, ensure_ascii=False))' > docs/report.schema.json"
+    )
+
+
+def test_reports_keep_the_schema(report, broken):
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    validator.check_schema(validator.schema)
+    for one in (report, broken, Report(model=ModelFacts(name="x"))):
+        assert list(validator.iter_errors(json.loads(dumps(one)))) == []
+    damaged = json.loads(dumps(report))
+    damaged["model"]["num_bytes"] = "many"
+    assert [list(error.path) for error in validator.iter_errors(damaged)] == [["model", "num_bytes"]]
+
+
+def test_every_field_of_the_schema_is_described():
+    text = schema()
+    bare = [
+        f"{name}.{field}"
+        for name, definition in {**text["$defs"], "Report": text}.items()
+        for field, what in definition["properties"].items()
+        if "description" not in what and "const" not in what
+    ]
+    # Self-explaining records that state everything in their first sentence.
+    allowed = {"ModuleSummary", "Diagnosis", "CompressionResult"}
+    assert [name for name in bare if name.split(".")[0] not in allowed] == []
+
+
+def test_equal_reports_give_equal_bytes_and_read_back(report, tmp_path):
+    assert dumps(report) == dumps(make_report())
+    (tmp_path / "report.json").write_text(dumps(report))
+    assert read_report(tmp_path) == read_report(tmp_path / "report.json") == report
+
+
+def test_numbers_that_json_lacks_become_null(report):
+    infinite = dataclasses.replace(report.fidelity, max_kl=math.inf)
+    text = dumps(dataclasses.replace(report, fidelity=infinite))
+    assert json.loads(text)["fidelity"]["max_kl"] is None
+
+
+UNREADABLE = [
+    (None, r"report\.json: no such file; `quantkit verify .*` makes one"),
+    ('{"model": ', r"report\.json: not JSON \(line 1: .*is it cut short\?"),
+    ("[]", "not a report: expected an object, found list"),
+    ('{"schema_version": 7}', "schema version 7"),
+    ('{"schema_version": 1}', "field 'model' is missing"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), UNREADABLE)
+def test_what_is_no_report_is_refused_in_one_line(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ReportError, match=message) as caught:
+        read_report(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_nothing_is_not_sent_to_verify(tmp_path):
+    with pytest.raises(ReportError, match="give a checkpoint's directory or its report"):
+        read_report(tmp_path / "nowhere")
+
+
+def front_matter(text: str) -> dict:
+    _, matter, _ = text.split("---\n", 2)
+    return yaml.safe_load(matter)
+
+
+def test_the_card_s_front_matter_is_what_the_hub_reads(report):
+    assert front_matter(render_markdown(report)) == {
+        "base_model": "acme/tiny-500m",
+        "base_model_relation": "quantized",
+        "license": "apache-2.0",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["quantkit", "quantized", "compressed-tensors", "int4"],
+    }
+
+
+def test_a_local_original_is_no_base_model_and_an_unknown_license_is_not_made_up(report):
+    unknown = dataclasses.replace(report.baseline_model, hub_id=None, license=None)
+    text = render_markdown(
+        dataclasses.replace(report, baseline_model=unknown, model=dataclasses.replace(report.model, license=None))
+    )
+    assert not {"base_model", "license"} & front_matter(text).keys()
+    assert "Unknown: the original's license applies" in text
+
+
+LOADERS = [
+    ("compressed-tensors", ("from_pretrained", "vllm serve", "quantkit generate"), ("llama-cli",)),
+    ("gguf", ("llama-cli -m", "quantkit generate"), ("from_pretrained", "vllm serve")),
+    ("gptq", ("from_pretrained", "gptqmodel", "vllm serve"), ("llama-cli",)),
+    ("novel", ("quantkit generate",), ("from_pretrained", "vllm serve", "llama-cli")),
+]
+
+
+@pytest.mark.parametrize(("name", "there", "absent"), LOADERS)
+def test_the_card_says_how_to_load_as_the_format_allows(report, name, there, absent):
+    text = render_markdown(dataclasses.replace(report, model=dataclasses.replace(report.model, format=name)))
+    assert all(word in text for word in there)
+    assert not any(word in text for word in absent)
+
+
+def test_the_card_of_a_failed_checkpoint_says_so_and_gives_each_remedy_once(broken):
+    text = render_markdown(broken)
+    assert "4 of 6 gates did not hold: recovery>=98.9" in text
+    assert text.count("- to do: leave alone layer 23 down") == 1
+    for line in text.splitlines():
+        if line.startswith("| ") and "---" not in line:
+            assert line.count("|") >= 3
+
+
+def test_a_card_without_measurements_says_so():
+    text = render_markdown(Report(model=ModelFacts(name="x")))
+    assert "Nothing was measured." in text
+    assert "No gates were set" in text
+
+
+def test_junit_has_a_test_per_gate_and_comparison(broken):
+    root = ElementTree.fromstring(render_junit(broken).encode())
+    assert (root.get("tests"), root.get("failures")) == (str(len(broken.gates) + len(broken.comparisons)), "4")
+    gates = root.find("testsuite[@name='gates']")
+    failed = [case.get("name") for case in gates if case.find("failure") is not None]
+    assert failed == [gate.gate for gate in broken.gates if not gate.held]
+    assert "leave alone" in gates[0].find("failure").text
+    assert "worse than the original" in root.find("testsuite[@name='comparisons']")[0].find("system-out").text
+
+
+def test_all_files_are_written_and_nothing_half(report, tmp_path):
+    files = write_report(report, tmp_path / "out")
+    assert {kind: path.name for kind, path in files.items()} == {
+        "json": "report.json",
+        "junit": "junit.xml",
+        "card": "README.md",
+        "html": "report.html",
+    }
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(path.name for path in files.values())
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_without_the_extra_everything_but_the_page_is_written(report, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ReportError, match=rf"needs {package}, which is not installed; pip install 'quantkit\[eval\]'"):
+        write_report(report, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "junit.xml", "report.json"]
+    assert "html" not in write_report(report, tmp_path, html=False)
