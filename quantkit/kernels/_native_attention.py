@@ -66,8 +66,8 @@ class _Prepared(NamedTuple):
 _latest: _Prepared | None = None
 
 
-def _prepare(batch: ForwardBatch) -> Any:
-    """Pointer to the batch for C; made once per step, since all layers ask for the same one."""
+def _prepare(batch: ForwardBatch) -> _Prepared:
+    """The batch for C, made once per step, since all layers ask for the same one; to be held while C runs."""
     global _latest
     latest = _latest
     if latest is None or latest.batch is not batch:
@@ -85,7 +85,7 @@ def _prepare(batch: ForwardBatch) -> Any:
             table_stride=table.shape[1],
         )
         latest = _latest = _Prepared(batch, byref(structure), (table, rows, queries, contexts, structure))
-    return latest.reference
+    return latest
 
 
 @functools.cache
@@ -127,9 +127,10 @@ class NativeAttention:
             self._set_options(options)
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
         out = torch.empty_like(query) if self._same_width else _empty(query, self._value_width)
+        step = _prepare(batch)
         failed = self._attend(
             self._layer,
-            _prepare(batch),
+            step.reference,
             self._options_pointer,
             query.data_ptr(),
             key.data_ptr(),
@@ -158,7 +159,7 @@ class NativeAttention:
 
 
 def _empty(query: Tensor, width: int) -> Tensor:
-    return torch.empty((query.shape[0], query.shape[1], width), dtype=query.dtype)
+    return query.new_empty(query.shape[0], query.shape[1], width)
 
 
 def _dense_heads(states: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | N
         out, outer, inner, strides = torch.empty_like(x), 1, x.numel() // width, (0, width)
     elif x.dim() == 3 and x.stride(2) == 1:
         outer, inner, strides = x.shape[0], x.shape[1], (x.stride(0), x.stride(1))
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(*x.shape)
     else:
         return None
     threads = torch.get_num_threads()
@@ -125,7 +125,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor | None:
     if call is None or kind is None or gate is None or not gate_up.is_cpu or not gate_up.is_contiguous():
         return None
     width = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
     rows = gate_up.numel() // max(1, 2 * width)
     call.gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gate, kind, torch.get_num_threads())
     return out
