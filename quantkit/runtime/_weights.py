@@ -54,9 +54,9 @@ class Weights:
     def __post_init__(self) -> None:
         self._local = local_names(self.reader)
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor that is never quantized, in the model's dtype."""
-        value = self.reader.tensor(name).to(self.device, self.dtype)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that is never quantized, in the model's dtype unless another is given."""
+        value = self.reader.tensor(name).to(self.device, dtype or self.dtype)
         self.num_bytes += value.nbytes
         return value
 
@@ -109,7 +109,7 @@ class Weights:
 
     def dense(self, weight: Tensor, read_share: float = 1.0) -> Linear:
         """A linear out of a tensor in memory."""
-        result = self._make(weight.to(self.device, self.dtype), None, None)
+        result = self._make(weight.to(self.device), None, None)
         self._count(result, read_share)
         return result
 
@@ -123,7 +123,7 @@ class Weights:
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
         local = self._local[name]
         if not is_quantized(name, local, self.scheme):
-            return self.reader.tensor(f"{name}.weight").to(self.device, self.dtype), None
+            return self.reader.tensor(f"{name}.weight").to(self.device), None
         assert self.scheme is not None and self.format is not None
         linear = self.scheme.find(name)
         assert linear is not None

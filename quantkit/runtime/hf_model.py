@@ -55,8 +55,15 @@ class TransformersModel:
         self.dtype: torch.dtype = table.dtype
         self.device: torch.device = table.device
         self._model = model
+        accepted = inspect.signature(model.forward).parameters
         self._can_crop = not getattr(model, "_is_stateful", False)
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._has_cache = "past_key_values" in accepted
+        self._keeps_rows = "logits_to_keep" in accepted
+        if not self._has_cache:
+            self.notes = (
+                *notes,
+                "this model keeps its state in a way of its own: every step computes all tokens again",
+            )
         self._states: dict[int, _State] = {}
 
     def layouts(self, kv: KVScheme | None, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
@@ -71,7 +78,7 @@ class TransformersModel:
         for sequence_id, count, context in zip(
             batch.sequence_ids, batch.query_lengths, batch.context_lengths, strict=True
         ):
-            local = [row - start for row in wanted if start <= row < start + count]
+            local = sorted(row - start for row in wanted if start <= row < start + count)
             tokens = batch.token_ids[start : start + count]
             rows.append(self._advance(sequence_id, tokens, context - count, local))
             start += count
@@ -89,23 +96,24 @@ class TransformersModel:
         known = state.token_ids
         if len(known) < past:
             raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
-        computed = len(known)
+        computed = len(known) if self._has_cache else 0
         if computed > past:
-            computed = self._rewind(state, past)
+            computed = self._rewind(state, past, computed)
         state.token_ids = known[:past] + tokens.tolist()
         inputs = torch.tensor([state.token_ids[computed:]], device=self.device)
         skipped = past - computed  # recomputed tokens, whose logits nobody wants
         keep = torch.tensor([row + skipped for row in rows], dtype=torch.int64, device=self.device)
-        options = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
-        output = self._model(input_ids=inputs, past_key_values=state.cache, use_cache=True, **options)
-        state.cache = output.past_key_values
+        options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
+        if self._has_cache:
+            options |= {"past_key_values": state.cache, "use_cache": True}
+        output = self._model(input_ids=inputs, **options)
         logits: Tensor = output.logits[0]
-        return (logits if options else logits[keep]).float()
+        return (logits if "logits_to_keep" in options else logits[keep]).float()
 
-    def _rewind(self, state: _State, past: int) -> int:
-        """Go back to `past` tokens; returns how many are computed now."""
+    def _rewind(self, state: _State, past: int, computed: int) -> int:
+        """Go back from `computed` to `past` tokens; returns how many are computed now."""
         if self._can_crop:
-            state.cache.crop(past)
+            state.cache.crop(past - computed)  # negative: that many tokens less
             return past
         state.cache = self._fresh_cache()
         return 0

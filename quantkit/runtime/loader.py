@@ -18,6 +18,7 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import InputError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
+from quantkit.kernels._torch_linear import DenseLinear
 from quantkit.kernels.linear import Linear, make_linear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
@@ -116,7 +117,9 @@ def load_native(
     check_memory(reader, chosen, device, memory)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-    table = weights.tensor(f"{config.architecture.embedding}.weight")
+    embedding = f"{config.architecture.embedding}.weight"
+    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
+    table = weights.tensor(embedding, reader.info(embedding).dtype)
     blocks = []
     for index in range(len(config.layers)):
         blocks.append(make_block(weights, index, ropes))
@@ -234,9 +237,11 @@ def _make_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linea
         return weights.linear([name])
     if head_dtype is None:
         head = make_linear(table, dtype=weights.dtype, device=weights.device)
+        shared = isinstance(head, DenseLinear) and table.dtype == weights.dtype
+        weights.num_bytes += 0 if shared else head.stored_bytes
         weights.stored_bytes += head.stored_bytes
         return head
-    weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device, weights.dtype)
+    weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
     bias = f"{name}.bias"
     head = make_linear(
         _round_head(weight, head_dtype),

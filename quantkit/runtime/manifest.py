@@ -164,12 +164,12 @@ def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme |
         if is_quantized(name, local, scheme):
             _check_quantized(reader, name, (rows, width))
         else:
-            _check(reader, f"{name}.weight", (rows, width), required=True)
             if extra := sorted(local - {"weight", "bias"}):
                 raise CheckpointError(
                     f"{reader.path}: tensor {name}.{extra[0]} belongs to a quantized weight, but config.json does "
                     "not say how it is quantized; copy the original config.json again"
                 )
+            _check(reader, f"{name}.weight", (rows, width), required=True)
     for name in reader.names:
         if name not in known and not _IGNORED.fullmatch(name) and name != f"{tied_head}.weight":
             raise CheckpointError(

@@ -70,7 +70,7 @@ class NativeModel:
 
     Args:
         config: what it computes.
-        embedding: (V, H) table in `dtype`.
+        embedding: (V, H) table, any float dtype.
         blocks: in running order.
         ropes: rotary embeddings that the blocks refer to.
         final_norm: before the head.
@@ -129,7 +129,7 @@ class NativeModel:
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; the cache must be there."""
         assert cache is not None, "a paged model needs a KV cache"
-        x = embedding(batch.token_ids, self._embedding)  # (T, H)
+        x = embedding(batch.token_ids, self._embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         angles = [table.gather(batch) for table in self._ropes]

@@ -1,0 +1,93 @@
+"""Models that only transformers knows run behind the same protocol, with sequences that come, go and roll back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import ModelError
+from quantkit.runtime.hf_model import TransformersModel
+from quantkit.runtime.loader import load_model
+from tests.helpers import edit_config
+from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, reference_logits, run
+
+SEQUENCES = prompts(1, 40, 90)
+PAGES = [[0], [1], [2]]
+
+
+@pytest.fixture(scope="module", params=["olmo", "gemma2", "mamba", "gpt2", "qwen3_next"])
+def folder(request, tmp_path_factory):
+    """Another family; windows and softcaps; a state of its own kind; other names; a state that cannot be cropped."""
+    changes = {
+        "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4},
+        "gpt2": {"n_positions": 512},
+        "qwen3_next": {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    }
+    return make_loud_model(tmp_path_factory.mktemp("hf"), request.param, **changes.get(request.param, {}))
+
+
+@pytest.fixture
+def model(folder):
+    return load_model(folder, dtype="float32", backend="transformers")
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 1])
+def test_chunks_do_not_change_logits(model, folder, chunk):
+    assert isinstance(model, TransformersModel)
+    assert difference(run(model, SEQUENCES, chunk), reference_logits(folder, SEQUENCES)) < 1e-4
+
+
+def test_a_sequence_can_go_back_and_continue_otherwise(model, folder):
+    first, second = SEQUENCES[2][:30], SEQUENCES[1][:12]
+    model.forward(make_batch([first], [0], PAGES[:1], page_size=512), None)
+    # Ten tokens are taken back, others come in their place.
+    logits = model.forward(make_batch([second], [20], PAGES[:1], page_size=512), None)
+    expected = reference_logits(folder, [first[:20] + second])[0][20:]
+    assert difference([logits], [expected]) < 1e-4
+
+
+def test_rows_in_any_order_and_of_some_sequences(model, folder):
+    tokens = [SEQUENCES[1][:5], SEQUENCES[2][:4], SEQUENCES[2][:3]]
+    whole = torch.cat(reference_logits(folder, tokens))
+    rows = [11, 4, 0]
+    logits = model.forward(make_batch(tokens, [0, 0, 0], PAGES, page_size=512, rows=rows), None)
+    assert difference([logits], [whole[rows]]) < 1e-4
+    assert model.forward(make_batch([[5]], [5], PAGES[:1], page_size=512, rows=[]), None).shape == (0, 260)
+
+
+def test_a_forgotten_sequence_starts_anew(model):
+    batch = make_batch([SEQUENCES[1]], [0], PAGES[:1], page_size=512, ids=[7])
+    once = model.forward(batch, None)
+    model.forget(7)
+    assert model._states == {}
+    assert torch.equal(model.forward(batch, None), once)
+    with pytest.raises(ModelError, match="sequence 8 continues at position 3, but only 0 are computed"):
+        model.forward(make_batch([[1]], [3], PAGES[:1], page_size=512, ids=[8]), None)
+
+
+def test_what_the_engine_asks_of_a_model(tmp_path):
+    model = load_model(make_loud_model(tmp_path / "untied", "olmo"))
+    assert (model.vocab_size, model.max_length, model.eos_ids, model.paged) == (260, 512, (1,), False)
+    assert model.layouts(None, 16) == []
+    assert model.stored_bytes < model.num_bytes
+    tied = load_model(make_loud_model(tmp_path / "tied", "olmo", tie_word_embeddings=True))
+    assert tied.stored_bytes == tied.num_bytes == model.stored_bytes
+
+
+def test_what_transformers_cannot_load_is_one_line(tmp_path):
+    folder = make_loud_model(tmp_path, "olmo")
+    edit_config(folder, architectures=["NovelForCausalLM"], model_type="novel")
+    with pytest.raises(ModelError, match="transformers cannot load this model") as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
