@@ -19,6 +19,17 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 _PANEL = 64
 _BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
+# Inputs that are stored together, and the bytes that a panel takes for them.
+_UNITS = {
+    _BF16: (2, 256),
+    _F32: (2, 512),
+    _W4: (2, 64),
+    _W8: (2, 128),
+    _FP8: (2, 128),
+    _F16: (2, 256),
+    _H8: (2, 128),
+    _U8: (4, 256),
+}
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
@@ -120,14 +131,14 @@ def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str)
         name: what it is, for tables.
     """
     if weight.dtype == torch.bfloat16 or dtype == torch.bfloat16:
-        kept, storage, codes = "bfloat16", _BF16, _lay_out_bf16(weight.to(torch.bfloat16))
+        kept, storage, stored = "bfloat16", _BF16, torch.bfloat16
     elif weight.dtype == torch.float16:
-        kept, storage, codes = "float16", _F16, _lay_out_floats(weight)
+        kept, storage, stored = "float16", _F16, torch.float16
     else:
-        kept, storage, codes = "float32", _F32, _lay_out_floats(weight.float())
+        kept, storage, stored = "float32", _F32, torch.float32
     return NativeLinear(
         (weight.shape[0], weight.shape[1]),
-        codes=codes,
+        codes=_lay_out(storage, weight.to(stored)),
         scale=None,
         zero=None,
         bias=bias,
@@ -162,15 +173,15 @@ def quantized(
     rows, width = weight.shape
     groups = weight.scale.shape[1]
     name = weight.scheme.dtype.name
-    storage, lay_out = {"int8": (_W8, _lay_out_8), "fp8": (_FP8, _lay_out_8)}.get(name, (_W4, _lay_out_4))
     group = _even(width) if groups == 1 else width // groups
-    if name == "int8" and (dtype == torch.bfloat16 or activation is not None):
-        storage, lay_out = _H8, _lay_out_halves
+    storage = {"int8": _W8, "fp8": _FP8}.get(name, _W4)
     if name == "int8" and activation is not None and activation.dtype.name == "int8" and _fits_integers(width, groups):
-        storage, lay_out, group = _U8, _lay_out_u8, -(-width // 4) * 4 if groups == 1 else group
+        storage, group = _U8, -(-width // 4) * 4 if groups == 1 else group
+    elif name == "int8" and (dtype == torch.bfloat16 or activation is not None):
+        storage = _H8
     return NativeLinear(
         (rows, width),
-        codes=lay_out(weight.codes),
+        codes=_lay_out(storage, weight.codes),
         scale=_lay_out_scale(weight.scale),
         zero=None if weight.zero_point is None else _by_panel(weight.zero_point),
         bias=bias,
@@ -209,39 +220,14 @@ def _lay_out_scale(scale: Tensor) -> Tensor:
     return _by_panel(scale if scale.dtype == torch.bfloat16 else scale.float())
 
 
-def _blocks(values: Tensor, run: int) -> Tensor:
-    """(N, K) padded -> (P, 4 blocks, 16 lanes, K / run, run)."""
-    padded = functional.pad(_pad_rows(values), (0, -values.shape[1] % run))
-    return padded.view(-1, 4, 16, padded.shape[1] // run, run)
-
-
-def _lay_out_bf16(weight: Tensor) -> Tensor:
-    return _blocks(weight.view(torch.int16), 2).permute(0, 3, 1, 2, 4).contiguous()
-
-
-def _lay_out_floats(weight: Tensor) -> Tensor:
-    return _blocks(weight, 2).permute(0, 3, 4, 1, 2).contiguous()
-
-
-def _lay_out_4(codes: Tensor) -> Tensor:
-    pairs = _blocks(codes, 2).permute(0, 3, 1, 2, 4).to(torch.int16) + 8  # (P, K / 2, 4, 16, 2)
-    shifts = torch.tensor([1, 16, 256, 4096], dtype=torch.int16).view(4, 1, 1)
-    return (pairs * shifts).sum(2, dtype=torch.int16).contiguous()
-
-
-def _lay_out_8(codes: Tensor) -> Tensor:
-    blocks = _blocks(codes.view(torch.uint8), 2)  # (P, 4, 16, K / 2, 2)
-    halves = blocks.reshape(len(blocks), 2, 2, 16, -1, 2)  # the byte of a word is the block within its half
-    return halves.permute(0, 4, 1, 3, 5, 2).contiguous()
-
-
-def _lay_out_halves(codes: Tensor) -> Tensor:
-    kept = codes ^ ((codes >> 7) & 0x7F)  # a negative c as its sign and -c - 1
-    blocks = _blocks(kept.view(torch.uint8), 2)  # (P, 4, 16, K / 2, 2)
-    quarters = blocks.reshape(len(blocks), 2, 2, 4, 4, -1, 2)  # (P, half, block, quarter, lane, K / 2, 2)
-    return quarters.permute(0, 5, 1, 3, 2, 4, 6).contiguous()
-
-
-def _lay_out_u8(codes: Tensor) -> Tensor:
-    quads = _blocks(codes.view(torch.uint8), 4).permute(0, 3, 1, 2, 4)
-    return (quads ^ 0x80).contiguous()
+def _lay_out(storage: int, weight: Tensor) -> Tensor:
+    """(N, K) elements of a storage -> its panels, uint8."""
+    rows, width = weight.shape
+    unit, unit_bytes = _UNITS[storage]
+    panel_bytes = -(-width // unit) * unit_bytes
+    panels = torch.zeros(-(-rows // _PANEL) * panel_bytes, dtype=torch.uint8)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function = native.function("qk_linear_layout", ctypes.c_int, pointer, number, number, pointer, number)
+    assert function is not None, "asked for without a library"
+    function(storage, weight.contiguous().data_ptr(), rows, width, panels.data_ptr(), panel_bytes)
+    return panels

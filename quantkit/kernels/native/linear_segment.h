@@ -225,6 +225,6 @@ DEFINE_ALL(f32, float, QK_W8)
 DEFINE_ALL(f32, float, QK_FP8)
 
 static Segment *const SEGMENTS_BF16[QK_U8][MAX_TOKENS] = {ROW(bf16, QK_BF16), ROW(bf16, QK_W4), ROW(bf16, QK_H8),
-                                                      ROW(bf16, QK_FP8)};
-static Segment *const SEGMENTS_F32[QK_U8][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_F16), ROW(f32, QK_BF16), ROW(f32, QK_W4),
-                                                     ROW(f32, QK_W8), ROW(f32, QK_FP8)};
+                                                           ROW(bf16, QK_FP8)};
+static Segment *const SEGMENTS_F32[QK_U8][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_F16), ROW(f32, QK_BF16),
+                                                          ROW(f32, QK_W4), ROW(f32, QK_W8), ROW(f32, QK_FP8)};
