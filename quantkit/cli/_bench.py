@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
@@ -49,7 +50,7 @@ def summary(run: BenchmarkRun) -> dict[str, Any]:
     }
 
 
-def latency_table(results: Sequence[BenchmarkResult]) -> Table:
+def latency_table(results: Sequence[BenchmarkResult]) -> Group:
     """Percentiles: three rows per run and model."""
     several = len(results) > 1
     table = _table(["run", *(["model"] if several else []), "ms", "p50", "p90", "p99", "mean"], text=2 + several)
@@ -57,15 +58,17 @@ def latency_table(results: Sequence[BenchmarkResult]) -> Table:
         found = summary(run)
         for name in ("ttft_s", "itl_s", "tpot_s"):
             first = name == "ttft_s"
-            labels = [run.workload.name if first else "", *([result.model if first else ""] if several else [])]
+            labels = [
+                run.workload.name if first else "",
+                *([short_name(result.model) if first else ""] if several else []),
+            ]
             values = found[name] or {}
             cells = [_ms(values.get(column)) for column in ("p50", "p90", "p99", "mean")]
             table.add_row(*labels, name.removesuffix("_s").upper(), *cells)
-    table.caption = DEFINITIONS
-    return table
+    return _noted(table, DEFINITIONS)
 
 
-def throughput_table(results: Sequence[BenchmarkResult]) -> Table:
+def throughput_table(results: Sequence[BenchmarkResult]) -> Table | Group:
     """Rates: one row per run and model."""
     several = len(results) > 1
     limits = [(run.workload.ttft_limit_s, run.workload.tpot_limit_s) for run, _ in _by_run(results)]
@@ -74,13 +77,13 @@ def throughput_table(results: Sequence[BenchmarkResult]) -> Table:
     table = _table([*names, *(["goodput/s"] if limited else [])], text=1 + several)
     for run, result in _by_run(results):
         rates = [run.output_tokens_per_s, run.requests_per_s, *([run.goodput_per_s] if limited else [])]
-        labels = [run.workload.name, *([result.model] if several else []), str(len(run.requests))]
+        labels = [run.workload.name, *([short_name(result.model)] if several else []), str(len(run.requests))]
         table.add_row(*labels, *map(_rate, rates))
-    if limited:
-        bounds = zip(("TTFT", "TPOT"), limits[0], strict=True)
-        told = [f"{name} up to {limit:g} s" for name, limit in bounds if limit is not None]
-        table.caption = f"Goodput: requests per second with {' and '.join(told)}."
-    return table
+    if not limited:
+        return table
+    bounds = zip(("TTFT", "TPOT"), limits[0], strict=True)
+    told = [f"{name} up to {limit:g} s" for name, limit in bounds if limit is not None]
+    return _noted(table, f"Goodput: requests per second with {' and '.join(told)}.")
 
 
 def _by_run(results: Sequence[BenchmarkResult]) -> list[tuple[BenchmarkRun, BenchmarkResult]]:
@@ -92,17 +95,20 @@ def _by_run(results: Sequence[BenchmarkResult]) -> list[tuple[BenchmarkRun, Benc
     return [(run, result) for run, result in pairs if run.workload.name != SWEEP_NAME]
 
 
-def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
+def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Group:
     """The model over the other, with the noise of the rounds."""
-    table = _table(["run", "metric", "model", baseline, "ratio", "rounds", "noise", "verdict"], text=2)
+    table = _table(["run", "metric", "model", short_name(baseline), "ratio", "rounds", "noise", "verdict"], text=2)
     for ratio in ratios:
         show: Callable[[float | None], str] = _rate if ratio.metric == "tokens/s" else _ms
         table.add_row(
             *(ratio.workload, ratio.metric, show(ratio.value), show(ratio.baseline), f"{ratio.ratio:.2f}"),
             *(f"{ratio.low:.2f} - {ratio.high:.2f}", f"{100 * ratio.noise:.0f} %", ratio.verdict),
         )
-    table.caption = "Medians, measured in turns (A B B A ...). Latencies in ms: a ratio below 1 is faster."
-    return table
+    return _noted(
+        table,
+        "Medians, measured in turns (A B B A ...); latencies in ms, so a ratio below 1 is faster. Rounds: smallest and "
+        "largest ratio of a round. Noise: half the spread of a model's own rounds.",
+    )
 
 
 def fit_lines(fits: dict[str, Fit | None]) -> Text:
@@ -110,17 +116,20 @@ def fit_lines(fits: dict[str, Fit | None]) -> Text:
     from rich.text import Text
 
     lines = []
-    for name, unit in (("ITL", "context"), ("TTFT", "prompt")):
+    for name, unit in (("ITL", "c"), ("TTFT", "p")):
         fit = fits[name]
         if fit is None:
             lines.append(f"{name} fit: too few different lengths")
             continue
-        terms = [
-            f"{1000 * 1000**i * value:.3g} (+/- {1000 * 1000**i * error:.2g})" + _power(unit, i)
-            for i, (value, error) in enumerate(zip(fit.coefficients, fit.standard_errors, strict=True))
-        ]
+        text = name
+        for power, (value, error) in enumerate(zip(fit.coefficients, fit.standard_errors, strict=True)):
+            scale = 1000 * 1000**power
+            sign = "=" if power == 0 else "-" if value < 0 else "+"
+            shown = value if power == 0 else abs(value)
+            text += f" {sign} {scale * shown:.3g} (+/- {scale * error:.2g}) ms{_power(unit, power)}"
         dropped = f", {fit.num_dropped} stalls left out" if fit.num_dropped else ""
-        lines.append(f"{name} = {' + '.join(terms)} ms, {unit} in 1,000 tokens; {fit.num_points} points{dropped}")
+        lines.append(f"{text}; {fit.num_points} points{dropped}")
+    lines.append("c: context, p: prompt, in 1,000 tokens; batch 1; standard errors in brackets")
     return Text("\n".join(lines))
 
 
@@ -139,7 +148,7 @@ def memory_table(result: BenchmarkResult) -> Table:
     return table
 
 
-def roofline_table(result: BenchmarkResult) -> Table:
+def roofline_table(result: BenchmarkResult) -> Table | Group:
     """Achieved against the limit that the ceilings allow."""
     table = _table(["step", "context", "MB", "MFLOP", "floor ms", "ms", "MBU", "MFU", "bound by"], text=1)
     for r in result.roofline:
@@ -148,22 +157,30 @@ def roofline_table(result: BenchmarkResult) -> Table:
             *(name, f"{r.context:,}", _short(r.bytes_moved / 1e6), _short(r.flops / 1e6), _ms(r.floor_s)),
             *(_ms(r.seconds), f"{100 * r.mbu:.0f} %", f"{100 * r.mfu:.0f} %", r.bound_by),
         )
-    if result.roofline:
-        first = result.roofline[0]
-        table.caption = (
-            f"Ceilings measured in this run: {first.copy_bytes_per_s / 1e9:.1f} GB/s, "
-            f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s. Above 100 %: read from the processor's caches."
-        )
-    return table
+    if not result.roofline:
+        return table
+    first = result.roofline[0]
+    return _noted(
+        table,
+        f"Ceilings measured in this run: {first.copy_bytes_per_s / 1e9:.1f} GB/s, "
+        f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s. Above 100 %: read from the processor's caches.",
+    )
 
 
-def settings_line(result: BenchmarkResult) -> Text:
-    """Where and how it ran."""
+def short_name(model: str) -> str:
+    """The last part of a path or hub id, for columns."""
+    return model.rstrip("/").rpartition("/")[2] or model
+
+
+def settings_lines(results: Sequence[BenchmarkResult]) -> Text:
+    """Where and how each model ran."""
     from rich.text import Text
 
-    kept = ("computed in", "threads", "linears", "speculation", "notes")
-    told = [f"{name} {result.settings[name]}" for name in kept if name in result.settings]
-    return Text(f"{result.model} on {result.device}\nKV cache {result.kv_cache}; {'; '.join(told)}")
+    kept, lines = ("computed in", "threads", "linears", "speculation", "notes"), []
+    for result in results:
+        told = [f"{name} {result.settings[name]}" for name in kept if name in result.settings]
+        lines.append(f"{result.model} on {result.device}; KV cache {result.kv_cache}; {'; '.join(told)}")
+    return Text("\n".join(lines))
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:
@@ -192,7 +209,7 @@ def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
     }
 
 
-def cache_table(comparison: CacheComparison) -> Table:
+def cache_table(comparison: CacheComparison) -> Group:
     """What the KV cache saves, by number of generated tokens."""
     table = _table(["new tokens", "with cache", "recomputed", "ratio"], text=0)
     for mark in comparison.marks():
@@ -200,17 +217,24 @@ def cache_table(comparison: CacheComparison) -> Table:
         table.add_row(*cells)
     count = comparison.cached.num_new_tokens
     same = "all tokens the same" if comparison.num_same == count else f"the first {comparison.num_same} tokens the same"
-    table.caption = (
-        f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same} both ways."
+    return _noted(
+        table, f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same} both ways."
     )
-    return table
+
+
+def _noted(table: Table, note: str) -> Group:
+    """A table and a line below it, which may be wider than the table."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(table, Text(note, style="dim"))
 
 
 def _table(names: Sequence[str], *, text: int) -> Table:
     """A table whose first `text` columns and last one are text, the others numbers."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), caption_justify="left", caption_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for position, name in enumerate(names):
         is_text = position < text or name in ("", "verdict", "bound by")
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")

@@ -139,28 +139,30 @@ def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
 
 
 def _report(output_to: Output, targets: list[Target], results: list[BenchmarkResult], ceilings: Ceilings) -> None:
+    from dataclasses import asdict, replace
+
     from quantkit.measure.compare import compare_results
-    from quantkit.measure.diagnosis import diagnose
+    from quantkit.measure.diagnosis import diagnose, diagnose_against
     from quantkit.measure.steps import fit_itl, fit_ttft
 
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
     diagnoses = [diagnose(result, target.cost) for result, target in zip(results, targets, strict=True)]
-    ratios = compare_results(results[0], results[1]) if len(results) == 2 else []
+    versus = results[1] if len(results) == 2 else None
+    ratios = [] if versus is None else compare_results(results[0], versus)
+    if versus is not None:
+        compared = diagnose_against(results[0], versus).findings
+        diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
         found = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
-        from dataclasses import asdict
-
-        compared = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-        other = {"against": found[1], "ratios": compared} if len(found) == 2 else {}
+        rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
+        other = {"against": found[1], "ratios": rows} if versus is not None else {}
         return {**found[0], "ceilings": asdict(ceilings), **other}
 
-    shown: list[Callable[[], Any]] = [lambda: show.settings_line(results[0])]
-    if len(results) == 2:
-        shown += [lambda: show.settings_line(results[1])]
+    shown: list[Callable[[], Any]] = [lambda: show.settings_lines(results)]
     shown += [lambda: show.latency_table(results), lambda: show.throughput_table(results)]
-    if ratios:
-        shown += [lambda: show.ratio_table(ratios, results[1].model)]
+    if versus is not None:
+        shown += [lambda: show.ratio_table(ratios, versus.model)]
     shown += [lambda: show.fit_lines(fits[0]), lambda: show.memory_table(results[0])]
     shown += [lambda: show.roofline_table(results[0]), lambda: show.diagnosis_table(diagnoses[0])]
     output_to.result(data, *shown)

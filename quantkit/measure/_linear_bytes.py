@@ -30,11 +30,11 @@ class Place:
     native: bool
 
 
-def dense_bytes(rows: int, width: int, bias: bool, place: Place) -> int:
-    """A linear (N, K) whose weight is values."""
+def dense_bytes(rows: int, width: int, bias: bool, stored: torch.dtype, place: Place) -> int:
+    """A linear (N, K) whose weight is values, of dtype `stored` in the checkpoint."""
     if not place.native:
         return rows * (width + bias) * place.dtype.itemsize
-    size = 2 if place.dtype == torch.bfloat16 else 4
+    size = 2 if torch.bfloat16 in (place.dtype, stored) else 4
     return padded(rows, _PANEL) * (padded(width, 2) * size + 4 * bias)
 
 
@@ -55,7 +55,7 @@ def quantized_bytes(
     if not place.native:
         return _torch_bytes(rows, width, scheme, bias, place)
     if groups > 1 and group % 2:
-        return dense_bytes(rows, width, bias, place)
+        return dense_bytes(rows, width, bias, place.dtype, place)
     integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"
     integer = integer and (groups == 1 or group % 4 == 0)
     codes = padded(width, 4 if integer else 2) * (4 if kind.bits <= 4 else 8) // 8
@@ -80,7 +80,7 @@ def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, place:
     sixteens = rows % 16 == 0 and width % 16 == 0
     if kind.name == inputs == "fp8" and groups == 1 and not on_cpu and in_bf16 and sixteens:
         return rows * (width + 4 + 2 * bias)
-    return dense_bytes(rows, width, bias, place)
+    return dense_bytes(rows, width, bias, place.dtype, place)
 
 
 def padded(count: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 from quantkit.measure.workload import SWEEP_NAME
 from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
 
-Verdict = Literal["faster", "slower", "no difference above the noise"]
+Verdict = Literal["faster", "slower", "noise"]
 
 
 def turns(num_rounds: int) -> list[int]:
@@ -63,7 +63,7 @@ class Ratio:
         value, baseline: medians over all rounds, of the model and of the other; seconds, or tokens per second.
         low, high: smallest and largest ratio of a round.
         noise: half the spread of one model's own rounds, as a share of its median; the larger of the two.
-        verdict: about speed, so a smaller ITL is faster.
+        verdict: about speed, so a smaller ITL is faster; "noise": no difference above it.
     """
 
     workload: str
@@ -128,7 +128,7 @@ def _ratio(
     above, below = min(ratios) > 1, max(ratios) < 1
     seen = (above or below) and abs(value / other - 1) > noise
     faster = above == more_is_faster
-    verdict: Verdict = ("faster" if faster else "slower") if seen else "no difference above the noise"
+    verdict: Verdict = ("faster" if faster else "slower") if seen else "noise"
     return Ratio(
         workload=workload,
         metric=metric,

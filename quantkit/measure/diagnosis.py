@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.measure._wording import count, megabytes, milliseconds, percent, times
+from quantkit.measure.compare import Ratio, compare_results
 from quantkit.measure.cost import Cost
 from quantkit.measure.roofline import break_even_rows
 from quantkit.measure.steps import fit_itl
@@ -69,6 +70,47 @@ def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
         prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
     )
     return Diagnosis(findings=tuple(_findings(facts, runs)))
+
+
+def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diagnosis:
+    """How two models that were measured in turns compare, beside what their bytes would allow.
+
+    Args:
+        result: of the model.
+        baseline: of the other.
+    """
+    found = []
+    for ratio in compare_results(result, baseline):
+        if ratio.metric not in ("TTFT", "ITL"):
+            continue
+        verb = "start" if ratio.metric == "TTFT" else "stream"
+        evidence = (
+            f"median {ratio.metric} {milliseconds(ratio.value)} against {milliseconds(ratio.baseline)}, ratio "
+            f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {percent(ratio.noise)}"
+            f"{_allowed(result, baseline, ratio)}"
+        )
+        if ratio.verdict == "noise":
+            statement = f"In {ratio.workload} both {verb} alike, within the noise."
+        else:
+            factor = 1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio
+            statement = (
+                f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
+            )
+        found.append(Finding(statement=statement, evidence=evidence))
+    return Diagnosis(findings=tuple(found))
+
+
+def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
+    """The ratio that the floors of both would give, where both have one."""
+    run = result.find_run(ratio.workload)
+    phase, batch = ("prefill", 1) if ratio.metric == "TTFT" else ("decode", run and run.workload.concurrency)
+    floors = [
+        next((r.floor_s for r in side.roofline if r.phase == phase and r.batch == batch), None)
+        for side in (result, baseline)
+    ]
+    if floors[0] is None or not floors[1] or (phase == "prefill" and run and run.workload.concurrency != 1):
+        return ""
+    return f"; the roofline would allow {floors[0] / floors[1]:.2f}"
 
 
 def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
@@ -233,8 +275,8 @@ def _cache_weight(facts: _Facts) -> Iterator[Finding]:
     if fitted is not None:
         a, b = fitted.coefficients
         evidence += (
-            f"; ITL = {milliseconds(a)} + {milliseconds(1000 * b)} per 1,000 tokens of context "
-            f"(+/- {milliseconds(1000 * fitted.standard_errors[1])})"
+            f"; ITL grows by {milliseconds(1000 * b)} (+/- {milliseconds(1000 * fitted.standard_errors[1])}) per 1,000 "
+            f"tokens of context, from {milliseconds(a)}"
         )
     quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
     if share < 0.3:

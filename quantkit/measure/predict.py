@@ -59,17 +59,20 @@ class Prediction:
             context: of its longest sequence, L.
             rows: whose logits are wanted.
         """
-        config, size = self.config, self.dtype.itemsize
+        config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        width = config.width if config.experts is None else config.experts.width * config.experts.num_chosen
-        # Attention holds the fused projection, queries and keys in the order of the kernel, and what comes out.
-        attention = queries + 2 * keys + 2 * queries + keys
-        layer = tokens * (2 * config.hidden_size + max(attention, 3 * width)) * size
-        # Only the kernel in plain torch copies what is cached out of its pages.
-        cached = 0 if self.native else 2 * keys * max(0, context - tokens) * size
-        angles = tokens * config.head_dim * 4
-        head = rows * (config.hidden_size * size + config.vocab_size * (size + 4))
-        return max(layer + cached, tokens * config.hidden_size * size + head) + angles
+        # The stream and what is pending, of this layer and of the one before; then the fused projection and what
+        # attention makes of it, or the two halves of the MLP and their product.
+        attention = 4 * hidden + 2 * queries + 2 * keys
+        mlp = 5 * hidden + (3 if config.architecture.parts.gated else 2) * config.width
+        if config.experts is not None:  # one expert at a time, with its tokens gathered
+            mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
+        layer = tokens * max(attention, mlp) * size
+        if not self.native:  # plain torch copies queries, keys and values, those in the cache too
+            copied = tokens * (attention + queries + 2 * keys) + 4 * keys * max(0, context - tokens)
+            layer = max(layer, copied * size)
+        head = rows * (hidden * size + config.vocab_size * (size + 4)) + 2 * tokens * hidden * size
+        return max(layer, head) + tokens * config.head_dim * 4  # and the angles of all new tokens
 
 
 def predict(
@@ -140,18 +143,19 @@ class _Sizes:
 
     def total(self, head_dtype: str | None) -> int:
         manifest = make_manifest(self.config, self.reader)
-        stacked = self._stacked()
+        stacked, table = self._stacked(), f"{self.config.architecture.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
-        total = (
-            sum(math.prod(shape) for name, shape in plain.items() if name not in stacked) * self.place.dtype.itemsize
-        )
+        total = 0
+        for name, shape in plain.items():
+            if name in stacked:
+                count, rows, width = shape
+                total += count * dense_bytes(rows, width, False, self._stored(name), self.place)
+            else:  # the embedding stays as it is stored
+                kept = self._stored(name) if name == table else self.place.dtype
+                total += math.prod(shape) * kept.itemsize
         head = None if self.config.tied else head_name(self.config.architecture, self.reader)
-        for group in self._groups(set(manifest.linears) - {head}):
-            total += self._group(group, manifest.linears)
-        for name in stacked:
-            count, rows, width = manifest.tensors[name]
-            total += count * dense_bytes(rows, width, False, self.place)
-        return total + self._head(head, head_dtype)
+        total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
+        return total + self._head(head, head_dtype, self._stored(table))
 
     def _stacked(self) -> set[str]:
         """Tensors that hold the weights of all experts of a layer."""
@@ -180,38 +184,44 @@ class _Sizes:
         return [*groups, *([name] for name in sorted(left))]
 
     def _group(self, names: list[str], linears: dict[str, tuple[int, int]]) -> int:
-        schemes = [self._scheme_of(name) for name in names]
+        """Linears in one layout if they are stored alike, else one by one."""
+        kinds = [(self._scheme_of(name), self._stored(f"{name}.weight")) for name in names]
         bias = any(f"{name}.bias" in self.reader for name in names)
-        if all(scheme == schemes[0] for scheme in schemes):
+        if all(kind == kinds[0] for kind in kinds):
             rows, width = sum(linears[name][0] for name in names), linears[names[0]][1]
-            return self._linear(rows, width, schemes[0], bias, names[0])
-        return sum(
-            self._linear(*linears[name], scheme, bias, name) for name, scheme in zip(names, schemes, strict=True)
-        )
+            return self._linear(rows, width, bias, names[0])
+        return sum(self._linear(*linears[name], bias, name) for name in names)
 
     def _scheme_of(self, name: str) -> LinearScheme | None:
         """How a linear is stored; None = as values."""
         quantized = f"{name}.weight" not in self.reader or f"{name}.weight_scale" in self.reader
         return self.scheme.find(name) if self.scheme is not None and quantized else None
 
-    def _linear(self, rows: int, width: int, scheme: LinearScheme | None, bias: bool, name: str) -> int:
+    def _stored(self, name: str) -> torch.dtype:
+        """Of a tensor in the checkpoint; of the computation where there is none of that name."""
+        return self.reader.info(name).dtype if name in self.reader else self.place.dtype
+
+    def _linear(self, rows: int, width: int, bias: bool, name: str) -> int:
+        scheme = self._scheme_of(name)
         if scheme is None:
-            return dense_bytes(rows, width, bias, self.place)
+            return dense_bytes(rows, width, bias, self._stored(f"{name}.weight"), self.place)
         scale = f"{name}.weight_scale"
         stored = self.reader.info(scale).dtype if scale in self.reader else torch.float16
         return quantized_bytes(rows, width, scheme, bias, stored, self.place)
 
-    def _head(self, name: str | None, head_dtype: str | None) -> int:
-        """The output head; where it shares the embedding's values, native kernels still have a layout of their own."""
+    def _head(self, name: str | None, head_dtype: str | None, table: torch.dtype) -> int:
+        """The output head; one that shares the embedding is a copy where kernels have a layout of their own."""
         rows, width = self.config.vocab_size, self.config.hidden_size
         bias = name is not None and f"{name}.bias" in self.reader
+        stored = table if name is None else self._stored(f"{name}.weight")
         if head_dtype is not None:
             kind = _HEADS[head_dtype]
             size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
             scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
-            return quantized_bytes(rows, width, scheme, bias, self.place.dtype, self.place)
+            return quantized_bytes(rows, width, scheme, bias, stored, self.place)
         if name is None:
-            return dense_bytes(rows, width, False, self.place) if self.place.native else 0
+            shared = not self.place.native and table == self.place.dtype
+            return 0 if shared else dense_bytes(rows, width, False, table, self.place)
         return self._group([name], {name: (rows, width)})
 
 
