@@ -13,20 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.folder import CONFIG_NAME, read_config
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError
-from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import recognise
+from quantkit.formats._gguf_file import is_gguf, read_gguf
+from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointSummary, LayerRecord, ModuleSummary
 
-__all__ = ["inspect"]
+__all__ = ["compare", "inspect"]
 
 MANIFEST = "quantkit.json"
 DENSE = "dense"
 
-# What a format stores beside the codes of a weight; `weight_shape` only describes and is not counted as weight bits.
+# Describes a weight and is not counted as its bits; so does the order of its groups.
 _SHAPE = "weight_shape"
-_BESIDE = re.compile(r"(weight|input|output)_(scale|zero_point|g_idx|shape)")
+_UNCOUNTED = (_SHAPE, "g_idx", "weight_g_idx")
+_GGUF_NUMBER = re.compile(r"^(blk)\.(\d+)\.")
 
 # Order of the rows; the linears of a layer are 1.
 _RANKS = {"embedding": 0, "norms": 2, "head": 3}
@@ -48,19 +52,35 @@ def inspect(path: str | Path) -> CheckpointSummary:
     """Number types and sizes of a checkpoint by kind of module, with the errors that quantkit noted when it wrote it.
 
     Args:
-        path: directory of a checkpoint in any known format, or of an ordinary one.
+        path: directory of a checkpoint in any known format, or of an ordinary one; or a GGUF file.
     Raises:
         ModelError: not a model directory.
         CheckpointError: damaged, or quantized in a format that is not known.
     """
+    if is_gguf(Path(path)):
+        return _inspect_gguf(Path(path))
     reader = CheckpointReader(path)
-    name, scheme = _recognise(reader)
-    modules = [_module(reader, module, tensors, scheme) for module, tensors in _by_module(reader.names).items()]
-    weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
+    found = recognise(reader.config, str(reader.path / CONFIG_NAME))
+    modules = [_module(reader, module, tensors, found) for module, tensors in by_module(reader.names).items()]
     recipe, layers = _read_manifest(reader.path)
+    name = DENSE if found is None else found[0]
+    return _summary(
+        str(path), next(iter(reader.config.get("architectures") or []), "unknown"), name, modules, recipe, layers
+    )
+
+
+def _summary(
+    path: str,
+    architecture: str,
+    name: str,
+    modules: list[_Module],
+    recipe: str | None = None,
+    layers: tuple[LayerRecord, ...] = (),
+) -> CheckpointSummary:
+    weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
     return CheckpointSummary(
-        path=str(path),
-        architecture=next(iter(reader.config.get("architectures") or []), "unknown"),
+        path=path,
+        architecture=architecture,
         format=name,
         num_parameters=sum(m.num_parameters for m in modules),
         num_bytes=sum(m.num_bytes for m in modules),
@@ -71,41 +91,13 @@ def inspect(path: str | Path) -> CheckpointSummary:
     )
 
 
-def _recognise(reader: CheckpointReader) -> tuple[str, Scheme | None]:
-    """The format's name and the scheme that config.json describes."""
-    for name, known in FORMATS.all().items():
-        scheme: Scheme | None = known.recognise(reader.config)
-        if name != DENSE and scheme is not None:
-            return name, scheme
-    described = reader.config.get("quantization_config")
-    if described:
-        method = described.get("quant_method") if isinstance(described, dict) else described
-        raise CheckpointError(
-            f"{reader.path}/config.json: quantization_config is of method {method!r}, which no known format reads; "
-            f"known: {', '.join(FORMATS.names())}"
-        )
-    return DENSE, None
-
-
-def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Local tensor names by full module name, in the order of the layers."""
-    modules: dict[str, list[str]] = {}
-    for name in sorted(names, key=_natural):
-        module, _, local = name.rpartition(".")
-        modules.setdefault(module, []).append(local)
-    return modules
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts layer 10 behind layer 2."""
-    return [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name.split(".")]
-
-
-def _module(reader: CheckpointReader, name: str, tensors: list[str], scheme: Scheme | None) -> _Module:
+def _module(
+    reader: CheckpointReader, name: str, tensors: list[str], found: tuple[str, Format, Scheme] | None
+) -> _Module:
     infos = {local: reader.info(f"{name}.{local}" if name else local) for local in tensors}
     num_bytes = sum(info.num_bytes for info in infos.values())
-    linear = _linear_scheme(name, infos, scheme)
-    if linear is None:
+    linear = found[2].find(name) if found is not None and stores_codes(tensors) else None
+    if found is None or linear is None:
         dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
         return _Module(
@@ -116,9 +108,9 @@ def _module(reader: CheckpointReader, name: str, tensors: list[str], scheme: Sch
             num_quantized=0,
             quantized_bytes=0,
         )
-    codes = _num_codes(reader, name, infos, linear)
+    codes = _num_codes(reader, name, infos, linear, found[1])
     extra = {local: info for local, info in infos.items() if local == "bias"}
-    uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local == _SHAPE)
+    uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local in _UNCOUNTED)
     return _Module(
         name=name,
         stored_as=linear.describe(),
@@ -129,22 +121,36 @@ def _module(reader: CheckpointReader, name: str, tensors: list[str], scheme: Sch
     )
 
 
-def _linear_scheme(name: str, tensors: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
-    """The scheme of a module that has more beside its weight than a bias; None for the others."""
-    if scheme is None or not any(_BESIDE.fullmatch(local) for local in tensors):
-        return None
-    return scheme.find(name)
-
-
-def _num_codes(reader: CheckpointReader, name: str, infos: Mapping[str, Any], linear: LinearScheme) -> int:
+def _num_codes(
+    reader: CheckpointReader, name: str, infos: Mapping[str, Any], linear: LinearScheme, format_: Format
+) -> int:
     if _SHAPE in infos:
         return int(reader.tensor(f"{name}.{_SHAPE}").prod())
-    if "weight" in infos:
-        return math.prod(infos["weight"].shape)
-    packed = next((info for local, info in infos.items() if local.endswith("packed")), None)
+    shape = format_.shape({local: info.shape for local, info in infos.items()}, linear)
+    if shape is not None:
+        return shape[0] * shape[1]
+    packed = next((info for local, info in infos.items() if local.endswith(("packed", "weight"))), None)
     if packed is None:
         raise CheckpointError(f"{reader.path}: {name} has scales but no codes; its tensors: {', '.join(infos)}")
     return int(packed.num_bytes * 8 // linear.weight.dtype.bits)
+
+
+def _inspect_gguf(path: Path) -> CheckpointSummary:
+    file = read_gguf(path)
+    modules = []
+    for name, info in file.tensors.items():
+        count, is_codes = math.prod(info.shape), info.block.dtype is None
+        modules.append(
+            _Module(
+                name=_GGUF_NUMBER.sub(r"\1.\2.", name).rpartition(".")[0],
+                stored_as=info.block.name,
+                num_parameters=count,
+                num_bytes=info.num_bytes,
+                num_quantized=count if is_codes else 0,
+                quantized_bytes=info.num_bytes if is_codes else 0,
+            )
+        )
+    return _summary(str(path), str(file.metadata.get("general.architecture", "unknown")), "gguf", modules)
 
 
 def _summaries(modules: Iterable[_Module]) -> list[ModuleSummary]:
@@ -169,9 +175,9 @@ def _kind(name: str) -> str:
     last = name.rpartition(".")[2]
     if last.endswith("norm") or last.startswith("ln_"):
         return "norms"
-    if last in ("lm_head", "embed_out"):
+    if last in ("lm_head", "embed_out", "output"):
         return "head"
-    if last.startswith("embed") or last in ("wte", "wpe"):
+    if last.startswith("embed") or last in ("wte", "wpe", "token_embd", "position_embd"):
         return "embedding"
     return re.sub(r"^.*?\.\d+\.", "", name)
 
@@ -204,3 +210,79 @@ def _records(layers: Any) -> Iterable[LayerRecord]:
             yield LayerRecord.from_dict({"notes": [], "output_snr_db": None, "seconds": {}, "peak_bytes": 0, **layer})
         except (TypeError, KeyError, IndexError):
             continue
+
+
+def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
+    """What differs between two checkpoints, by their headers: format, sizes, and how each kind of module is stored.
+
+    Args:
+        left, right: as for `inspect`.
+    Raises:
+        ModelError, CheckpointError: as `inspect`.
+    """
+    summaries = inspect(left), inspect(right)
+    facts = [(name, *(getattr(summary, name) for summary in summaries)) for name in _COMPARED]
+    kinds: dict[str, tuple[list[str], list[str]]] = {}
+    for side, summary in enumerate(summaries):
+        for row in summary.modules:
+            text = f"{row.count} x {row.stored_as} ({row.num_bytes} bytes)"
+            kinds.setdefault(row.kind, ([], []))[side].append(text)
+    modules = [(kind, ", ".join(a) or "none", ", ".join(b) or "none") for kind, (a, b) in kinds.items()]
+    return CheckpointDifference(
+        left=str(left),
+        right=str(right),
+        facts=tuple((name, str(a), str(b)) for name, a, b in facts if a != b),
+        modules=tuple(row for row in modules if row[1] != row[2]),
+        entries=tuple(_config_differences(Path(left), Path(right))),
+    )
+
+
+_COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDifference:
+    """What `quantkit inspect A B` found; every row is (what, in A, in B).
+
+    Args:
+        left, right: the checkpoints.
+        facts: of the whole.
+        modules: how modules of one kind are stored.
+        entries: of config.json, or of the metadata of GGUF files.
+    """
+
+    left: str
+    right: str
+    facts: tuple[tuple[str, str, str], ...]
+    modules: tuple[tuple[str, str, str], ...]
+    entries: tuple[tuple[str, str, str], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.facts or self.modules or self.entries)
+
+
+def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:
+    """Entries that differ; none between a directory and a file, which say everything differently."""
+    if is_gguf(left) != is_gguf(right):
+        return
+    sides = [read_gguf(path).metadata if is_gguf(path) else read_config(path) for path in (left, right)]
+    flat = [dict(_leaves(side)) for side in sides]
+    for key in sorted(flat[0].keys() | flat[1].keys()):
+        values = [_short(side[key]) if key in side else "absent" for side in flat]
+        if flat[0].get(key) != flat[1].get(key) or values[0] != values[1]:
+            yield key, values[0], values[1]
+
+
+def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

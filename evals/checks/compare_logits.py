@@ -8,6 +8,7 @@ import numpy as np
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("left")
     parser.add_argument("right")
@@ -19,7 +20,8 @@ def main() -> None:
     same = sum(bool((a == b).all()) for a, b in zip(left["texts"], right["texts"], strict=False))
     ratio = float(right["perplexity"]) / float(left["perplexity"]) - 1
     print(
-        f"logits: max {np.abs(differences).max():.2e} rms {np.sqrt((differences**2).mean()):.2e} (spread {spread:.2f}); "
+        f"logits: max {np.abs(differences).max():.2e} rms {np.sqrt((differences**2).mean()):.2e} "
+        f"(spread {spread:.2f}); "
         f"perplexity {float(left['perplexity']):.5f} {float(right['perplexity']):.5f} ({ratio:+.4%}); "
         f"greedy texts equal {same}/{len(left['texts'])}"
     )

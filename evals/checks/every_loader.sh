@@ -52,9 +52,9 @@ for kind in sym asym; do
     logits $kind-dense transformers "$work/$kind-dense"
     logits $kind-compressed-tensors transformers "$work/$kind-compressed-tensors"
     compare $kind-dense $kind-compressed-tensors
-    logits $kind-dense-16 transformers "$work/$kind-dense" --dtype bfloat16 --no-text
+    logits $kind-dense-16 transformers "$work/$kind-dense" --dtype float16 --no-text
     for to in $first gptq-v2 awq; do
-        logits $kind-$to gptqmodel "$work/$kind-$to" --dtype bfloat16 --no-text
+        logits $kind-$to gptqmodel "$work/$kind-$to" --dtype float16 --no-text
         compare $kind-dense-16 $kind-$to
     done
     logits $kind-gguf llama.cpp "$work/$kind.gguf"

@@ -66,7 +66,7 @@ def compare_ways(options: argparse.Namespace, prompts: list[list[int]], work: Pa
     ways: dict[str, dict[str, Any]] = {
         "alone": {"max_sequences": 1},
         "in a batch": {"max_sequences": len(prompts)},
-        "chunks of 7": {"token_budget": 7},
+        "chunks of 7 and less": {"token_budget": 7, "max_sequences": 4},
         "not chunked": {"chunked": False},
         "prefix cache off": {"prefix_cache": False},
         "prefix cache, small pages": {"page_size": 4},

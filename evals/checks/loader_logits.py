@@ -1,4 +1,4 @@
-"""Logits, perplexity and greedy text of one checkpoint as one third-party loader computes them; or of quantkit's decoding.
+"""Logits, perplexity and greedy text of one checkpoint, as one loader of the ecosystem computes them.
 
 Run it once in each loader's environment and compare the outputs with compare_logits.py:
 
@@ -23,6 +23,7 @@ Greedy = Callable[[list[int]], list[int]]
 
 
 def with_transformers(checkpoint: str, dtype: str) -> tuple[Forward, Greedy]:
+    """Plain transformers, whatever format it reads."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -31,6 +32,7 @@ def with_transformers(checkpoint: str, dtype: str) -> tuple[Forward, Greedy]:
 
 
 def with_gptqmodel(checkpoint: str, dtype: str) -> tuple[Forward, Greedy]:
+    """GPTQModel, its plain torch kernels."""
     import torch
     from gptqmodel import BACKEND, GPTQModel
 
@@ -58,6 +60,7 @@ def _torch_forward(model: object) -> tuple[Forward, Greedy]:
 
 
 def with_llama_cpp(checkpoint: str, dtype: str) -> tuple[Forward, Greedy]:
+    """llama.cpp by its Python binding."""
     import llama_cpp
 
     model = llama_cpp.Llama(
@@ -85,6 +88,7 @@ LOADERS = {"transformers": with_transformers, "gptqmodel": with_gptqmodel, "llam
 
 
 def perplexity(logits: list[np.ndarray], text: list[list[int]]) -> float:
+    """Of every token of every window but its first."""
     total, count = 0.0, 0
     for rows, ids in zip(logits, text, strict=True):
         rows = rows[:-1].astype(np.float64)
@@ -96,6 +100,7 @@ def perplexity(logits: list[np.ndarray], text: list[list[int]]) -> float:
 
 
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("output")

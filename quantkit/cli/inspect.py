@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from quantkit.inspection import CheckpointDifference
     from quantkit.results import CheckpointSummary
 
 EPILOG = """\b
@@ -19,25 +20,44 @@ Examples:
   quantkit quantize --recipe rtn-int8 -o demo-int8
   quantkit inspect demo-int8
   quantkit inspect demo-int8 --json
+  quantkit inspect demo-int8 demo-int4
 """
 
 
 @click.command("inspect", epilog=EPILOG, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint")
+@click.argument("other", required=False)
 @output_options
-def inspect_checkpoint(output_to: Output, *, checkpoint: str) -> None:
-    """Show what CHECKPOINT, a directory, stores: number types, bits per weight, sizes, and per-layer errors.
+def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None) -> None:
+    """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
 
-    Quantized checkpoints of any known format and ordinary ones can be read; errors are known for those that
-    quantkit wrote.
+    Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
+    quantkit wrote. With a second one, show what differs between the two.
     """
-    from quantkit.inspection import inspect
+    from quantkit.inspection import compare, inspect
     from quantkit.results import to_dict
 
+    if other is not None:
+        difference = compare(checkpoint, other)
+        output_to.result(lambda: to_dict(difference), lambda: _difference(difference))
+        return
     summary = inspect(checkpoint)
     output_to.result(
         lambda: to_dict(summary), lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary)
     )
+
+
+def _difference(difference: CheckpointDifference) -> RenderableType:
+    from rich.table import Table
+
+    if difference.is_empty:
+        return "no difference in headers and configuration; tensors were not compared"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("differs", difference.left, difference.right):
+        table.add_column(title, overflow="fold")
+    for row in (*difference.facts, *difference.modules, *difference.entries):
+        table.add_row(*row)
+    return table
 
 
 def _overview(summary: CheckpointSummary) -> Table:

@@ -23,6 +23,7 @@ from quantkit.calibration.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.pipeline.events import SILENT, Listener
+from quantkit.pipeline.file import write_file
 from quantkit.pipeline.inputs import embed, read_samples
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
@@ -46,8 +47,8 @@ def quantize(
     Args:
         model: directory or hub id; None = the bundled demo model.
         recipe: what to do.
-        output: directory to write; None = `<model>-<recipe>` in the current one. Written under another name
-            (`<output>.partial`) and renamed when everything has been checked.
+        output: directory to write, or a file for the format gguf; None = `<model>-<recipe>` in the current one. Written
+            under another name and renamed when everything has been checked.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         activations: keep hidden states in memory or on disk.
         resume: go on where an interrupted run stopped; False starts over.
@@ -57,6 +58,24 @@ def quantize(
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
     """
+    run = partial(_quantize, device=device, activations=activations, resume=resume, listener=listener)
+    if recipe.format == "gguf":
+        return write_file(model, recipe, output, overwrite=overwrite, run=run)
+    return run(model, recipe, output, overwrite=overwrite)
+
+
+def _quantize(
+    model: str | None,
+    recipe: Recipe,
+    output: str | Path | None,
+    *,
+    device: str,
+    activations: Mode,
+    resume: bool,
+    overwrite: bool,
+    listener: Listener,
+) -> CompressionResult:
+    """`quantize` to a directory."""
     started = time.perf_counter()
     plan = make_plan(model, recipe, output, device)
     samples = read_samples(plan)
