@@ -101,7 +101,9 @@ class NativeLinear:
             return self(x.to(self._dtype)).to(x.dtype)
         if not x.is_contiguous():
             x = x.contiguous()
-        tokens = x.shape[0]
+        tokens, width = x.shape
+        if width != self.in_features:  # C would read past the end
+            raise ValueError(f"inputs {tuple(x.shape)} do not fit a weight of {self.in_features} inputs")
         out = x.new_empty((tokens, self.out_features))
         threads = torch.get_num_threads()
         if self._multiply(self._address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self._activation, threads):

@@ -296,3 +296,10 @@ def test_the_description_names_kernel_and_number_type(kernels):
     assert linear.description == f"int4 g32 ({kernels})"
     # 4 bits a code and, at 32 inputs per scale, 32 bits a scale, or two of 16
     assert linear.stored_bytes == 64 * 128 // 2 + 64 * 4 * 4
+
+
+def test_inputs_of_another_width_are_refused():
+    linear = make_linear(quantized(64, 128, "int8", None, True), dtype=torch.float32, device=CPU)
+    for width in (127, 129):
+        with pytest.raises((ValueError, RuntimeError)):
+            linear(inputs(2, width))
