@@ -198,7 +198,7 @@ def latency_table(report: Report) -> Table | None:
             if found is not None:
                 times = (duration(t) for t in (found.p50, found.p90, found.p99, found.mean))
                 rows.append((f"{run.workload.name}, {side}", name, *times, f"{found.count:,}"))
-    columns = ("workload", "", "p50", "p90", "p99", "mean", "n")
+    columns = ("workload", "latency", "p50", "p90", "p99", "mean", "n")
     note = "With fewer than 100 values the 99th percentile lies between the two largest."
     return Table(caption="Latency", columns=columns, rows=tuple(rows), note=note) if rows else None
 
