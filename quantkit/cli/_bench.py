@@ -216,10 +216,10 @@ def cache_table(comparison: CacheComparison) -> Group:
         cells = f"{mark.new_tokens:,}", f"{_ms(mark.cached_s)} ms", f"{_ms(mark.recomputed_s)} ms", f"{mark.ratio:.1f}x"
         table.add_row(*cells)
     count = comparison.cached.num_new_tokens
-    same = "all tokens the same" if comparison.num_same == count else f"the first {comparison.num_same} tokens the same"
-    return _noted(
-        table, f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same} both ways."
-    )
+    same = "the same tokens both ways"
+    if comparison.num_same < count:
+        same = f"the first {comparison.num_same} tokens are the same both ways, then rounding decided a close call"
+    return _noted(table, f"Time until so many tokens were there, prompt of {comparison.cached.prompt_tokens}; {same}.")
 
 
 def _noted(table: Table, note: str) -> Group:

@@ -15,7 +15,7 @@ from quantkit.convert._gguf_vocab import read_vocab
 from quantkit.convert.source import Source
 from quantkit.errors import ModelError
 
-_LEFT_OUT = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ class Cost:
         expert_bytes: of them, those of experts; with more tokens more experts are read.
         num_experts, chosen_experts: of a layer, and of each token; 1 and 1 without experts.
         parameters: weights of the products that one token passes, the head not counted.
-        head_parameters: of the head.
+        head_parameters, head_bytes: of the head.
         layers: attention.
         product: number type that products are made in, e.g. "bfloat16" or "int8".
     """
@@ -54,6 +54,7 @@ class Cost:
     chosen_experts: int
     parameters: int
     head_parameters: int
+    head_bytes: int
     layers: tuple[LayerCost, ...]
     product: str
 
@@ -106,7 +107,7 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     """
     if not isinstance(model, NativeModel):
         size = model.dtype.itemsize
-        return _make_cost(model, model.stored_bytes // size, 0, [], 0, (1, 1))
+        return _make_cost(model, model.stored_bytes // size, 0, [], (0, 0), (1, 1))
     config, experts = model.config, model.config.experts
     parts = [linear for block in model.blocks for linear in _linears(block)]
     share = 1.0 if experts is None else experts.num_chosen / experts.num_experts
@@ -121,7 +122,8 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
         for layout, layer in zip(layouts, config.layers, strict=True)
     ]
     counts = (1, 1) if experts is None else (experts.num_experts, experts.num_chosen)
-    return _make_cost(model, round(parameters), routed_bytes, layers, _size(model.head), counts)
+    head = _size(model.head), model.head.stored_bytes
+    return _make_cost(model, round(parameters), routed_bytes, layers, head, counts)
 
 
 def product_type(model: Model) -> str:
@@ -145,7 +147,12 @@ def linear_kinds(model: Model) -> dict[str, int]:
 
 
 def _make_cost(
-    model: Model, parameters: int, expert_bytes: int, layers: list[LayerCost], head: int, experts: tuple[int, int]
+    model: Model,
+    parameters: int,
+    expert_bytes: int,
+    layers: list[LayerCost],
+    head: tuple[int, int],
+    experts: tuple[int, int],
 ) -> Cost:
     return Cost(
         read_bytes=model.stored_bytes,
@@ -153,7 +160,8 @@ def _make_cost(
         num_experts=experts[0],
         chosen_experts=experts[1],
         parameters=parameters,
-        head_parameters=head,
+        head_parameters=head[0],
+        head_bytes=head[1],
         layers=tuple(layers),
         product=product_type(model),
     )

@@ -221,19 +221,20 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
 
 def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tuple[str, float]:
     """What to make smaller, and the bytes of a step that this saves."""
-    now = facts.bytes_per_weight
+    now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         smaller = facts.result.kv_cache not in ("int8", "fp8", "int4")
         if smaller:
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
         return ("Take --kv-cache int4." if facts.result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+    linears = weights - cost.head_bytes
+    to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
-        return "Quantize the weights to 4 bits (awq-int4, gptq-int4).", weights * (1 - _INT4_BYTES / now)
+        return to_int4
+    if cost.head_bytes > 0.15 * weights and cost.head_bytes > 1.5 * _INT8_BYTES * cost.head_parameters:
+        return "Round the output head, which recipes leave: --head int8.", cost.head_bytes * 0.48
     if now > 1.3 * _INT4_BYTES:
-        dense = 2 * cost.head_parameters
-        if dense > 0.15 * weights:
-            return "Round the output head, which recipes leave: --head int8.", dense * 0.48
-        return "Quantize the weights to 4 bits.", weights * (1 - _INT4_BYTES / now)
+        return to_int4
     return "Speculate (--speculate ngram, or a small draft model): several tokens per reading of the weights.", 0.0
 
 

@@ -93,6 +93,7 @@ COST = Cost(
     chosen_experts=1,
     parameters=400,
     head_parameters=100,
+    head_bytes=200,
     layers=(LayerCost(token_bytes=10, pair_flops=8, window=None),),
     product="bfloat16",
 )

@@ -305,13 +305,35 @@ def write_int4(source: Path, target: Path) -> Path:
     return target
 
 
+def write_constant(folder: Path, like: Path, dtype: torch.dtype, hidden: int, width: int, heads: int) -> Path:
+    """A Llama of 20 layers whose weights are all one: quick to make, and sizes are all that matters here."""
+    folder.mkdir()
+    keys = hidden // heads * 2
+    shapes = {
+        **{f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"},
+        **{f"self_attn.{name}_proj": (keys, hidden) for name in "kv"},
+        **{f"mlp.{name}_proj": (width, hidden) for name in ("gate", "up")},
+        "mlp.down_proj": (hidden, width),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,)),
+    }
+    tensors = {
+        f"model.layers.{i}.{name}.weight": torch.ones(shape) for i in range(20) for name, shape in shapes.items()
+    }
+    tensors |= {f"{name}.weight": torch.ones(1000, hidden) for name in ("model.embed_tokens", "lm_head")}
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    save_file(
+        {name: value.to(dtype) for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    (folder / "config.json").write_text((like / "config.json").read_text())
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": 20, "num_attention_heads": heads}
+    edit_config(folder, **sizes, vocab_size=1000, head_dim=hidden // heads, dtype=str(dtype).removeprefix("torch."))
+    return folder
+
+
 @pytest.mark.parametrize(("dtype", "quantized"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_loading_never_holds_two_copies(llama, tmp_path, dtype, quantized):
     hidden, width, heads = 512, 1024, 8
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": 20, "vocab_size": 1000}
-    large = make_loud_model(
-        tmp_path / "large", "llama", dtype=getattr(torch, dtype), num_attention_heads=heads, **sizes
-    )
+    large = write_constant(tmp_path / "large", llama, getattr(torch, dtype), hidden, width, heads)
     small = llama
     if quantized:
         small, large = write_int4(llama, tmp_path / "small"), write_int4(large, tmp_path / "out")
