@@ -97,3 +97,14 @@ def test_rejected_drafts_are_never_published():
     assert engine.governor.acceptance < 0.9
     keys = sequence(ids)
     assert set(published) == {engine.prefix._key(keys, index) for index in range((len(ids) - 1) // 2)}
+
+
+def test_pages_of_a_prompt_are_shared_while_the_rest_of_it_is_computed():
+    engine = make_engine(token_budget=16, max_sequences=2)
+    prompt = [index % 32 for index in range(40)]
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    assert engine.prefix.num_hit_tokens == 16
+    run(engine)

@@ -181,3 +181,16 @@ def test_the_governor_changes_no_token(speculate):
     engine = make_engine(model=model, speculate=speculate, force=False)
     params = SamplingParams(max_tokens=40)
     assert generate(engine, asked, params) == [greedy(model, prompt, 40) for prompt in asked]
+
+
+def test_drafts_fed_long_ago_are_compared_with_what_came():
+    """Speculation may pause for steps: then more tokens have come than were drafted, and others."""
+    draft = ToyModel(seed=1)
+    options = SchedulerOptions(page_size=4, max_sequences=2, token_budget=64)
+    proposer = DraftModelProposer(draft, ToyCache(32, 4), num_pages=32, options=options, vocab_size=VOCAB)
+    item = sequence(range(10))
+    proposer.propose([item], 4)
+    item.ids += [item.drafts[0], (item.drafts[1] + 1) % VOCAB, 3, 4, 5, 6]
+    item.drafts = []
+    proposer.propose([item], 4)
+    assert tuple(item.drafts) == greedy(draft, item.ids, 4)

@@ -1,0 +1,48 @@
+"""The batch builder on the worked example of ForwardBatch, and rows that change hands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from quantkit.runtime.runner import BatchBuilder, Piece
+
+
+def holder(number, row, pages):
+    return SimpleNamespace(id=number, row=row, pages=pages, tabled=0)
+
+
+def builder():
+    return BatchBuilder(max_sequences=3, max_pages=4, page_size=4, device="cpu")
+
+
+def test_the_worked_example():
+    one, two = holder(5, 2, [7, 2]), holder(6, 0, [9])
+    batch = builder().build([Piece(one, [50], 5, 1), Piece(two, [60, 61, 62], 0, 1)])
+    assert batch.token_ids.tolist() == [50, 60, 61, 62]
+    assert batch.positions.tolist() == [5, 0, 1, 2]
+    assert batch.query_starts.tolist() == [0, 1, 4]
+    assert batch.page_table.tolist() == [[7, 2], [9, -1]]
+    assert batch.slots.tolist() == [9, 36, 37, 38]
+    assert batch.tail_rows.tolist() == [2, 0]
+    assert batch.logit_rows.tolist() == [0, 3]
+    assert (batch.query_lengths, batch.context_lengths, batch.sequence_ids) == ((1, 3), (6, 3), (5, 6))
+
+
+def test_a_row_forgets_its_last_owner():
+    made = builder()
+    made.build([Piece(holder(0, 1, [3, 4, 5]), [1], 11, 1)])
+    other, long = holder(1, 1, [6]), holder(2, 0, [7, 8, 9])
+    batch = made.build([Piece(other, [1], 0, 1), Piece(long, [2], 8, 0)])
+    assert batch.page_table.tolist() == [[6, -1, -1], [7, 8, 9]]
+    assert batch.logit_rows.tolist() == [0]
+    long.pages = [7]
+    other.pages = [6, 2]
+    batch = made.build([Piece(long, [1], 2, 1), Piece(other, list(range(5)), 1, 5)])
+    assert batch.page_table.tolist() == [[7, -1], [6, 2]]
+    assert batch.logit_rows.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_long_chunks_grow_the_buffers():
+    made = builder()
+    batch = made.build([Piece(holder(0, 0, [0, 1, 2, 3]), list(range(16)), 0, 1)])
+    assert batch.token_ids.tolist() == list(range(16)) == batch.slots.tolist()
