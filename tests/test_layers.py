@@ -106,6 +106,21 @@ def layer_breaches(sources: Sources) -> list[str]:
     return breaches
 
 
+COMPRESS = ("calibration", "algorithms", "recipe", "pipeline")
+RUN = ("kernels", "runtime", "measure", "evaluate")
+
+
+def half_breaches(sources: Sources) -> list[str]:
+    """Imports between the half that compresses and the half that runs."""
+    return [
+        f"{name} imports {target}"
+        for name in sources
+        for target in sorted(imported(name, sources))
+        for one, other in ((COMPRESS, RUN), (RUN, COMPRESS))
+        if part(name) in one and part(target) in other
+    ]
+
+
 def cycles(sources: Sources) -> list[str]:
     """One path per cycle between modules, found by depth-first search."""
     graph = {name: sorted(imported(name, sources) & sources.keys() - {name}) for name in sources}
@@ -170,7 +185,7 @@ def public_definitions(node: ast.Module | ast.ClassDef) -> list[ast.FunctionDef 
     return [child for child in node.body if isinstance(child, kinds) and not child.name.startswith("_")]
 
 
-CHECKS = [layer_breaches, cycles, heavy_imports, too_long, undocumented]
+CHECKS = [layer_breaches, half_breaches, cycles, heavy_imports, too_long, undocumented]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -191,6 +206,7 @@ PLANTED = [
     (layer_breaches, {"quantkit.formats.x": "import quantkit"}, "x (3) imports quantkit (6)"),
     (layer_breaches, {"quantkit.formats.x": "from ..recipe import load"}, "imports quantkit.recipe (5)"),
     (layer_breaches, {"quantkit.novel.x": ""}, "add 'novel' to LAYERS"),
+    (half_breaches, {"quantkit.runtime.x": "from quantkit.recipe import load"}, "x imports quantkit.recipe"),
     (
         cycles,
         {"quantkit.formats.a": "from quantkit.formats import b", "quantkit.formats.b": "def f():\n  from . import a"},

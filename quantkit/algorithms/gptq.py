@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.architectures import LinearSet
 from quantkit.calibration.layer import LayerContext
-from quantkit.calibration.memory import release_freed_memory
+from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.calibration.observers import Gram
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import from_codes, minmax_parameters, round_scale, search_parameters, to_codes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.architectures import LinearSet
 from quantkit.calibration.activations import ActivationStore
-from quantkit.calibration.memory import release_freed_memory
+from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError
 from quantkit.numerics.affine import (

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.calibration.activations import ActivationStore, Mode
 from quantkit.calibration.dataset import Samples
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
-from quantkit.calibration.memory import peak_bytes, release_freed_memory
+from quantkit.checkpoint.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.pipeline.events import SILENT, Listener

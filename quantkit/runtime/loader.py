@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures import Architecture, find, supported
-from quantkit.calibration.memory import release_freed_memory
+from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import InputError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS

@@ -275,7 +275,7 @@ def test_shards_are_one_model(tmp_path):
 
 _MEASURE = """
 import sys
-from quantkit.calibration.memory import peak_bytes
+from quantkit.checkpoint.memory import peak_bytes
 from quantkit.runtime.loader import load_model
 load_model(sys.argv[1], dtype=sys.argv[3])  # a small one first: libraries, kernels and thread pools
 before = peak_bytes()
