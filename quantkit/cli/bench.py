@@ -109,18 +109,21 @@ def bench(
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
-    from quantkit.measure.benchmark import BenchmarkOptions, find_ceilings, load_target, measure, measure_against
+    from quantkit.measure import benchmark
 
-    options = BenchmarkOptions(**_options(workload, against is not None))
+    options = benchmark.BenchmarkOptions(**_options(workload, against is not None))
+    models = [checkpoint, against] if against else [checkpoint]
+    for model in models:  # all of them before the first is loaded
+        benchmark.check_target(model, options, engine)
     progress = _progress(output_to)
     progress("loading")
-    targets = [load_target(model, options, engine) for model in ([checkpoint, against] if against else [checkpoint])]
+    targets = [benchmark.load_target(model, options, engine) for model in models]
     progress("measuring the ceilings of this machine")
-    ceilings = find_ceilings(targets)
+    ceilings = benchmark.find_ceilings(targets)
     if against:
-        results = list(measure_against(targets[0], targets[1], options, ceilings, progress))
+        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, progress))
     else:
-        results = [measure(targets[0], options, ceilings, progress)]
+        results = [benchmark.measure(targets[0], options, ceilings, progress)]
     _report(output_to, targets, results, ceilings)
 
 
@@ -170,7 +173,7 @@ def _report(output_to: Output, targets: list[Target], results: list[BenchmarkRes
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
     """The same text with the cache and without."""
-    from quantkit.measure.benchmark import BenchmarkOptions, load_target
+    from quantkit.measure.benchmark import BenchmarkOptions, check_target, load_target
     from quantkit.measure.no_cache import compare_cache
     from quantkit.measure.predict import max_length
     from quantkit.measure.workload import make_load
@@ -181,6 +184,7 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     options = BenchmarkOptions(
         concurrencies=(1,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, num_requests=1, seed=workload["seed"]
     )
+    check_target(model, options, engine)
     progress = _progress(output_to)
     progress("loading")
     target = load_target(model, options, engine)

@@ -104,19 +104,19 @@ class Target:
     cost: Cost
 
 
-def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None) -> Target:
-    """Load a model, and check that every request fits.
+def check_target(
+    model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None
+) -> tuple[Path, Prediction | None]:
+    """Find a model, predict its memory, and check that every request fits, before anything heavy is done.
 
     Args:
-        model: directory or hub id; None = the demo model.
-        options: what will be measured.
-        engine: keywords of `LLM`.
+        model, options, engine: see `load_target`.
     Raises:
-        RequestError: the prompts are too long; otherwise what `LLM` raises.
+        RequestError: the prompts are too long.
+        ModelError: there is no such model.
     """
-    settings = {"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})}
+    settings = engine or {}
     path = DEMO if model is None else resolve(str(model))
-    name = "demo model" if model is None else str(model)
     prediction = predict(
         path,
         dtype=settings.get("dtype", "auto"),
@@ -125,14 +125,32 @@ def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Map
         page_size=settings.get("page_size", DEFAULT_PAGE_SIZE),
         head_dtype=settings.get("head_dtype"),
     )
-    if prediction is not None:  # refused before anything heavy is done
+    if prediction is not None:
         room = min(prediction.config.max_length, settings.get("max_length") or prediction.config.max_length)
-        check_room(options.workloads(), room, f"the context of {name}")
-    llm = LLM(path, **settings)
-    check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {name}")
+        check_room(options.workloads(), room, f"the context of {_name(model)}")
+    return path, prediction
+
+
+def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None) -> Target:
+    """Load a model that is to be measured.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+        options: what will be measured.
+        engine: keywords of `LLM`.
+    Raises:
+        RequestError: the prompts are too long; otherwise what `LLM` raises.
+    """
+    path, prediction = check_target(model, options, engine)
+    llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
+    check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
-    return Target(name=name, llm=llm, prediction=prediction, cost=cost)
+    return Target(name=_name(model), llm=llm, prediction=prediction, cost=cost)
+
+
+def _name(model: str | Path | None) -> str:
+    return "demo model" if model is None else str(model)
 
 
 def find_ceilings(targets: Sequence[Target]) -> Ceilings:

@@ -1,0 +1,151 @@
+"""`quantkit bench` as its users see it: tables, JSON, help, and one line for what cannot be measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quantkit.cli import main
+from quantkit.measure import ceilings
+from quantkit.results import BenchmarkResult, Diagnosis
+
+SMALL = ["--prompt-tokens", "40", "--new-tokens", "5", "--requests", "2", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run `quantkit bench ...`; exit code, stdout, stderr."""
+
+    def bench(*args):
+        with pytest.raises(SystemExit) as exit_:
+            main(["bench", *map(str, args)])
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return bench
+
+
+def test_the_demo_model_without_an_argument(run):
+    code, out, err = run(*SMALL)
+    assert code == 0
+    for words in (
+        "demo model on",
+        "closed-1",
+        "closed-8",
+        "TTFT",
+        "ITL",
+        "TPOT",
+        "p99",
+        "tokens/s",
+        "MBU",
+        "Diagnosis",
+    ):
+        assert words in out
+    assert "weights" in out
+    assert "exact" in out
+    assert "TTFT: request arrived to first token" in out
+    assert "loading" in err
+    assert "sweep" not in out  # serves the fits only
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_json_is_all_there_is_on_stdout(run, tiny_llama):
+    code, out, err = run(tiny_llama, *SMALL, "--batch", "1,2", "--json", "--ttft-limit", "5", "--tpot-limit", "5")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    result = BenchmarkResult.from_dict(found["benchmark"])
+    assert [run.workload.name for run in result.runs] == ["closed-1", "closed-2", "sweep"]
+    assert result.runs[0].workload.ttft_limit_s == 5
+    summary = found["summary"]["closed-1"]
+    assert {"p50", "p90", "p99"} <= summary["ttft_s"].keys() & summary["itl_s"].keys() & summary["tpot_s"].keys()
+    assert summary["goodput_per_s"] == summary["requests_per_s"]
+    assert summary["itl_s"]["count"] == 2 * 4
+    assert set(found["fits"]) == {"ITL", "TTFT"}
+    assert Diagnosis.from_dict(found["diagnosis"]).findings
+    assert found["ceilings"]["bytes_per_s"] > 0
+    assert "ratios" not in found
+
+
+def test_against_another_model(run, tiny_llama, family_models):
+    other = family_models["qwen3"]
+    code, out, _ = run(tiny_llama, "--against", other, "--batch", "1", *SMALL, "--rounds", "2", "--quiet")
+    assert code == 0
+    for words in ("verdict", "noise", "A B B A", tiny_llama.name, other.name):
+        assert words in out
+    code, out, _ = run(tiny_llama, "--against", other, "--batch", "1", *SMALL, "--json")
+    found = json.loads(out)
+    assert {ratio["metric"] for ratio in found["ratios"]} == {"TTFT", "ITL", "TPOT", "tokens/s"}
+    assert all(ratio["low"] <= ratio["high"] for ratio in found["ratios"])
+    assert BenchmarkResult.from_dict(found["against"]["benchmark"]).model == str(other)
+    assert found["benchmark"]["runs"][0]["rounds"] == 4  # more rounds by default when there is something to compare
+
+
+def test_without_the_cache(run, tiny_llama):
+    code, out, err = run(tiny_llama, "--no-cache", "--new-tokens", "12", "--threads", "1")
+    assert code == 0
+    assert "recomputed" in out
+    assert "prompt of 16" in out
+    assert "token 12 of 12" in err
+    code, out, _ = run(tiny_llama, "--no-cache", "--prompt-tokens", "240", "--threads", "1", "--json")
+    marks = json.loads(out)["marks"]
+    assert [mark["new_tokens"] for mark in marks] == [1, 10, 16]  # as many as fit
+
+
+def test_static_batches_and_arrivals(run, tiny_llama):
+    options = ["--batch", "2", "--rate", "100", "--batching", "static", "--spread", "0.5", "--json"]
+    code, out, _ = run(tiny_llama, *SMALL, *options)
+    assert code == 0
+    assert list(json.loads(out)["summary"]) == ["closed-2", "static-2", "poisson-100"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["no/such/folder"], 4, "no/such/folder"),
+        (["--against", "no/such/folder"], 4, "no/such/folder"),
+        (["--prompt-tokens", "1000", "--new-tokens", "100"], 4, "is 1024 tokens; --prompt-tokens can be 924 at most"),
+        (["--max-length", "64"], 4, "is 64 tokens"),
+        (["--no-cache", "--prompt-tokens", "1024"], 4, "is 1024 tokens"),
+        (["--batch", "0"], 2, "above 0"),
+        (["--batch", "1,x"], 2, "not a list of numbers such as 1,8"),
+        (["--rate", "-1"], 2, "above 0"),
+        (["--rate", "nan"], 2, "above 0"),
+        (["--requests", "0"], 2, "--requests"),
+        (["--kv-cache", "int3"], 2, "int3"),
+        (["--tpot-limit", "0"], 2, "--tpot-limit"),
+        (["--no-cache", "--against", "x"], 2, "leave --against out"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(run, args, code, message, monkeypatch):
+    from quantkit.measure import benchmark
+
+    def loaded(*_args, **_options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(benchmark, "LLM", loaded)
+    found, out, err = run(*args)
+    assert found == code
+    assert message in err
+    assert out == ""
+    if code == 4:
+        assert len(err.splitlines()) == 1
+
+
+def test_help_defines_what_is_measured_and_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom quantkit.cli import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    for words in ("TTFT", "ITL", "TPOT", "MBU", "Examples", "--against", "--no-cache", "--batch", "--kv-cache"):
+        assert words in out
