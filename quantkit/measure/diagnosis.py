@@ -23,6 +23,7 @@ from quantkit.statistics import percentile
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
+_CACHE_BYTES = 32_000_000  # less than this is at home in the last cache of a server, at least in part
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
 
@@ -193,6 +194,8 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
         f"{milliseconds(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
         f"floor {milliseconds(record.floor_s)}"
     )
+    if record.bytes_moved < _CACHE_BYTES and record.mbu <= 1:
+        evidence += "; so few bytes may partly come from the processor's caches, which are faster"
     if record.floor_s / record.seconds < _BOUND:
         return Finding(
             statement=f"Overhead binds decoding at batch {record.batch}: memory and arithmetic explain only "

@@ -122,6 +122,14 @@ def test_caches_are_not_called_memory():
     assert about(findings(run(), roofline=[decode(0.005)]), "processor's caches").statement.startswith("Reading")
 
 
+def test_few_bytes_make_no_sharp_floor():
+    def evidence(cost):
+        return about(findings(run(), roofline=[decode(0.1, cost=cost)], cost=cost), "Overhead").evidence
+
+    assert "caches" in evidence(dataclasses.replace(COST, read_bytes=20 * MILLION))
+    assert "caches" not in evidence(COST)
+
+
 def test_overhead_binds():
     found = about(findings(run(), roofline=[decode(0.1)]), "Overhead binds decoding")
     assert "only 10 % of a step" in found.statement
