@@ -64,9 +64,12 @@ def inspect(path: str | Path) -> CheckpointSummary:
     modules = [_module(reader, module, tensors, found) for module, tensors in by_module(reader.names).items()]
     recipe, layers = _read_manifest(reader.path)
     name = DENSE if found is None else found[0]
-    return _summary(
-        str(path), next(iter(reader.config.get("architectures") or []), "unknown"), name, modules, recipe, layers
-    )
+    return _summary(str(path), _architecture(reader.config), name, modules, recipe, layers)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "unknown"
 
 
 def _summary(

@@ -155,7 +155,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
     key, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if key not in _DTYPES:
+    if not isinstance(key, str) or key not in _DTYPES:
         raise CheckpointError(
             f"{path}: tensor {name!r} has dtype {key!r}, which is not supported; supported: {', '.join(_DTYPES)}"
         )

@@ -165,6 +165,9 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
 def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     """Linears that engines fuse have one scheme, and a head tied to the embedding is not quantized."""
     config = source.reader.config
+    names = config.get("architectures")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
     try:
         architecture = architectures.find(config)
     except ModelError:

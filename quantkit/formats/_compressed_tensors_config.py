@@ -172,7 +172,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     fields = {key: value for key, value in section.items() if key in QuantizationConfig.model_fields}
     try:
         parsed = QuantizationConfig.model_validate(fields)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise SchemeError(f"quantization_config is not one that compressed-tensors accepts: {reason}") from error
     formats = [parsed.format] if "format" in section else []
@@ -186,8 +186,9 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
             f"quantization_status is {status!r}, so the weights are not stored quantized: nothing to decode"
         )
     sparsity = section.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise SchemeError(f"sparsity_config has format {sparsity['format']!r}; sparse checkpoints cannot be decoded")
+    sparse = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if sparse != "dense":
+        raise SchemeError(f"sparsity_config has format {sparse!r}; sparse checkpoints cannot be decoded")
     if section.get("transform_config"):
         raise SchemeError("transform_config is not empty; checkpoints with transforms (rotations) cannot be decoded")
     return parsed

@@ -148,7 +148,7 @@ def decode(block: Block, data: Tensor, shape: Sequence[int]) -> Tensor | None:
         return data.view(block.dtype).view(*shape)
     if block.name not in _DECODERS:
         return None
-    return _DECODERS[block.name](data.view(-1, block.size)).view(*shape)
+    return _DECODERS[block.name](data.view(data.numel() // block.size, block.size)).view(*shape)
 
 
 def unpack_k_scales(data: Tensor) -> tuple[Tensor, Tensor]:

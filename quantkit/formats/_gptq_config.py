@@ -72,7 +72,8 @@ def read_config(config: Mapping[str, Any], version: str) -> Scheme | None:
         rules.append(_rule(expression, changes, section))
     extra = section.get("extra_config") or {}
     for name, changes in extra.items() if isinstance(extra, Mapping) else ():
-        left = isinstance(changes, Mapping) and changes.get("bits", 0) >= 16
+        bits = changes.get("bits") if isinstance(changes, Mapping) else None
+        left = type(bits) is int and bits >= 16
         rules.append(Rule(pattern=name, linear=None if left else LinearScheme(weight=_weight(section, changes))))
     return Scheme(default=LinearScheme(weight=default), rules=tuple(rules))
 
