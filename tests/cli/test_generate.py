@@ -1,0 +1,170 @@
+"""`quantkit generate` as its users see it: text on stdout, numbers on stderr, and one line for what cannot be run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from quantkit.cli import main
+from quantkit.measure import ceilings
+from quantkit.runtime import loader
+from tests.helpers import edit_config, edit_tensors, make_model
+
+PROMPT = "The boys by the mills"
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run `quantkit generate ...`; exit code, stdout, stderr."""
+
+    def generate(*args):
+        with pytest.raises(SystemExit) as exit_:
+            main(["generate", "--threads", "1", *map(str, args)])
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return generate
+
+
+def test_text_of_the_demo_model_and_nothing_else_on_stdout(run):
+    code, out, err = run("--prompt", PROMPT, "--max-tokens", 8)
+    assert code == 0
+    assert out.endswith("\n")
+    assert len(out.split()) >= 3
+    again = run("--prompt", PROMPT, "--max-tokens", 8)
+    assert again[1] == out
+    assert "TTFT" not in err
+
+
+def test_statistics_go_to_stderr(run):
+    code, out, err = run("--prompt", PROMPT, "--max-tokens", 6, "--stats")
+    assert code == 0
+    assert "TTFT" not in out
+    for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s"):
+        assert word in err
+
+
+def test_json_has_the_text_and_the_numbers(run):
+    _, text, _ = run("--prompt", PROMPT, "--max-tokens", 6)
+    code, out, err = run("--prompt", PROMPT, "--max-tokens", 6, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert err == ""
+    assert found["text"] == text.removesuffix("\n")
+    assert found["new_tokens"] == 6
+    assert found["ttft_s"] > 0
+    assert 0 < found["bandwidth_share"]
+    assert found["weight_bytes"] > 6_000_000
+
+
+def test_the_prompt_may_come_from_stdin(run, monkeypatch):
+    _, wanted, _ = run("--prompt", PROMPT, "--max-tokens", 5)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert run("--prompt", "-", "--max-tokens", 5)[1] == wanted
+
+
+def test_sampling_follows_its_seed(run):
+    options = ("--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1.5)
+    texts = {seed: run(*options, "--seed", seed)[1] for seed in (1, 2)}
+    assert texts[1] != texts[2]
+    assert run(*options, "--seed", 1)[1] == texts[1]
+
+
+def test_speculation_does_not_change_the_text(run):
+    options = ("--prompt", "Sums:42+37=", "--max-tokens", 24, "--dtype", "fp32")
+    assert run(*options)[1] == run(*options, "--speculate", "ngram")[1]
+
+
+def refused(run, code, *words, options):
+    found, out, err = run(*options)
+    assert found == code
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    for word in words:
+        assert word in lines[0]
+
+
+def test_a_prompt_longer_than_the_context(run):
+    refused(run, 4, "1024", options=("--prompt", "owl " * 1500))
+
+
+def test_more_tokens_than_fit_names_how_many_do(run):
+    refused(run, 4, "at most", options=("--prompt", PROMPT, "--max-tokens", 4000))
+
+
+def test_a_pool_too_small_for_one_request(run):
+    refused(run, 4, "KV pool", options=("--prompt", PROMPT, "--kv-memory", "64KiB", "--max-length", 512))
+
+
+def test_an_unreadable_size(run):
+    refused(run, 4, "4GiB", options=("--prompt", PROMPT, "--kv-memory", "plenty"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--temperature", -1), ("--top-p", 0), ("--top-k", 0), ("--min-p", 2), ("--max-length", 4096)]
+)
+def test_parameters_out_of_range(run, option, value):
+    refused(run, 4, option.removeprefix("--").replace("-", "_"), options=("--prompt", PROMPT, option, value))
+
+
+def test_chat_needs_a_template(run):
+    refused(run, 4, "chat template", options=("--prompt", PROMPT, "--chat"))
+
+
+def test_no_such_model(run, tmp_path):
+    refused(run, 4, "no such", options=(tmp_path / "absent", "--prompt", PROMPT))
+
+
+def test_an_unknown_device_and_type(run):
+    refused(run, 4, "tpu", options=("--prompt", PROMPT, "--device", "tpu"))
+    refused(run, 4, "int7", options=("--prompt", PROMPT, "--dtype", "int7"))
+
+
+def test_an_empty_prompt_without_bos(run, tmp_path):
+    model = make_model(tmp_path / "model")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (path := model / name).exists():
+            settings = json.loads(path.read_text())
+            settings.pop("bos_token", None)
+            path.write_text(json.dumps(settings))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = None
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(run, 4, "empty", options=(model, "--prompt", ""))
+
+
+def no_weights_read(monkeypatch):
+    def read(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loader.CheckpointReader, "tensor", read)
+
+
+def test_shapes_against_the_config(run, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model")
+    edit_tensors(model, model__layers__1__mlp__up_proj__weight=torch.zeros(95, 64))
+    no_weights_read(monkeypatch)
+    refused(run, 4, "model.layers.1.mlp.up_proj.weight", "95", "96", options=(model, "--prompt", "a"))
+
+
+def test_a_model_too_large_for_memory(run, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model")
+    monkeypatch.setattr("quantkit.runtime.memory.free_bytes", lambda device: 1000)
+    no_weights_read(monkeypatch)
+    refused(run, 5, "memory", options=(model, "--prompt", "a"))
+
+
+def test_a_config_that_contradicts_itself(run, tmp_path):
+    model = make_model(tmp_path / "model")
+    edit_config(model, num_key_value_heads=3)
+    refused(run, 4, "num_key_value_heads", options=(model, "--prompt", "a"))
