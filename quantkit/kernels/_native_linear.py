@@ -231,5 +231,6 @@ def _lay_out(storage: int, weight: Tensor) -> Tensor:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = native.function("qk_linear_layout", ctypes.c_int, pointer, number, number, pointer, number)
     assert function is not None, "asked for without a library"
-    function(storage, weight.contiguous().data_ptr(), rows, width, panels.data_ptr(), panel_bytes)
+    dense = weight.contiguous()  # by name: C reads it after data_ptr() has returned
+    function(storage, dense.data_ptr(), rows, width, panels.data_ptr(), panel_bytes)
     return panels

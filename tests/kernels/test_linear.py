@@ -303,3 +303,13 @@ def test_inputs_of_another_width_are_refused():
     for width in (127, 129):
         with pytest.raises((ValueError, RuntimeError)):
             linear(inputs(2, width))
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256, 1024])
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_weight_whose_rows_do_not_lie_one_after_another_is_the_same(name, rows):
+    weight = quantized(rows, 2 * rows, name, 32, True)
+    turned = dataclasses.replace(weight, codes=weight.codes.t().contiguous().t())
+    x = inputs(3, 2 * rows)
+    expected = make_linear(weight, dtype=torch.float32, device=CPU)(x)
+    torch.testing.assert_close(make_linear(turned, dtype=torch.float32, device=CPU)(x), expected)
