@@ -312,4 +312,4 @@ def test_a_weight_whose_rows_do_not_lie_one_after_another_is_the_same(name, rows
     turned = dataclasses.replace(weight, codes=weight.codes.t().contiguous().t())
     x = inputs(3, 2 * rows)
     expected = make_linear(weight, dtype=torch.float32, device=CPU)(x)
-    torch.testing.assert_close(make_linear(turned, dtype=torch.float32, device=CPU)(x), expected)
+    torch.testing.assert_close(make_linear(turned, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-4, atol=1e-3)
