@@ -66,7 +66,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
         RecipeError: one line that says file, field, value and what is valid.
     """
     if isinstance(recipe, Recipe):
-        data = {"description": recipe.description, **recipe.source}
+        data = {"description": recipe.description, "gates": list(recipe.gates), **recipe.source}
         return build(patched(data, overrides), recipe.name) if overrides else recipe
     return load(recipe, overrides)
 

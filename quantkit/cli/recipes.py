@@ -54,7 +54,7 @@ def show(output_to: Output, *, name: str) -> None:
 
     recipe = load(name)
     if output_to.as_json:
-        output_to.result(lambda: {"description": recipe.description, **recipe.source})
+        output_to.result(lambda: {"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
     else:
         click.echo(shipped().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
 

@@ -283,6 +283,7 @@ def _carry_manifest(source: Source, target: Target, folder: Path) -> None:
         manifest["result"]["format"] = target.name
     except (OSError, ValueError, KeyError, TypeError):
         return
+    manifest.pop("files", None)  # of the source's shards
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
 
 

@@ -225,7 +225,7 @@ class _Run:
         started = time.perf_counter()
         plan, folder = self.plan, self.state.checkpoint
         shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
-        copy_tensors(plan.reader, plan.rest, folder / shard)
+        digests = {**self.state.shards, shard: copy_tensors(plan.reader, plan.rest, folder / shard)}
         weight_map = {**self.state.weight_map, **dict.fromkeys(plan.rest, shard)}
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
@@ -237,7 +237,7 @@ class _Run:
         check_checkpoint(folder, plan, self.state.records)
         self.timer["finish"] = time.perf_counter() - started
         result = self._result(size)
-        self._write_manifest(result)
+        self._write_manifest(result, digests)
         promote(folder, plan.output, overwrite=self.overwrite)
         shutil.rmtree(self.state.folder)
         return result
@@ -269,9 +269,10 @@ class _Run:
             resumed_layers=self.resumed,
         )
 
-    def _write_manifest(self, result: CompressionResult) -> None:
+    def _write_manifest(self, result: CompressionResult, digests: dict[str, str]) -> None:
         """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
-        write_json(self.state.checkpoint / "quantkit-run.json", to_dict(result))
+        folder = self.state.checkpoint
+        write_json(folder / "quantkit-run.json", to_dict(result))
         steady = to_dict(result)
         for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
             del steady[key]
@@ -280,11 +281,15 @@ class _Run:
         manifest = {
             "schema_version": result.schema_version,
             "recipe": self.plan.recipe.source,
+            "gates": list(self.plan.recipe.gates),
+            "files": {
+                name: {"bytes": (folder / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)
+            },
             "identity": self.state.identity,
             "identity_sha256": identity_digest(self.state.identity),
             "result": steady,
         }
-        write_json(self.state.checkpoint / "quantkit.json", manifest)
+        write_json(folder / "quantkit.json", manifest)
 
     @contextmanager
     def _phase(self, name: str, seconds: dict[str, float]) -> Iterator[None]:

@@ -43,8 +43,9 @@ class Recipe:
         calibration: None when there are no steps.
         format: on-disk format.
         seed: of everything that draws random numbers.
-        source: the same as plain data with every default filled in, without the description; two recipes with
+        source: the same as plain data with every default filled in, without description and gates; two recipes with
             equal sources give equal checkpoints. Loading it gives this recipe again.
+        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
     """
 
     name: str
@@ -56,3 +57,4 @@ class Recipe:
     format: str
     seed: int
     source: dict[str, Any]
+    gates: tuple[str, ...] = ()

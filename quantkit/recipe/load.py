@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import RecipeError, SchemeError, suggestion
+from quantkit.errors import GateError, RecipeError, SchemeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.gates import parse_gates
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.recipe.base import CalibrationPlan, Recipe
@@ -63,6 +64,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         format=_format(document.format, where),
         seed=document.seed,
         source=_source(document, overrides, options, calibration, where),
+        gates=_gates(document.gates, where),
     )
 
 
@@ -171,6 +173,13 @@ def _format(name: str, where: str) -> str:
         hint = suggestion(key, names)
         raise RecipeError(f"{where}: format: unknown format {name!r}{hint}; there are: {', '.join(names)}")
     return key
+
+
+def _gates(texts: tuple[str, ...], where: str) -> tuple[str, ...]:
+    try:
+        return tuple(gate.text for gate in parse_gates(texts))
+    except GateError as error:
+        raise RecipeError(f"{where}: gates: {error}") from None
 
 
 def _source(

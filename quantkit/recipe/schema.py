@@ -42,6 +42,13 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _gates(value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
+        raise ValueError(f"expected a gate such as 'recovery>=98.9' or a list of them, found {shorten(value)}")
+    return tuple(found)
+
+
 def _check_expression(pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
@@ -65,6 +72,7 @@ def _name(value: str) -> str:
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 GroupSize = Annotated[int | str, PlainValidator(_group_size)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
+Gates = Annotated[tuple[str, ...], PlainValidator(_gates)]
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -143,6 +151,7 @@ class Document(Section):
     steps: list[Any] = []
     calibration: Calibration | None = None
     format: str = "compressed-tensors"
+    gates: Gates = ()
     seed: Annotated[int, Field(ge=0)] = 0
 
 

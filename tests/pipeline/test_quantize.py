@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -154,6 +155,11 @@ def test_the_manifest_says_how_it_was_made(tiny_llama, tmp_path, text_file):
     assert manifest["identity"]["versions"]["torch"] == torch.__version__
     assert len(manifest["identity"]["source"]["model.safetensors"]) == 64
     assert manifest["result"]["bits_per_weight"] == result.bits_per_weight == 4 + 32 / 32
+    shards = {path.name: path for path in (tmp_path / "out").glob("*.safetensors")}
+    assert manifest["files"] == {
+        name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for name, path in shards.items()
+    }
     timings = json.loads((tmp_path / "out" / "quantkit-run.json").read_text())
     assert timings["layers"][1]["seconds"]["gptq"] > 0
     assert timings["peak_bytes"] > 0

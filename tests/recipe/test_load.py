@@ -298,3 +298,17 @@ def test_the_documentation_names_every_field_and_every_option():
 @pytest.mark.parametrize("text", BLOCKS, ids=range(len(BLOCKS)))
 def test_every_example_of_the_documentation_loads_without_remarks(write, text):
     assert check(write(text)) == []
+
+
+def test_gates_are_read_checked_and_no_part_of_the_identity(write):
+    text = INT4_G32 + "gates: [recovery >= 98.9, 'kl<=0.05']"
+    recipe = load(write(text))
+    assert recipe.gates == ("recovery>=98.9", "kl<=0.05")
+    assert recipe.source == load(write(INT4_G32)).source
+    assert load(write(INT4_G32 + "gates: 'kl<=0.05'")).gates == ("kl<=0.05",)
+    with pytest.raises(
+        RecipeError, match=r"gates: gate 'recoverie>=98': no number is called 'recoverie' \(did you mean"
+    ):
+        load(write(INT4_G32 + "gates: ['recoverie>=98']"))
+    with pytest.raises(RecipeError, match="gates: expected a gate such as"):
+        load(write(INT4_G32 + "gates: {kl: 1}"))

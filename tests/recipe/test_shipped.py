@@ -46,3 +46,9 @@ def test_the_format_can_hold_it(name):
 
     recipe = load(name)
     REGISTRY.load(recipe.format).check(recipe.scheme.default, (256, 384))
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_it_promises_accuracy(name):
+    metrics = [gate.partition(">")[0].partition("<")[0] for gate in load(name).gates]
+    assert metrics == ["recovery", "perplexity_ratio", "kl"]
