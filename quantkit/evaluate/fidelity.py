@@ -1,0 +1,184 @@
+"""How close a model's next-token distributions are to the original's, on fixed text, both through the runtime.
+
+KL is KL(original || model) in nats for every position of every window. It needs no labels and sees every token, so it
+tells two models apart long before an accuracy does; what it does not say is whether the difference matters.
+Greedy texts are compared token by token: the first that differs is where the two part for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import DataError, ModelError
+from quantkit.evaluate.perplexity import adds_bos
+from quantkit.results import FidelityResult
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+from quantkit.statistics import percentile
+
+WINDOW, MAX_TOKENS = 256, 8192
+GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
+_BLOCK_ROWS = 256  # logits that are compared at once: two copies in float32, whatever the vocabulary
+
+Windows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distances:
+    """How far one set of distributions is from another.
+
+    Args:
+        kl: (T,) float32 per position, nats.
+        agrees: (T,) bool, whether both prefer the same token.
+    """
+
+    kl: Tensor
+    agrees: Tensor
+
+    @property
+    def mean(self) -> float:
+        """Mean KL per position."""
+        return float(self.kl.double().mean())
+
+    @property
+    def top1(self) -> float:
+        """Share of positions where both prefer the same token."""
+        return float(self.agrees.double().mean())
+
+    @property
+    def p99(self) -> float:
+        """99th percentile of KL."""
+        return percentile(self.kl.tolist(), 99)
+
+
+def fixed_windows(
+    llm: LLM, text: str | Sequence[int], *, window: int = WINDOW, max_tokens: int = MAX_TOKENS
+) -> Windows:
+    """Cut a text into windows that do not overlap, each with BOS in front where the tokenizer puts it.
+
+    Args:
+        llm: whose tokenizer and context count.
+        text: a text, or token ids.
+        window: tokens per window, BOS included; at most the model's context.
+        max_tokens: of all windows together; the rest of the text is not used.
+    Raises:
+        DataError: there is no tokenizer, or the text is too short for one window of two tokens.
+    """
+    window = min(window, llm.engine.capacity)
+    bos: tuple[int, ...] = ()
+    if isinstance(text, str):
+        if llm.tokenizer is None:
+            raise DataError(f"{llm.path} has no usable tokenizer; give token ids")
+        bos = (llm.tokenizer.bos_token_id,) if adds_bos(llm.tokenizer) else ()
+        text = list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    room = window - len(bos)
+    pieces = [(*bos, *text[start : start + room]) for start in range(0, min(len(text), max_tokens), max(1, room))]
+    found = tuple(piece for piece in pieces if len(piece) > 1)
+    if not found or room < 1:
+        raise DataError(f"the text has {len(text)} tokens, too few to compare distributions on; give a longer one")
+    return found
+
+
+def fidelity(
+    llm: LLM,
+    original: LLM,
+    windows: Windows,
+    *,
+    data: str = "text",
+    greedy_tokens: int = GREEDY_TOKENS,
+    progress: Callable[[int], None] | None = None,
+) -> FidelityResult:
+    """Compare a model with its original.
+
+    Args:
+        llm: the model.
+        original: the original, of the same vocabulary.
+        windows: of token ids, see `fixed_windows`.
+        data: name of the text, for the record.
+        greedy_tokens: generated after the beginnings of the first windows; 0 = none.
+        progress: told how many windows are done since the last time.
+    Raises:
+        ModelError: the vocabularies differ.
+        RequestError: a window does not fit the context of one of them.
+    """
+    check_vocabulary(llm, original)
+    parts: list[Distances] = []
+    for group in batches(original, windows):
+        parts += [distances(p, q) for p, q in zip(logits(original, group), logits(llm, group), strict=True)]
+        if progress is not None:
+            progress(len(group))
+    every = join(parts)
+    return FidelityResult(
+        data=data,
+        num_tokens=len(every.kl),
+        mean_kl=every.mean,
+        p99_kl=every.p99,
+        max_kl=float(every.kl.max()),
+        top1_agreement=every.top1,
+        window_kl=tuple(part.mean for part in parts),
+        first_divergence=_divergences(llm, original, windows, greedy_tokens),
+        greedy_tokens=greedy_tokens,
+    )
+
+
+def check_vocabulary(llm: LLM, original: LLM) -> None:
+    """Refuse two models whose distributions are not over the same tokens."""
+    sizes = llm.model.vocab_size, original.model.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"{llm.path} predicts {sizes[0]} tokens, the original {original.path} {sizes[1]}; "
+            "give the model that the checkpoint was made from"
+        )
+
+
+def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
+    """As many windows as one step of an engine takes."""
+    count = max(1, llm.engine.options.token_budget // max(map(len, windows)))
+    for start in range(0, len(windows), count):
+        yield windows[start : start + count]
+
+
+def logits(llm: LLM, windows: Windows) -> list[Tensor]:
+    """(T, V) float32 after every token of every window, computed together."""
+    longest = max(map(len, windows))
+    return llm.score(windows, chunk_size=min(longest, llm.engine.options.token_budget))
+
+
+@torch.inference_mode()
+def distances(reference: Tensor, value: Tensor) -> Distances:
+    """KL and agreement of each row.
+
+    Args:
+        reference, value: (T, V) logits of the original and of the model, float32.
+    """
+    kl, agrees = [], []
+    for p, q in zip(reference.split(_BLOCK_ROWS), value.split(_BLOCK_ROWS), strict=True):
+        before, after = p.float().log_softmax(-1), q.float().log_softmax(-1)
+        # Never negative but for rounding, which a mean of tiny values would show.
+        kl.append((before.exp() * (before - after)).sum(-1).clamp_min(0))
+        agrees.append(p.argmax(-1) == q.argmax(-1))
+    return Distances(kl=torch.cat(kl), agrees=torch.cat(agrees))
+
+
+def join(parts: Sequence[Distances]) -> Distances:
+    """The positions of several windows one after another."""
+    return Distances(kl=torch.cat([part.kl for part in parts]), agrees=torch.cat([part.agrees for part in parts]))
+
+
+def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
+    """For each beginning, how many greedy tokens agree before the first that differs."""
+    room = min(llm.engine.capacity, original.engine.capacity) - count
+    prompts = [list(ids[: min(GREEDY_CONTEXT, room)]) for ids in windows[:GREEDY_PROMPTS]]
+    if count < 1 or room < 1:
+        return ()
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    texts = [[done.token_ids for done in side.generate(prompts, params)] for side in (llm, original)]
+    return tuple(_first_difference(ours, theirs) for ours, theirs in zip(*texts, strict=True))
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    return next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
