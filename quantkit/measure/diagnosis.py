@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from quantkit.measure._serving_rules import goodput, queue, stalls
 from quantkit.measure._wording import count, megabytes, milliseconds, percent, times
 from quantkit.measure.compare import Ratio, compare_results
 from quantkit.measure.cost import Cost
@@ -18,14 +19,11 @@ from quantkit.measure.roofline import break_even_rows
 from quantkit.measure.steps import fit_itl
 from quantkit.measure.workload import SWEEP_NAME
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
-from quantkit.statistics import percentile
 
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
 _CACHE_BYTES = 32_000_000  # less than this is at home in the last cache of a server, at least in part
-_STALL = 3.0  # p99 over p50 of ITL
-_QUEUE = 2.0  # TTFT under load over TTFT alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +120,9 @@ def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
         yield from _cache_weight(facts)
         yield from _batching(facts)
     for run in runs:
-        yield from _stalls(run)
-        yield from _queue(facts, run)
-        yield from _goodput(run)
+        yield from stalls(run)
+        yield from queue(run, facts.alone)
+        yield from goodput(run)
 
 
 def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
@@ -277,11 +275,9 @@ def _cache_weight(facts: _Facts) -> Iterator[Finding]:
     fitted = fit_itl(facts.result)
     evidence = f"{megabytes(cost.kv_token_bytes)} per token beside {megabytes(cost.read_bytes)} of weights"
     if fitted is not None:
-        a, b = fitted.coefficients
-        evidence += (
-            f"; ITL grows by {milliseconds(1000 * b)} (+/- {milliseconds(1000 * fitted.standard_errors[1])}) per 1,000 "
-            f"tokens of context, from {milliseconds(a)}"
-        )
+        slope, error = fitted.coefficients[1], fitted.standard_errors[1]
+        grows = f"{milliseconds(1000 * slope)} (+/- {milliseconds(1000 * error)}) per 1,000 tokens of context"
+        evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
     quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
     if share < 0.3:
         yield Finding(
@@ -318,58 +314,6 @@ def _batching(facts: _Facts) -> Iterator[Finding]:
         advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
     statement += f": {times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
     yield Finding(statement=statement, evidence=evidence, advice=advice)
-
-
-def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
-    gaps = run.inter_token_s
-    if len(gaps) < 100:
-        return
-    middle, tail = percentile(gaps, 50), percentile(gaps, 99)
-    if middle <= 0 or tail < _STALL * middle:
-        return
-    alone = run.workload.concurrency == 1
-    yield Finding(
-        statement=f"Streaming stalls in {run.workload.name}: one gap in a hundred is {times(tail / middle)} the usual.",
-        evidence=f"ITL p50 {milliseconds(middle)}, p99 {milliseconds(tail)}, {len(gaps)} gaps",
-        advice="Nothing else ran in the engine: look for other work on this machine."
-        if alone
-        else "Prompts of newcomers are computed between tokens: a smaller token budget makes the pieces smaller.",
-    )
-
-
-def _queue(facts: _Facts, run: BenchmarkRun) -> Iterator[Finding]:
-    if run.workload.rate_per_s is None or run is facts.alone:
-        return
-    here, alone = statistics.median(run.ttft_s), statistics.median(facts.alone.ttft_s)
-    if here < _QUEUE * alone:
-        return
-    done = run.requests_per_s or 0.0
-    yield Finding(
-        statement=f"Requests queue at {run.workload.rate_per_s:g} per second: TTFT is {times(here / alone)} that of a "
-        "request alone.",
-        evidence=f"median TTFT {milliseconds(here)} against {milliseconds(alone)}; {done:.2g} requests/s answered",
-        advice=f"Offer less than {done:.2g} requests per second, or add a machine.",
-    )
-
-
-def _goodput(run: BenchmarkRun) -> Iterator[Finding]:
-    met, answered = run.goodput_per_s, run.requests_per_s
-    if met is None or not answered or met >= 0.995 * answered:
-        return
-    limits = {
-        "TTFT": (run.workload.ttft_limit_s, run.ttft_s),
-        "TPOT": (run.workload.tpot_limit_s, run.tpot_s),
-    }
-    missed = [
-        f"{name} above {milliseconds(limit)} in {sum(v > limit for v in values)} of {len(values)} requests"
-        for name, (limit, values) in limits.items()
-        if limit is not None and any(value > limit for value in values)
-    ]
-    yield Finding(
-        statement=f"Only {percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
-        evidence="; ".join(missed),
-        advice="Lower the concurrency or rate until goodput stops growing.",
-    )
 
 
 def _what_binds(record: RooflineRecord) -> str:

@@ -18,6 +18,7 @@ from quantkit.measure.benchmark import (
 from quantkit.measure.diagnosis import diagnose, diagnose_against
 from quantkit.measure.steps import fit_itl, fit_ttft
 from quantkit.results import BenchmarkResult
+from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
 
 SMALL = {"prompt_tokens": 60, "new_tokens": 6, "num_requests": 2}
@@ -115,6 +116,13 @@ def test_what_transformers_runs(tiny_llama):
     assert "kv pool" not in parts
     assert result.capacity_tokens is None
     assert diagnose(result, target.cost).findings
+
+
+def test_no_prompt_is_known_from_another(tiny_llama):
+    llm = load_target(tiny_llama, BenchmarkOptions(**SMALL), ENGINE).llm
+    for _ in range(2):
+        llm.generate([7] * 200, SamplingParams(max_tokens=2))
+    assert llm.stats()["prefix_hit_tokens"] == 0
 
 
 def test_prompts_that_do_not_fit_are_refused_before_loading(tiny_llama, monkeypatch):

@@ -162,6 +162,14 @@ def test_what_the_cache_weighs():
     assert found.expected_gain.startswith("1.3x at most")
 
 
+@pytest.mark.parametrize(("slope", "words"), [(1e-5, "ITL grows by 10 ms"), (-1e-5, "does not measurably grow")])
+def test_what_context_costs(slope, words):
+    gaps = [0.02 + slope * i + 1e-7 * (i % 3) for i in range(100)]
+    alone = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
+    found = about(findings(alone, roofline=[decode(0.012)]), "small part")
+    assert words in found.evidence
+
+
 def test_what_a_batch_brings():
     good = about(findings(run(), roofline=[decode(0.012), decode(0.016, batch=8)]), "Batching pays:")
     assert "6.0x the tokens per second at batch 8 for 1.3x the ITL" in good.statement
