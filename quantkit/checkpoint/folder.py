@@ -14,6 +14,7 @@ from quantkit.errors import CheckpointError, ModelError
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_MODELOPT_NAME = "hf_quant_config.json"
 
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _METADATA = (
@@ -62,7 +63,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if path.is_file():
-        return _read_object(path, ModelError)
+        config = _read_object(path, ModelError)
+        beside = folder / _MODELOPT_NAME
+        if "quantization_config" not in config and beside.is_file():
+            # ModelOpt says in a file of its own what others say here.
+            config["quantization_config"] = {**_read_object(beside, ModelError), "quant_method": "modelopt"}
+        return config
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
     if any(folder.glob("*.gguf")):

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ def _write_unit(source: Source, target: Target, modules: list[str], path: Path) 
         try:
             scheme = target.linears[module]
             weight = as_written(source.weight(module), scheme, target.format)
-            target.format.check(scheme, weight.shape)
+            target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
             local = _encode(source, target, module, weight)
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None

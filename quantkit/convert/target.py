@@ -91,7 +91,9 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
         low, high = int(scheme.weight.dtype.minimum), int(scheme.weight.dtype.maximum)
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             raise SchemeError(f"a zero point of {int(zero.max())} is outside {scheme.weight.dtype.name}")
-    return replace(weight, zero_point=zero, scheme=scheme.weight, scale=_storable(weight.scale, format_))
+    # A format that keeps values only takes groups as they were decoded, which may be finer than config.json says.
+    numbers = scheme.weight if format_.keeps_codes else weight.scheme
+    return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
 
 
 def _check(source: Source, name: str, format_: Format) -> Target:

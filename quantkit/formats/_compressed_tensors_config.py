@@ -18,11 +18,13 @@ from compressed_tensors.compressors import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from quantkit.errors import SchemeError
-from quantkit.numerics.dtype import DTYPES, DType
+from quantkit.numerics.dtype import DTYPES, FP4, FP8, DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 
 PACKED, _INT, _FLOAT, _MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-_READABLE = (PACKED, _INT, _FLOAT, "naive-quantized", _MIXED)
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_READABLE = (PACKED, _INT, _FLOAT, "naive-quantized", _MIXED, NVFP4, MXFP4)
+_FP4_GROUPS = {16: NVFP4, 32: MXFP4}
 _DENSE_PACKING_SINCE = "0.18"
 _LINEAR = "Linear"  # a target or ignored name that means every linear
 
@@ -110,7 +112,11 @@ def find_layout(scheme: LinearScheme) -> str:
         SchemeError: none does; says which recipe field to change.
     """
     weight, activation = scheme.weight, scheme.activation
+    if weight.dtype == FP4 and weight.group_size in _FP4_GROUPS and activation is None:
+        return _FP4_GROUPS[weight.group_size]
     if weight.dtype.kind == "float":
+        if weight.block_rows > 1 and weight.dtype == FP8:
+            return _FLOAT
         if weight.group_size is not None:
             raise SchemeError(
                 f"compressed-tensors stores {weight.dtype.name} weights with one scale per channel, "
@@ -152,19 +158,24 @@ def _packs_densely() -> bool:
 def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
     """One config group in the library's own classes, which check it."""
     weight = scheme.weight
-    weights = QuantizationArgs(
-        num_bits=weight.dtype.bits,
-        type=weight.dtype.kind,
-        symmetric=weight.symmetric,
-        strategy="channel" if weight.group_size is None else "group",
-        group_size=weight.group_size,
-        dynamic=False,
-    )
+    layout = find_layout(scheme)
+    shared: dict[str, Any] = {"type": weight.dtype.kind, "symmetric": weight.symmetric, "dynamic": False}
+    if weight.block_rows > 1:
+        shared |= {"strategy": "block", "block_structure": [weight.block_rows, weight.group_size]}
+    elif layout == NVFP4:
+        shared |= {"strategy": "tensor_group", "group_size": weight.group_size, "scale_dtype": torch.float8_e4m3fn}
+    else:
+        strategy = "channel" if weight.group_size is None else "group"
+        shared |= {"strategy": strategy, "group_size": weight.group_size}
+        shared |= {"scale_dtype": torch.uint8} if layout == MXFP4 else {}
+    weights = QuantizationArgs(num_bits=weight.dtype.bits, **shared)
     inputs = None
     if scheme.activation is not None:
         dtype = scheme.activation.dtype
-        inputs = QuantizationArgs(num_bits=dtype.bits, type=dtype.kind, symmetric=True, strategy="token", dynamic=True)
-    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs, format=find_layout(scheme))
+        size = scheme.activation.group_size
+        kind = {"strategy": "token"} if size is None else {"strategy": "group", "group_size": size}
+        inputs = QuantizationArgs(num_bits=dtype.bits, type=dtype.kind, symmetric=True, dynamic=True, **kind)
+    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs, format=layout)
 
 
 def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
@@ -209,22 +220,34 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
     if weights is None or group.output_activations is not None:
         raise SchemeError(f"config group {name!r} has no weights or quantizes outputs; it cannot be decoded")
     strategy = _plain(weights.strategy)
-    if strategy not in ("channel", "group") or weights.dynamic:
+    if strategy not in ("channel", "group", "block", "tensor_group") or weights.dynamic:
         raise SchemeError(
-            f"config group {name!r} has weights of strategy {strategy!r}; only channel and group can be decoded"
+            f"config group {name!r} has weights of strategy {strategy!r}; only channel, group, block and tensor_group "
+            "can be decoded"
         )
     if weights.actorder is not None and _plain(weights.actorder) in ("group", "dynamic"):
         raise SchemeError(f"config group {name!r} has actorder 'group'; groups in activation order cannot be decoded")
     activation = None
     if inputs is not None:
-        if _plain(inputs.strategy) != "token" or inputs.dynamic is not True or not inputs.symmetric:
+        size = inputs.group_size if _plain(inputs.strategy) == "group" else None
+        known = _plain(inputs.strategy) == "token" or size is not None
+        if not known or inputs.dynamic is not True or not inputs.symmetric:
             raise SchemeError(
                 f"config group {name!r} has input activations of strategy {_plain(inputs.strategy)!r}, "
                 f"dynamic={inputs.dynamic}, symmetric={inputs.symmetric}; only dynamic symmetric per token is known"
             )
-        activation = ActivationScheme(dtype=_dtype(name, inputs))
-    group_size = weights.group_size if strategy == "group" else None
-    weight = WeightScheme(dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric)
+        activation = ActivationScheme(dtype=_dtype(name, inputs), group_size=size)
+    block, group_size = weights.block_structure, weights.group_size if strategy != "channel" else None
+    if strategy == "block":
+        if not block or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            raise SchemeError(f"config group {name!r} has block_structure {block!r}; expected rows and columns")
+        group_size = block[1]
+    weight = WeightScheme(
+        dtype=_dtype(name, weights),
+        group_size=group_size,
+        symmetric=weights.symmetric,
+        block_rows=block[0] if strategy == "block" else 1,
+    )
     scheme = LinearScheme(weight=weight, activation=activation)
     find_layout(scheme)
     return scheme
@@ -232,7 +255,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
 
 def _dtype(name: str, args: QuantizationArgs) -> DType:
     kind, bits = _plain(args.type), args.num_bits
-    for dtype in DTYPES.values():
+    for dtype in (*DTYPES.values(), FP4):
         if (dtype.kind, dtype.bits) == (kind, bits):
             return dtype
     known = ", ".join(DTYPES)

@@ -85,7 +85,7 @@ class Format(Protocol):
 
 
 # Local names that only a quantized linear has, whatever the format.
-_CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(absmax|SCB)|weight:_.*")
+_CODES = re.compile(r"weight_packed|qweight|weight_scale(_inv)?|SCB|weight\.(absmax|SCB)|_weight_qdata")
 
 
 def stores_codes(names: Iterable[str]) -> bool:

@@ -1,11 +1,13 @@
-"""The compressed-tensors layout, which transformers and vLLM load. Three of its formats, chosen by the scheme:
+"""The compressed-tensors layout, which transformers and vLLM load. Five of its formats, chosen by the scheme:
 
     pack-quantized    integer weights only     weight_packed, weight_scale, weight_shape, weight_zero_point
     int-quantized     int8 weights and inputs  weight (int8), weight_scale
-    float-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale
+    float-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale; also per block of 128 x 128
+    nvfp4-pack-...    fp4 weights              weight_packed (uint8), weight_scale (e4m3), weight_global_scale
+    mxfp4-pack-...    fp4 weights              weight_packed (uint8), weight_scale (uint8, exponents)
 
 Configuration classes and bit packing are the library's own; what is ours is the choice between them and the checks.
-Not handled: nvfp4, mxfp, block and per-tensor scales, static activations, sparsity, activation-ordered groups.
+Not handled: other mxfp, per-tensor scales, fp4 activations, static activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
 """
@@ -22,9 +24,11 @@ from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._compressed_tensors_config import PACKED, find_layout, make_config, read_config
+from quantkit.formats._blocks import decode_fp8_blocks, encode_fp8_blocks, pack_fp4, unpack_fp4
+from quantkit.formats._compressed_tensors_config import NVFP4, PACKED, find_layout, make_config, read_config
 from quantkit.formats._tensors import check_groups, matrix_shape, take
 from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.numerics.dtype import FP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -56,7 +60,8 @@ class CompressedTensors:
             SchemeError: says which recipe field to change.
         """
         find_layout(scheme)
-        check_groups(scheme, shape)
+        if scheme.weight.block_rows == 1:
+            check_groups(scheme, shape)
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
         """(N, K) of a linear from the shapes of its tensors; see `quantkit.formats.base.Format`."""
@@ -66,6 +71,8 @@ class CompressedTensors:
         if groups is None or words is None:
             return None
         size = scheme.weight.group_size
+        if scheme.weight.dtype == FP4:
+            return words[0], words[1] * 2
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
@@ -80,8 +87,12 @@ class CompressedTensors:
             SchemeError: activation-ordered groups, or a scheme that `check` refuses.
         """
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
+        if scheme.weight.block_rows > 1:
+            return encode_fp8_blocks(weight)
         if weight.group_index is not None:
             raise SchemeError(_NO_GROUP_ORDER)
+        if scheme.weight.dtype == FP4:
+            return _encode_fp4(weight, find_layout(scheme))
         if find_layout(scheme) != PACKED:
             return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
         bits = weight.scheme.dtype.bits
@@ -108,6 +119,10 @@ class CompressedTensors:
         find_layout(scheme)
         if "weight_g_idx" in tensors:
             raise SchemeError(_NO_GROUP_ORDER)
+        if scheme.weight.block_rows > 1:
+            return decode_fp8_blocks(tensors, scheme.weight, "weight_scale")
+        if scheme.weight.dtype == FP4:
+            return _decode_fp4(tensors, scheme.weight, find_layout(scheme))
         packed = "weight_packed" in tensors
         codes = _packed_codes(tensors, scheme.weight) if packed else _plain_codes(tensors, scheme.weight)
         rows, groups = codes.shape[0], scheme.weight.num_groups(codes.shape[1])
@@ -144,6 +159,43 @@ class CompressedTensors:
 
 
 FORMAT = CompressedTensors()
+
+
+def _decode_fp4(tensors: Mapping[str, Tensor], scheme: WeightScheme, layout: str) -> QuantizedTensor:
+    """FP4 weights with scales of two levels (nvfp4) or powers of two (mxfp4); scales come out as float32."""
+    packed = take(tensors, "weight_packed", None)
+    if packed.ndim != 2 or packed.dtype != torch.uint8:
+        raise CheckpointError(f"tensor 'weight_packed' is {packed.dtype} {tuple(packed.shape)}, not a matrix of bytes")
+    codes = unpack_fp4(packed)
+    stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
+    if layout != NVFP4:
+        if stored.dtype != torch.uint8:
+            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}, exponents are uint8")
+        scale = torch.exp2(stored.to(torch.float64) - 127).float()
+        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+    outer = take(tensors, "weight_global_scale", (1,)).float()
+    scale = stored.float() / outer
+    return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme, global_scale=outer)
+
+
+def _encode_fp4(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
+    """Inverse of `_decode_fp4`.
+
+    Raises:
+        SchemeError: scales that the layout does not hold.
+    """
+    tensors = {"weight_packed": pack_fp4(weight.codes)}
+    if layout != NVFP4:
+        exponents = torch.log2(weight.scale.to(torch.float64)) + 127
+        if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
+            raise SchemeError("mxfp4 has powers of two as scales, these are not")
+        return {**tensors, "weight_scale": exponents.to(torch.uint8)}
+    if weight.global_scale is None:
+        raise SchemeError("nvfp4 has scales of two levels, this weight has one")
+    local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
+    if not torch.equal(local.float() / weight.global_scale, weight.scale):
+        raise SchemeError("nvfp4 has 8-bit scales under a common one, these are others")
+    return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
 
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:

@@ -8,6 +8,8 @@ Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, section
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -203,7 +205,7 @@ def round_to_nearest(
 
 
 def fake_quantize_tokens(values: Tensor, scheme: ActivationScheme) -> Tensor:
-    """What a linear sees when its input is quantized at run time, one symmetric scale per token.
+    """What a linear sees when its input is quantized at run time, one symmetric scale per token, or per group of it.
 
     Args:
         values: (..., K); not modified.
@@ -212,6 +214,9 @@ def fake_quantize_tokens(values: Tensor, scheme: ActivationScheme) -> Tensor:
         Same shape and dtype.
     """
     dtype = scheme.dtype
+    if scheme.group_size is not None and values.shape[-1] % scheme.group_size == 0:
+        groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
+        return fake_quantize_tokens(groups, replace(scheme, group_size=None)).flatten(-2)
     single = values.float()
     scale = single.abs().amax(dim=-1, keepdim=True) / dtype.half_range
     scale = torch.where(scale > 0, scale, torch.finfo(torch.float32).eps)

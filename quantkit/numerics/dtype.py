@@ -51,6 +51,11 @@ def _integer(bits: int) -> DType:
 INT2, INT3, INT4, INT8 = _integer(2), _integer(3), _integer(4), _integer(8)
 FP8 = DType(name="fp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=torch.float8_e4m3fn)
 
+# Numbers that checkpoints of other tools have; recipes cannot ask for them. The codes of FP4 (e2m1) are kept as the
+# values they mean, which e4m3 holds exactly; those of NF4 as the entries of its table.
+FP4 = DType(name="fp4", kind="float", bits=4, minimum=-6.0, maximum=6.0, storage=torch.float8_e4m3fn)
+NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)
+
 DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT8, FP8)}
 
 

@@ -19,11 +19,13 @@ class WeightScheme:
         dtype: number type of the codes.
         group_size: inputs that share one scale; None = one scale per output channel.
         symmetric: no zero point is stored; always so for float types.
+        block_rows: outputs that share their scales; 1 = each has its own.
     """
 
     dtype: DType
     group_size: int | None = None
     symmetric: bool = True
+    block_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:
@@ -55,6 +57,8 @@ class WeightScheme:
     def describe(self) -> str:
         """Short form for tables, e.g. `int4 g128 asym`."""
         size = "channel" if self.group_size is None else f"g{self.group_size}"
+        if self.block_rows > 1:
+            size = f"{self.block_rows}x{self.group_size}"
         return f"{self.dtype.name} {size}" + ("" if self.symmetric else " asym")
 
 
@@ -66,15 +70,18 @@ class ActivationScheme:
         dtype: number type.
         granularity: "token": one scale per token.
         dynamic: the scale is computed from the token itself; static scales are not offered.
+        group_size: inputs of a token that share one scale; None = all of them.
     """
 
     dtype: DType
     granularity: Literal["token"] = "token"
     dynamic: Literal[True] = True
+    group_size: int | None = None
 
     def describe(self) -> str:
         """Short form for tables, e.g. `int8 per token`."""
-        return f"{self.dtype.name} per {self.granularity}"
+        groups = "" if self.group_size is None else f" g{self.group_size}"
+        return f"{self.dtype.name} per {self.granularity}{groups}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ class QuantizedTensor:
         zero_point: (N, G) int8 in the code range, or None when symmetric.
         scheme: number type and granularity.
         group_index: (K,) int64, the group of each input; None = inputs in order, k // g.
+        global_scale: (1,) float32, already in `scale`; only to write scales of two levels as they were.
     """
 
     codes: Tensor
@@ -30,6 +31,7 @@ class QuantizedTensor:
     zero_point: Tensor | None
     scheme: WeightScheme
     group_index: Tensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -68,13 +68,64 @@ def make_checkpoint(folder: Path, name: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def read_checkpoint(folder: Path) -> None:
-    """What a user's command would do with it."""
+def _nf4(codes: torch.Tensor) -> dict[str, torch.Tensor]:
+    text = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(codes.shape)}).encode()
+    return {
+        "weight": codes.view(-1, 2)[:, :1].contiguous(),
+        "weight.absmax": torch.ones(codes.numel() // 64),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
+    }
+
+
+# Formats that are read only: what config.json says, and the tensors of one linear.
+_BYTES = torch.arange(32 * 64).view(32, 64)
+_E4M3 = torch.float8_e4m3fn
+READ_ONLY: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _nf4((_BYTES % 256).to(torch.uint8))),
+    "torchao": (
+        {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"granularity": {"_type": "PerRow"}}}},
+        },
+        {"_weight_qdata": (_BYTES % 100).to(torch.int8), "_weight_scale": torch.ones(32, 1)},
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 16}},
+        {
+            "weight": (_BYTES[:, :32] % 256).to(torch.uint8),
+            "weight_scale": torch.ones(32, 4).to(_E4M3),
+            "weight_scale_2": torch.ones(()),
+        },
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [16, 32]},
+        {"weight": (_BYTES % 7).float().to(_E4M3), "weight_scale_inv": torch.ones(2, 2)},
+    ),
+}
+
+
+def make_foreign(folder: Path, name: str) -> None:
+    """A checkpoint of a format that is read only."""
+    folder.mkdir(parents=True)
+    section, local = READ_ONLY[name]
+    tensors = {f"model.layers.0.mlp.up_proj.{key}": tensor for key, tensor in local.items()}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Some"], "quantization_config": section}))
+    (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+
+
+def read_weights(folder: Path) -> None:
+    """Headers, config and every weight."""
     inspect(folder)
     source = open_source(folder)
     for module in source.linears:
         source.weight(module)
-    make_target(source, "compressed-tensors")
+
+
+def read_checkpoint(folder: Path) -> None:
+    """What a user's command would do with it."""
+    read_weights(folder)
+    make_target(open_source(folder), "compressed-tensors")
 
 
 def read_file(path: Path) -> None:
@@ -133,8 +184,8 @@ def mutate_header(data: bytes, rng: random.Random) -> bytes:
 
 def mutate_checkpoint(folder: Path, rng: random.Random) -> None:
     """Change one file of a checkpoint."""
-    kind = rng.random()
-    if kind < 0.4:
+    kind, index = rng.random(), folder / "model.safetensors.index.json"
+    if kind < 0.4 or (kind < 0.5 and not index.is_file()):
         path = folder / "config.json"
         path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
     elif kind < 0.5:
@@ -197,7 +248,12 @@ def main() -> None:
     names = list(SCHEMES)
     for name in names:
         make_checkpoint(folder / "good" / name, name)
-        read_checkpoint(folder / "good" / name)
+        read_weights(folder / "good" / name)
+        make_target(open_source(folder / "good" / name), "compressed-tensors")
+    for name in READ_ONLY:
+        make_foreign(folder / "good" / name, name)
+        read_weights(folder / "good" / name)
+    names += READ_ONLY
     golden = json.loads((Path(__file__).parents[1] / "golden" / "gguf.json").read_text())
     file = bytes.fromhex(golden["file"])
     (folder / "good.gguf").write_bytes(file)

@@ -126,8 +126,8 @@ def test_recognise_without_a_class_leaves_the_rest_alone():
 @pytest.mark.parametrize(
     "config, part",
     [
-        (section({"NVFP4": ["Linear"]}, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-        (section({"FP8_BLOCK": ["Linear"]}, format="float-quantized"), "block"),
+        (section({"NVFP4": ["Linear"]}, format="nvfp4-pack-quantized"), "tensor_group"),
+        (section({"MXFP8": ["Linear"]}, format="mxfp8-quantized"), "mxfp8-quantized"),
         (section({"FP8": ["Linear"]}, format="float-quantized"), "strategy 'tensor'"),
         (section({"g": {"targets": ["Linear"], "weights": W4, "input_activations": FP8_TOKEN}}), "fp8 activations"),
         (section({"g": {"targets": ["Linear"], "weights": {**W4, "num_bits": 5}}}), "int numbers of 5 bits"),

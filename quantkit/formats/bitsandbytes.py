@@ -1,0 +1,122 @@
+"""Checkpoints that bitsandbytes saved, for reading: NF4 and FP4 with plain or nested scales, and LLM.int8.
+
+    4 bit   weight uint8 (N * K / 2, 1), first value in the high nibble, an index into quant_map (16,)
+            absmax (blocks,) float32, or uint8: an index into nested_quant_map, times nested_absmax, plus an offset
+            quant_state.bitsandbytes__nf4: a JSON text with shape and block sizes
+    8 bit   weight int8 (N, K), SCB (N,) float32; value = code * SCB / 127
+
+Blocks run over the flattened weight, so rows that are no multiple of a block share scales with their neighbours; the
+scales are then repeated for smaller groups, which changes no value.
+Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._read_only import ReadOnly
+from quantkit.formats._tensors import take
+from quantkit.numerics.dtype import INT8, NF4
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_STATE = "weight.quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True)
+class BitsAndBytes(ReadOnly):
+    """The format itself; see `quantkit.formats.base.Format`."""
+
+    name: ClassVar[str] = "bitsandbytes"
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        """Codes and scales of one linear; the codes of 4-bit types are the values of their table.
+
+        Args:
+            tensors: of one linear, by local name.
+            scheme: of the linear; the group size may come out smaller, see above.
+        Raises:
+            CheckpointError: a tensor is missing or contradicts the others.
+        """
+        if scheme.weight.dtype == INT8:
+            codes = take(tensors, "weight", None)
+            if codes.ndim != 2 or codes.dtype != torch.int8:
+                raise CheckpointError(f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not an int8 matrix")
+            scale = take(tensors, "SCB", (codes.shape[0],)).float().view(-1, 1) / 127
+            return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme.weight)
+        return _decode_4bit(tensors)
+
+    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of a config.json of bitsandbytes; None when it is of another method.
+
+        Args:
+            config: contents of config.json.
+        Raises:
+            SchemeError: neither 4 nor 8 bits.
+        """
+        section = config.get("quantization_config")
+        if not isinstance(section, Mapping) or section.get("quant_method") != "bitsandbytes":
+            return None
+        if section.get("load_in_4bit") is True:
+            weight = WeightScheme(dtype=NF4, group_size=64)
+        elif section.get("load_in_8bit") is True:
+            weight = WeightScheme(dtype=INT8)
+        else:
+            raise SchemeError("quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
+        return Scheme(default=LinearScheme(weight=weight), rules=(Rule(pattern="lm_head", linear=None),))
+
+
+FORMAT = BitsAndBytes()
+
+
+def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    state = _state(tensors)
+    rows, width, block = state["shape"][0], state["shape"][1], state["blocksize"]
+    packed = take(tensors, "weight", None).contiguous().view(-1)
+    packed = packed.view(torch.uint8)
+    table = take(tensors, "weight.quant_map", (16,)).float()
+    if packed.numel() * 2 != rows * width or width < 1:
+        raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, its quant_state says ({rows}, {width})")
+    codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
+    size = math.gcd(width, block)
+    scale = _absmax(tensors, state, math.ceil(rows * width / block))
+    places = torch.arange(rows * (width // size)) * size // block
+    weight = WeightScheme(dtype=NF4, group_size=size)
+    return QuantizedTensor(codes=codes, scale=scale[places].view(rows, -1), zero_point=None, scheme=weight)
+
+
+def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The JSON text that says how a weight was packed, checked."""
+    name = next((name for name in tensors if name.startswith(_STATE)), None)
+    if name is None:
+        raise CheckpointError(f"4-bit linear has no tensor {_STATE}nf4, only {', '.join(sorted(tensors))}")
+    try:
+        state = json.loads(bytes(tensors[name].view(-1).view(torch.uint8).tolist()))
+    except (ValueError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"tensor {name!r} holds no JSON text: {error}") from error
+    shape = state.get("shape") if isinstance(state, dict) else None
+    sizes = [*shape, state.get("blocksize")] if isinstance(shape, list) else []
+    if len(sizes) != 3 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+        raise CheckpointError(f"tensor {name!r} says {state!r}; it needs a shape of two and a blocksize")
+    return dict(state)
+
+
+def _absmax(tensors: Mapping[str, Tensor], state: Mapping[str, Any], count: int) -> Tensor:
+    """Scale of each block, float32."""
+    absmax = take(tensors, "weight.absmax", (count,))
+    if absmax.dtype != torch.uint8:
+        return absmax.float()
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if type(block) is not int or block < 1 or not isinstance(offset, int | float):
+        raise CheckpointError(f"nested scales need nested_blocksize and nested_offset, found {block!r} and {offset!r}")
+    table = take(tensors, "weight.nested_quant_map", (256,)).float()
+    outer = take(tensors, "weight.nested_absmax", (math.ceil(count / block),)).float()
+    return table[absmax.long()] * outer[torch.arange(count) // block] + offset

@@ -1,0 +1,114 @@
+"""Checkpoints of NVIDIA ModelOpt, for reading: FP8 per tensor or per channel, INT4 AWQ, NVFP4.
+
+    FP8        weight float8_e4m3fn (N, K), weight_scale () or (N,), input_scale ()
+    INT4_AWQ   weight uint8 (N / 2, K), two outputs per byte (even one in the low nibble), weight_scale (N, G)
+    NVFP4      weight uint8 (N, K / 2), weight_scale float8_e4m3fn (N, K / 16), weight_scale_2 ()
+
+Static input scales are passed over: inputs stay in 16 bits, which is no less exact. A `pre_quant_scale` that was not
+folded into another layer is refused.
+Source: ModelOpt `torch/export/unified_export_hf.py`, `quant_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._blocks import unpack_fp4
+from quantkit.formats._read_only import ReadOnly
+from quantkit.formats._tensors import take
+from quantkit.numerics.dtype import FP4, FP8, INT4
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_ALGORITHMS = {
+    "FP8": WeightScheme(dtype=FP8),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(dtype=FP8),
+    "INT4_AWQ": WeightScheme(dtype=INT4, group_size=128),
+    "W4A16_AWQ": WeightScheme(dtype=INT4, group_size=128),
+    "NVFP4": WeightScheme(dtype=FP4, group_size=16),
+    "W4A16_NVFP4": WeightScheme(dtype=FP4, group_size=16),
+}
+
+
+@dataclass(frozen=True)
+class ModelOpt(ReadOnly):
+    """The format itself; see `quantkit.formats.base.Format`."""
+
+    name: ClassVar[str] = "modelopt"
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        """Codes and scales of one linear.
+
+        Args:
+            tensors: of one linear, by local name.
+            scheme: of the linear.
+        Raises:
+            SchemeError: inputs are scaled before the product.
+            CheckpointError: a tensor is missing or contradicts the scheme.
+        """
+        if "pre_quant_scale" in tensors:
+            raise SchemeError("inputs are multiplied by 'pre_quant_scale' here, which cannot be decoded into a weight")
+        weight, stored = scheme.weight, take(tensors, "weight", None)
+        wanted = FP8.storage if weight.dtype == FP8 else torch.uint8
+        if stored.ndim != 2 or stored.dtype != wanted:
+            raise CheckpointError(f"tensor 'weight' is {stored.dtype} {tuple(stored.shape)}, not a matrix of {wanted}")
+        if weight.dtype == FP8:
+            scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
+            if scale.shape[0] not in (1, stored.shape[0]):
+                raise CheckpointError(f"'weight_scale' has {scale.shape[0]} values for {stored.shape[0]} outputs")
+            scale = scale.expand(stored.shape[0], 1).contiguous()
+            return QuantizedTensor(codes=stored, scale=scale, zero_point=None, scheme=weight)
+        if weight.dtype == INT4:
+            return _decode_int4(tensors, stored, weight)
+        return _decode_nvfp4(tensors, stored, weight)
+
+    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of a config.json of ModelOpt, or of its hf_quant_config.json under `quantization_config`.
+
+        Args:
+            config: contents of config.json.
+        Raises:
+            SchemeError: an algorithm that cannot be decoded.
+        """
+        section = config.get("quantization_config")
+        if not isinstance(section, Mapping) or section.get("quant_method") != "modelopt":
+            return None
+        inner = section.get("quantization")
+        fields = {**section, **inner} if isinstance(inner, Mapping) else section
+        name = str(fields.get("quant_algo"))
+        if name not in _ALGORITHMS:
+            raise SchemeError(f"quant_algo is {name!r}; of ModelOpt can be decoded: {', '.join(_ALGORITHMS)}")
+        weight, size = _ALGORITHMS[name], fields.get("group_size")
+        if type(size) is int and size > 0 and weight.group_size is not None:
+            weight = WeightScheme(dtype=weight.dtype, group_size=size)
+        names = fields.get("exclude_modules") or fields.get("ignore") or []
+        if not isinstance(names, list):
+            raise SchemeError(f"exclude_modules is {names!r}; expected a list of patterns")
+        rules = tuple(Rule(pattern=str(name), linear=None) for name in names)
+        return Scheme(default=LinearScheme(weight=weight), rules=rules)
+
+
+FORMAT = ModelOpt()
+
+
+def _decode_int4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
+    rows, width = 2 * stored.shape[0], stored.shape[1]
+    nibbles = torch.stack([stored & 15, stored >> 4], dim=1).view(rows, width).to(torch.int8)
+    codes = torch.where(nibbles > 7, nibbles - 16, nibbles)
+    scale = take(tensors, "weight_scale", (rows, scheme.num_groups(width)))
+    return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+
+
+def _decode_nvfp4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
+    codes = unpack_fp4(stored)
+    local = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
+    outer = take(tensors, "weight_scale_2", None).float().reshape(-1)
+    if outer.numel() != 1:
+        raise CheckpointError(f"'weight_scale_2' has {outer.numel()} values, expected one")
+    return QuantizedTensor(codes=codes, scale=local.float() * outer, zero_point=None, scheme=scheme)
