@@ -73,6 +73,10 @@ class PrefixCache:
             self._pool.publish(self._key(sequence, index), sequence.pages[index])
         sequence.num_published = full
 
+    def keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Names of the contents of a sequence's first full pages."""
+        return [self._key(sequence, index) for index in range(count)]
+
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Key of the sequence's page; its tokens are final, so keys are computed once and kept."""
         keys, size = sequence.page_keys, self._page_size

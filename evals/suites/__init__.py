@@ -1,0 +1,1 @@
+"""The shipped suites, one YAML file each; installed as the package `quantkit.suites`."""

@@ -1,0 +1,63 @@
+"""Where tasks, suites and their items are: folders shipped with quantkit, and the folders a user names."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantkit.errors import DataError
+from quantkit.runtime.llm import DEMO, LLM
+
+LEDGERS = "demo/demo_recall.jsonl"
+DEMO_TEXT = "demo/demo_text.txt"
+
+
+def shipped(kind: str) -> Path:
+    """The folder of shipped `tasks` or `suites`."""
+    try:
+        return Path(str(importlib.resources.files(f"quantkit.{kind}")))
+    except ModuleNotFoundError:  # a source checkout: the folder lies beside the package
+        return Path(__file__).parents[2] / "evals" / kind
+
+
+def speaks_demo(llm: LLM) -> bool:
+    """Whether a model is of the demo language: the demo model, or whatever was made from it."""
+    tokenizer = llm.path / "tokenizer.json"
+    return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+
+
+def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
+    """Files of items, from the first folder that has any.
+
+    Args:
+        pattern: path below the folder; `*` stands for any name.
+        folders: where to look, in order.
+    """
+    for folder in folders:
+        found = sorted(str(path) for path in folder.expanduser().glob(pattern))
+        if found:
+            return found
+    return []
+
+
+def read_text(name: str, folders: Sequence[Path]) -> str:
+    """A text to score.
+
+    Args:
+        name: `demo`, a file, or a path below one of the folders.
+        folders: where to look, in order.
+    Raises:
+        DataError: there is no such file, or it is no UTF-8 text.
+    """
+    path = shipped("tasks") / DEMO_TEXT if name == "demo" else Path(name).expanduser()
+    if not path.is_file():
+        found = find_items(name, folders) if not path.is_absolute() else []
+        if not found:
+            looked = ", ".join(map(str, folders)) or "no --data folder was given"
+            raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
+        path = Path(found[0])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as text: {error}") from None

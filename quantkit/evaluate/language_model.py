@@ -1,0 +1,262 @@
+"""lm-eval's `LM` over the engine: log-likelihoods batched and prefix-shared, generation by continuous batching.
+
+It answers as lm-eval's own `HFLM` does for decoder-only models: the same tokens (trailing spaces of a context belong to
+the continuation, BOS where the tokenizer puts it or `add_bos_token` says so), the same truncation from the left, the
+same end of an answer. Not a task runner: see `run`. Importing this module needs lm-eval; quantkit[eval] brings it.
+
+    lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from quantkit.errors import RequestError
+from quantkit.evaluate.engine import load_llm
+from quantkit.runtime.likelihood import Query, TokenScores, score_tokens
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+
+DEFAULT_NEW_TOKENS = 256  # as HFLM
+
+Tokens = list[int]
+Encoded = tuple[tuple[str, str], Tokens, Tokens]
+
+
+class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
+    """A quantkit model under lm-eval.
+
+    Args:
+        pretrained: directory, hub id or a loaded `LLM`; None = the demo model.
+        batch_size: sequences computed together; None, "auto" and lm-eval's default of 1 leave it to the engine, which
+            pads nothing and so gains nothing from a smaller number.
+        max_batch_size: ignored: the engine's limits hold.
+        add_bos_token: whether texts begin with BOS; None = as the tokenizer does.
+        prefix_token_id: what precedes a text without context; None = BOS, or EOS where there is none.
+        chat_template_args: further variables of the chat template.
+        settings: keywords of `LLM`: dtype, device, kv_cache, max_length, threads, ...
+    Raises:
+        QuantkitError: as `LLM`; or the model has no tokenizer.
+    """
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        pretrained: str | LLM | None = None,
+        *,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(pretrained, LLM):
+            self.llm = pretrained
+        else:
+            settings["device"] = _device(settings.get("device"))
+            count = None if batch_size in (None, "auto", 1, "1") else int(str(batch_size).removeprefix("auto:"))
+            self.llm = load_llm(pretrained, **({"max_sequences": count, **settings} if count else settings))
+        if self.llm.tokenizer is None:
+            raise RequestError(f"{self.llm.path} has no usable tokenizer; tasks are text, so they need one")
+        self.tokenizer = self.llm.tokenizer
+        self.add_bos_token = add_bos_token
+        self.batch_size = self.llm.engine.options.max_sequences
+        self.answered: Callable[[int], None] | None = None  # told how many requests were answered
+        self._prefix_token_id = prefix_token_id
+        self._chat_template_args = chat_template_args or {}
+        self._device = self.llm.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What precedes a text without context."""
+        for token in (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise RequestError(f"{self.llm.path}: the tokenizer has no BOS and no EOS; give prefix_token_id")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.llm.engine.capacity
+
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say."""
+        return DEFAULT_NEW_TOKENS
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Of the tokenizer, for lm-eval's caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as one text, by the model's template."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self._chat_template_args,
+            )
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval notes about the model."""
+        model = self.llm.model
+        return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_cache}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
+        """Token ids of a text."""
+        return self._encode([string], add_special_tokens)[0]
+
+    def _encode(self, strings: list[str], add_special_tokens: bool | None = None) -> list[Tokens]:
+        """Token ids of many texts; a text that brings its own BOS gets no second one."""
+        if add_special_tokens is not None:
+            return self._tokenize(strings, add_special_tokens)
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        bare = [index for index, string in enumerate(strings) if string.startswith(prefix)]
+        found = self._tokenize(strings, self.add_bos_token)
+        for index, own in zip(bare, self._tokenize([strings[index] for index in bare], False), strict=True):
+            found[index] = own
+        return found
+
+    def _tokenize(self, strings: list[str], special: bool | None) -> list[Tokens]:
+        options = {} if special is None else {"add_special_tokens": special}
+        return list(self.tokenizer(strings, verbose=False, **options)["input_ids"]) if strings else []
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See lm-eval's `LM`: (log-probability, would be chosen greedily) of each continuation."""
+        pairs = [request.args for request in requests]
+        with_context = [pair for pair in pairs if pair[0]]
+        encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
+        alone = [pair for pair in pairs if not pair[0]]
+        starts = self._encode([continuation for _, continuation in alone], False)
+        encoded |= {pair: self._after_prefix(ids) for pair, ids in zip(alone, starts, strict=True)}
+        return self._loglikelihood_tokens([(pair, *encoded[pair]) for pair in pairs])
+
+    def _after_prefix(self, ids: Tokens) -> tuple[Tokens, Tokens]:
+        """A text without context: the prefix token before it, unless it begins with it."""
+        return (ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids)
+
+    def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
+        """Contexts and continuations, split where the context's own tokens end; all in one call of the tokenizer."""
+        moved = []
+        for context, continuation in pairs:
+            bare = context.rstrip()
+            moved.append((bare, context[len(bare) :] + continuation))
+        texts = list(dict.fromkeys([text for context, rest in moved for text in (context + rest, context)]))
+        ids = dict(zip(texts, self._encode(texts), strict=True))
+        return [(ids[context], ids[context + rest][len(ids[context]) :]) for context, rest in moved]
+
+    def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
+        scores = self._score([(context, continuation) for _, context, continuation in requests])
+        answers = [(float(found.logprobs.sum()), found.greedy) for found in scores]
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[TokenScores]:
+        """Score continuations; what is too long loses its beginning."""
+        queries = []
+        for context, continuation in pairs:
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise RequestError(
+                    f"a continuation has {len(continuation)} tokens after {len(context)} of context; at least one of "
+                    f"each is needed, and {self.max_length} fit"
+                )
+            ids = (context + continuation)[-(self.max_length + 1) :]
+            queries.append(Query(ids=tuple(ids), num_scored=len(continuation)))
+        return score_tokens(self.llm.engine, queries, progress=self.answered)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""
+        texts = [request.args[0] for request in requests]
+        windows = [self._windows(ids) for ids in self._encode(texts)]
+        scores = iter(self._score([pair for group in windows for pair in group]))
+        answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
+        for text, answer in zip(texts, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), answer)
+        return answers
+
+    def _windows(self, ids: Tokens) -> list[tuple[Tokens, Tokens]]:
+        rolling = get_rolling_token_windows(
+            token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+        )
+        return [make_disjoint_window(window) for window in rolling]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """See lm-eval's `LM`: texts up to a stop text, all requests in one continuous batch."""
+        asked = [_Wish(dict(request.args[1]), self) for request in requests]
+        prompts = self._encode([request.args[0] for request in requests])
+        kept = [ids[-(self.max_length - wish.max_tokens) :] for ids, wish in zip(prompts, asked, strict=True)]
+        completions = self.llm.generate(kept, [wish.params for wish in asked]) if asked else []
+        answers = []
+        for request, wish, completion in zip(requests, asked, completions, strict=True):
+            answer = wish.cut(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+            answers.append(answer)
+        if self.answered is not None:
+            self.answered(len(answers))
+        return answers
+
+
+def _device(name: str | None) -> str | None:
+    """lm-eval's command line says cuda:0 unless told otherwise; as HFLM, take what is there instead."""
+    if name is not None and str(name).startswith("cuda") and not torch.cuda.is_available():
+        logging.getLogger("lm_eval").warning("device %s is not there; computing on the CPU", name)
+        return "cpu"
+    return name
+
+
+class _Wish:
+    """One task's generation options as sampling parameters.
+
+    Args:
+        options: as the task gives them.
+        model: for whom.
+    """
+
+    def __init__(self, options: dict[str, Any], model: QuantkitLM) -> None:
+        until = options.get("until") or []
+        self.stops = [until] if isinstance(until, str) else list(until)
+        aliases = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        given = [options[name] for name in aliases if options.get(name) is not None]
+        self.max_tokens = int(given[0]) if given else model.max_gen_toks
+        if self.max_tokens >= model.max_length:
+            raise RequestError(
+                f"the task generates {self.max_tokens} tokens, but the model's context is {model.max_length}; lower "
+                "max_gen_toks in the task's generation_kwargs (lm-eval: --gen_kwargs max_gen_toks=...)"
+            )
+        temperature = float(options.get("temperature") or 0.0)
+        samples = bool(options.get("do_sample", temperature > 0)) and temperature > 0
+        drawn = ("top_p", "top_k", "min_p", "seed") if samples else ()
+        self.params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=temperature if samples else 0.0,
+            repetition_penalty=float(options.get("repetition_penalty") or 1.0),
+            stop=tuple(text for text in self.stops if text),
+            **{name: options[name] for name in drawn if options.get(name) is not None},
+        )
+        self.stops.append(model.tokenizer.decode(model.eot_token_id))
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop text."""
+        for stop in filter(None, self.stops):
+            text = text.split(stop)[0]
+        return text

@@ -1,0 +1,193 @@
+"""Retrieval over long contexts: one fact at several depths of texts of several lengths, answered by generating.
+
+Every prompt is computed like any other request, so keys and values of everything but the answer are read from the
+cache as it is configured, quantized or not. Models of the demo language are asked for a pair of a ledger between
+clauses; all others for the pass key between sentences about grass.
+
+Not a test of reasoning: one fact, found or not found. Source: Mohtashami and Jaggi 2023, Landmark Attention (the pass
+key); Liu et al. 2023, Lost in the Middle (why depths).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import DataError
+from quantkit.results import SampleRecord, TaskResult
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+
+ANSWER_TOKENS = 12
+LEDGER_PAIRS = 16
+GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needle:
+    """One question about one long text.
+
+    Args:
+        prompt: ends where the answer begins.
+        answer: what the generated text must begin with.
+        depth: where the fact stands: 0 at the beginning, 1 at the end.
+    """
+
+    prompt: str
+    answer: str
+    depth: float
+
+
+Writer = Callable[[random.Random, float, Callable[[str], bool]], Needle]
+
+
+def long_context(
+    llm: LLM,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: int = 10,
+    ledgers: Path | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[TaskResult, ...]:
+    """Share of facts found, one result per length.
+
+    Args:
+        llm: without running requests.
+        lengths: tokens of the prompts, about: as many fillers as fit. Lengths beyond the context are left out.
+        depths: of the fact in the text, 0 to 1.
+        samples: texts per length and depth.
+        ledgers: the recall items of the demo language, for a model of it; None = the pass key.
+        seed: of the texts.
+        progress: told how many questions were answered since the last time.
+    Raises:
+        DataError: no length fits the context, a depth is outside 0 to 1, or there is no tokenizer.
+    """
+    wrong = [depth for depth in depths if not 0 <= depth <= 1]
+    if wrong or not depths:
+        raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test must be 0 to 1")
+    if llm.tokenizer is None:
+        raise DataError(f"{llm.path} has no usable tokenizer; a long-context test is text, so it needs one")
+    room = llm.engine.capacity - ANSWER_TOKENS
+    fitting = sorted({length for length in lengths if length <= room})
+    if not fitting:
+        raise DataError(
+            f"no length of {', '.join(map(str, lengths))} tokens fits: {llm.path} has room for {room} beside the answer"
+        )
+    write = write_passkey if ledgers is None else ledger_writer(ledgers)
+    name = "passkey" if ledgers is None else "ledger"
+    found = []
+    for length in fitting:
+        needles = list(_needles(llm, write, length, depths, samples, seed))
+        found.append(_ask(llm, f"{name}_{length}", needles))
+        if progress is not None:
+            progress(len(needles))
+    return tuple(found)
+
+
+def _needles(
+    llm: LLM, write: Writer, length: int, depths: Sequence[float], samples: int, seed: int
+) -> Iterator[Needle]:
+    tokenizer = llm.tokenizer
+    for depth in depths:
+        for sample in range(samples):
+            rng = random.Random(f"{seed} {length} {depth} {sample}")
+            yield write(rng, depth, lambda text: len(tokenizer(text, verbose=False)["input_ids"]) <= length)
+
+
+def _ask(llm: LLM, task: str, needles: Sequence[Needle]) -> TaskResult:
+    """Generate all answers and compare."""
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
+    completions = llm.generate([needle.prompt for needle in needles], params)
+    records = []
+    for index, (needle, completion) in enumerate(zip(needles, completions, strict=True)):
+        right = completion.text.strip().startswith(needle.answer)
+        records.append(
+            SampleRecord(
+                task=task,
+                index=index,
+                scores={"acc": float(right), "depth": needle.depth},
+                answer_tokens=None,  # cut off as soon as it is known whether it is right
+                item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
+                answer=completion.text,
+            )
+        )
+    value = sum(record.scores["acc"] for record in records) / len(records)
+    return TaskResult(
+        task=task,
+        metric="acc",
+        value=value,
+        stderr=(value * (1 - value) / max(1, len(records) - 1)) ** 0.5,
+        num_samples=len(records),
+        samples=tuple(records),
+        others=_by_depth(records),
+    )
+
+
+def _by_depth(records: Sequence[SampleRecord]) -> dict[str, float]:
+    groups: dict[float, list[float]] = {}
+    for record in records:
+        groups.setdefault(record.scores["depth"], []).append(record.scores["acc"])
+    return {f"acc at depth {depth:g}": sum(scores) / len(scores) for depth, scores in groups.items()}
+
+
+def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
+    """The pass key between as many sentences about grass as fit.
+
+    Args:
+        rng: draws the key.
+        depth: of the key.
+        fits: whether a text is short enough.
+    """
+    key = f"{rng.randrange(10000, 100000)}"
+    head = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
+    fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
+
+    def text(count: int) -> str:
+        before = round(depth * count)
+        return f"{head}{GRASS * before}{fact}{GRASS * (count - before)}\nWhat is the pass key? The pass key is"
+
+    return Needle(prompt=text(_most(lambda count: fits(text(count)))), answer=key, depth=depth)
+
+
+def ledger_writer(items: Path) -> Writer:
+    """Writes ledgers of the demo language between its clauses.
+
+    Args:
+        items: recall items, one JSON object a line; their ledgers and clauses are taken apart.
+    """
+    contexts = [json.loads(line)["context"].splitlines() for line in items.read_text(encoding="utf-8").splitlines()]
+    ledgers = [lines[0].removeprefix("Ledger: ").removesuffix(".").split(", ") for lines in contexts]
+    clauses = [line for lines in contexts for line in lines[1:-1]]
+
+    def write(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
+        pairs = rng.sample(rng.choice(ledgers), LEDGER_PAIRS)
+        shown, asked = rng.sample(pairs, 2)
+        key, answer = asked.split(" ", 1)
+        filler = rng.sample(clauses, len(clauses))
+
+        def text(count: int) -> str:
+            before = round(depth * count)
+            lines = [*filler[:before], f"Ledger: {', '.join(pairs)}.", *filler[before:count]]
+            return "\n".join([*lines, f"Recall: {shown}, {key}"])
+
+        return Needle(prompt=text(_most(lambda count: fits(text(count)))), answer=answer, depth=depth)
+
+    return write
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The largest count that fits, by doubling and halving; 0 when none does."""
+    high = 1
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

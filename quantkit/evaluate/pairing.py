@@ -1,0 +1,47 @@
+"""Whether two models can be asked the same and compared, before either is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.source import resolve
+from quantkit.errors import DataError
+from quantkit.runtime.llm import DEMO
+
+
+def check_same_language(model: str | None, baseline: str | None) -> None:
+    """Refuse a pair whose tokens mean different things: perplexities and answer lengths would not compare.
+
+    Args:
+        model, baseline: directories or hub ids; None = the demo model.
+    Raises:
+        DataError: the vocabularies differ.
+        ModelError: one of them is no directory and no hub id.
+    """
+    ours, theirs = (DEMO if name is None else resolve(name) for name in (model, baseline))
+    one, other = _vocabulary(ours), _vocabulary(theirs)
+    if one is None or other is None or one == other:
+        return
+    raise DataError(
+        f"the baseline {theirs} has another vocabulary ({len(other)} tokens) than {ours} ({len(one)}); compare a model "
+        "with the one it was made from"
+    )
+
+
+def other_arithmetic(name: str) -> str:
+    """The arithmetic that shows how much of a difference is noise: bfloat16, or float32 for a bfloat16 original."""
+    return "float32" if name == "bfloat16" else "bfloat16"
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token ids by piece; None where tokenizer.json is missing or keeps them in a way not known here."""
+    try:
+        data: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        pieces = data["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(pieces, list):  # unigram models: pieces with their scores, in order
+        pieces = {piece[0]: index for index, piece in enumerate(pieces)}
+    return dict(pieces)

@@ -1,0 +1,224 @@
+"""One model, asked everything: tasks through lm-eval, perplexity, long contexts; the answers as one record."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import DataError, QuantkitError, first_line
+from quantkit.evaluate.data import LEDGERS, read_text, shipped, speaks_demo
+from quantkit.evaluate.long_context import long_context
+from quantkit.evaluate.perplexity import adds_bos, perplexity
+from quantkit.evaluate.suites import Asked, Text, load_suite
+from quantkit.evaluate.tasks import TaskSource, load_tasks
+from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
+from quantkit.runtime.llm import LLM
+
+EXTRA = "lm-eval is not installed; tasks need it: pip install 'quantkit[eval]'"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationOptions:
+    """What to ask, the same for a model and its original.
+
+    Args:
+        tasks: names; see `tasks`.
+        suite: a shipped name or a file; None = only the tasks and texts given here.
+        limit: items per task; None = the suite's, or all.
+        num_fewshot: examples in the prompt; None = as each task says.
+        texts: files whose perplexity is measured, besides the suite's.
+        window, stride: of these; see `perplexity`.
+        through: paths of these.
+        include_path: folders of task files.
+        data: folders of items and texts.
+        chat_template: whether prompts are put into the model's chat template.
+        add_bos: whether texts begin with BOS; None = as the tokenizer does.
+        seed: of few-shot examples and long-context texts; None = the suite's.
+    """
+
+    tasks: tuple[str, ...] = ()
+    suite: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    texts: tuple[str, ...] = ()
+    window: int | None = None
+    stride: int | None = None
+    through: tuple[str, ...] = ("prefill",)
+    include_path: tuple[Path, ...] = ()
+    data: tuple[Path, ...] = ()
+    chat_template: bool = False
+    add_bos: bool | None = None
+    seed: int | None = None
+
+
+Progress = Callable[[str], None]
+
+
+def evaluate(
+    llm: LLM, options: EvaluationOptions | None = None, *, progress: Progress | None = None
+) -> EvaluationResult:
+    """Ask one model.
+
+    Args:
+        llm: from `language_model.load_llm`, or any other.
+        options: what to ask; None = the suite `quick`.
+        progress: told what is done, in a line.
+    Raises:
+        DataError: nothing is asked, a task or text does not exist or cannot be had, or lm-eval is missing.
+    """
+    options = options or EvaluationOptions(suite="quick")
+    say = progress or (lambda _: None)
+    began = time.perf_counter()
+    asked, seed = _asked(llm, options)
+    if not (asked.tasks or asked.perplexity or asked.long_context):
+        raise DataError("nothing to evaluate: give tasks, texts or a suite")
+    texts = [(part, read_text(part.text, options.data)) for part in asked.perplexity]  # before anything is computed
+    tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
+    measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
+    if asked.long_context is not None:
+        tasks += _long_context(llm, asked, seed, say)
+    return EvaluationResult(
+        model=str(llm.path),
+        arithmetic=str(llm.model.dtype).removeprefix("torch."),
+        tasks=tasks,
+        perplexity=tuple(measured),
+        settings=_settings(llm, asked, options, seed),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _asked(llm: LLM, options: EvaluationOptions) -> tuple[Asked, int]:
+    """The suite's part for this model with what the options add and replace; and the seed."""
+    suite = None if options.suite is None else load_suite(options.suite)
+    part = Asked() if suite is None else (suite.demo if speaks_demo(llm) else suite.others)
+    texts = tuple(
+        Text.model_validate(
+            {"text": text, "window": options.window, "stride": options.stride, "through": options.through}
+        )
+        for text in options.texts
+    )
+    asked = Asked(
+        tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
+        limit=options.limit if options.limit is not None else part.limit,
+        perplexity=(*part.perplexity, *texts),
+        long_context=part.long_context,
+    )
+    return asked, options.seed if options.seed is not None else (0 if suite is None else suite.seed)
+
+
+def _settings(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
+    """What decides the numbers, for both sides of a comparison to be compared."""
+    bos = options.add_bos if options.add_bos is not None else llm.tokenizer is not None and adds_bos(llm.tokenizer)
+    return {
+        "suite": options.suite or "",
+        "limit": "all" if asked.limit is None else str(asked.limit),
+        "few-shot examples": "as each task says" if options.num_fewshot is None else str(options.num_fewshot),
+        "chat template": "applied" if options.chat_template else "not applied",
+        "BOS": "added" if bos else "not added",
+        "KV cache": llm.kv_cache,
+        "seed": str(seed),
+    }
+
+
+def _perplexities(
+    llm: LLM, part: Text, text: str, options: EvaluationOptions, say: Progress
+) -> Iterator[PerplexityResult]:
+    for through in part.through:
+        say(f"perplexity of {part.text}, {through}")
+        yield perplexity(
+            llm,
+            text,
+            data=part.text,
+            window=None if part.window is None else min(part.window, llm.engine.capacity),
+            stride=part.stride,
+            through=through,
+            max_windows=part.max_windows,
+            add_bos=options.add_bos,
+        )
+
+
+def _long_context(llm: LLM, asked: Asked, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+    assert asked.long_context is not None
+    part = asked.long_context
+    say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
+    ledgers = shipped("tasks") / LEDGERS if speaks_demo(llm) else None
+    return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
+
+
+def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+    try:
+        from quantkit.evaluate.language_model import QuantkitLM
+    except ImportError as error:
+        raise DataError(f"{EXTRA} ({first_line(error)})") from error
+    from quantkit.evaluate.samples import task_results
+
+    say(f"reading the items of {len(asked.tasks)} tasks")
+    with _quiet():
+        loaded = load_tasks(asked.tasks, TaskSource(include_path=options.include_path, data=options.data))
+        model = QuantkitLM(llm, add_bos_token=options.add_bos)
+        model.answered = _Counter(say).add
+        found = _simple_evaluate(model, loaded, asked.limit, options, seed)
+    return task_results(found, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
+
+
+def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: EvaluationOptions, seed: int) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    try:
+        return simple_evaluate(
+            model,
+            tasks=_flat(tasks),
+            task_manager=TaskManager(include_defaults=False),
+            limit=limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.chat_template,
+            bootstrap_iters=1000,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    except QuantkitError:
+        raise
+    except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
+        raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _flat(tasks: list[Any]) -> list[Any]:
+    return [one for task in tasks for one in (task if isinstance(task, list) else [task])]
+
+
+class _Counter:
+    """Tells how many requests were answered, at most twice a second."""
+
+    def __init__(self, say: Progress) -> None:
+        self._say, self._count, self._last = say, 0, time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count some more."""
+        self._count += count
+        if time.monotonic() - self._last > 0.5:
+            self._say(f"{self._count} requests answered")
+            self._last = time.monotonic()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither the bars of lm-eval and datasets nor their log lines; progress is told by ours."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,73 @@
+"""lm-eval's results as quantkit's records: one main metric per task, and every item's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quantkit.results import SampleRecord, TaskResult
+
+FAVOURITES = ("acc_norm", "acc", "exact_match")
+"""The metric by which a task is judged, the first it has; a task without any of these by its own first one."""
+
+
+def task_results(found: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
+    """One record per task.
+
+    Args:
+        found: what lm-eval's `simple_evaluate` returned, samples included.
+        count_tokens: length of a generated text.
+    """
+    return tuple(_task_result(name, found, count_tokens) for name in found["configs"])
+
+
+def _task_result(name: str, found: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
+    numbers, config = found["results"][name], found["configs"][name]
+    values = {key: float(value) for key, value in numbers.items() if "," in key and _is_number(value)}
+    scores = {key: value for key, value in values.items() if "_stderr," not in key}
+    main = _main_key(list(scores), [entry["metric"] for entry in config.get("metric_list") or []])
+    metric, answer_filter = main.split(",", 1)
+    generates = config["output_type"] == "generate_until"
+    rows = [row for row in found["samples"].get(name, ()) if row["filter"] == answer_filter]
+    samples = tuple(_sample(name, row, count_tokens if generates else None) for row in rows)
+    directions = found["higher_is_better"].get(name) or {}
+    return TaskResult(
+        task=name,
+        metric=metric,
+        value=scores[main],
+        stderr=values.get(f"{metric}_stderr,{answer_filter}"),
+        num_samples=len(rows) or int(found["n-samples"][name]["effective"]),
+        higher_is_better=directions.get(metric) is not False,
+        samples=samples if all(metric in sample.scores for sample in samples) else (),
+        others={key.removesuffix(",none"): value for key, value in scores.items() if key != main},
+        num_fewshot=int(found["n-shot"].get(name) or 0),
+        version=str(found["versions"].get(name, "")),
+    )
+
+
+def _main_key(keys: list[str], declared: list[str]) -> str:
+    """`metric,filter` of the favourite metric, else of the first that the task declares."""
+    for metric in (*FAVOURITES, *declared):
+        for key in keys:
+            if key.split(",", 1)[0] == metric:
+                return key
+    return keys[0]
+
+
+def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> SampleRecord:
+    scores = {name: float(row[name]) for name in row["metrics"] if _is_number(row[name])}
+    answer = str(row["resps"][0][0]) if count_tokens is not None else None
+    return SampleRecord(
+        task=task,
+        index=int(row["doc_id"]),
+        scores=scores,
+        answer_tokens=None if answer is None or count_tokens is None else count_tokens(answer),
+        item_hash=row["doc_hash"],
+        answer=answer,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if type(value).__module__ == "numpy":
+        return getattr(value, "shape", None) == ()
+    return isinstance(value, bool | int | float)

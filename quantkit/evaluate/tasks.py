@@ -1,0 +1,158 @@
+"""Task names to lm-eval tasks: the demo language's, templates over local items, a user's own, and all of lm-eval's.
+
+A name is looked for in this order: the shipped demo tasks; `local_<name>` templates, also under the bare name when a
+--data folder has the items; the user's --include-path; lm-eval's own list, whose items come from the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.errors import DataError, first_line, suggestion
+from quantkit.evaluate.data import find_items, shipped
+
+LOCAL = "local_"
+BLIMP = "local_blimp_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSource:
+    """Where tasks and their items are looked for.
+
+    Args:
+        include_path: folders of task files.
+        data: folders of items, for the templates.
+    """
+
+    include_path: tuple[Path, ...] = ()
+    data: tuple[Path, ...] = ()
+
+
+def load_tasks(names: Sequence[str], source: TaskSource) -> list[Any]:
+    """lm-eval's tasks and groups of these names.
+
+    Raises:
+        DataError: a name is unknown (the nearest is suggested), a folder does not exist, or items cannot be had; says
+            what to pass instead.
+    """
+    for folder in (*source.include_path, *source.data):
+        if not folder.expanduser().is_dir():
+            raise DataError(f"{folder} is no directory; --data and --include-path name folders")
+    ours = _shipped_files()
+    found: list[Any] = []
+    foreign: list[str] = []
+    for name in _expanded(names, ours):
+        path = _own(name, ours, source)
+        if path is None:
+            foreign.append(name)
+        else:
+            found.append(_build(_own_config(name, path, source)))
+    return found + (_load_foreign(foreign, ours, source) if foreign else [])
+
+
+def known_tasks() -> dict[str, str]:
+    """The shipped tasks, with the first line of what each file says about it."""
+    return {
+        name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()
+    }
+
+
+def _shipped_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(shipped("tasks").glob("*/*.yaml"))}
+
+
+def _expanded(names: Sequence[str], ours: dict[str, Path]) -> list[str]:
+    """Names once each, `demo` as the tasks it stands for."""
+    flat = [
+        one
+        for name in names
+        for one in (sorted(t for t in ours if t.startswith("demo_")) if name == "demo" else [name])
+    ]
+    return list(dict.fromkeys(flat))
+
+
+def _own(name: str, ours: dict[str, Path], source: TaskSource) -> Path | None:
+    """The shipped file of a name, or None."""
+    if name in ours:
+        return ours[name]
+    if name.startswith(BLIMP):
+        return ours["local_blimp"]
+    if not source.data:
+        return None
+    if LOCAL + name in ours:
+        return ours[LOCAL + name]
+    if name.startswith("blimp_") and find_items(_blimp_items(name), source.data):
+        return ours["local_blimp"]
+    return None
+
+
+def _blimp_items(name: str) -> str:
+    return f"blimp/{name.removeprefix(LOCAL).removeprefix('blimp_')}.jsonl"
+
+
+def _own_config(name: str, path: Path, source: TaskSource) -> dict[str, Any]:
+    """A shipped task with the absolute paths of its items."""
+    config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    split, pattern = next(iter(config["dataset_kwargs"]["data_files"].items()))
+    if path.parent.name == "demo":
+        files = [str(path.parent / Path(pattern).name)]
+    else:
+        if path.stem == "local_blimp" and name.removeprefix(LOCAL) != "blimp":
+            config["task"], pattern = LOCAL + name.removeprefix(LOCAL), _blimp_items(name)
+        files = find_items(pattern, source.data)
+    if not files:
+        where = f"is not below {', '.join(map(str, source.data))}" if source.data else "needs a folder"
+        raise DataError(f"task {name!r} reads {pattern}, which {where}; pass --data DIR with that file")
+    config["dataset_kwargs"] = {"data_files": {split: files}}
+    config.pop("tag", None)
+    return config
+
+
+def _build(config: dict[str, Any]) -> Any:
+    from lm_eval.api.task import ConfigurableTask
+
+    try:
+        return ConfigurableTask(config=config)
+    except Exception as error:  # datasets reports broken items in many classes
+        files = next(iter(config["dataset_kwargs"]["data_files"].values()))
+        raise DataError(
+            f"task {config['task']!r}: its items cannot be read ({first_line(error)}); see {files[0]}"
+        ) from error
+
+
+def _load_foreign(names: list[str], ours: dict[str, Path], source: TaskSource) -> list[Any]:
+    """Tasks of the user's folders and of lm-eval."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(folder.expanduser()) for folder in source.include_path]
+    own = TaskManager(include_path=folders, include_defaults=False) if folders else None
+    if own is not None and set(names) <= set(own.all_tasks):
+        return [_load(own, name, ours) for name in names]  # reading lm-eval's own list takes seconds
+    manager = TaskManager(include_path=folders or None)
+    for name in names:
+        if name not in manager.all_tasks:
+            hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
+            raise DataError(f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's, docs/evaluate.md ours")
+    return [_load(manager, name, ours) for name in names]
+
+
+def _load(manager: Any, name: str, ours: dict[str, Path]) -> Any:
+    try:
+        loaded = manager.load([name])
+    except Exception as error:  # the hub and its libraries fail in many classes
+        template = LOCAL + name
+        instead = "pass --data DIR with its items" if template in ours else "run it once where the hub can be reached"
+        if template in ours:
+            config = yaml.safe_load(ours[template].read_text(encoding="utf-8"))
+            instead += f" ({next(iter(config['dataset_kwargs']['data_files'].values()))})"
+        raise DataError(
+            f"task {name!r}: its items cannot be fetched ({type(error).__name__}: {first_line(error).rstrip('.')}); "
+            f"{instead}, or name a task whose items are here, such as demo_facts"
+        ) from error
+    groups = loaded["groups"]
+    return groups[name] if name in groups else list(loaded["tasks"].values())
