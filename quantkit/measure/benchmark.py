@@ -19,7 +19,7 @@ from quantkit.measure.latency import run_load
 from quantkit.measure.memory import activation_bytes, memory_records
 from quantkit.measure.predict import Prediction, predict
 from quantkit.measure.roofline import decode_record, prefill_record
-from quantkit.measure.workload import check_room, closed_loop, make_load, poisson, sweep
+from quantkit.measure.workload import check_room, closed_loop, make_load, poisson, request_key, sweep
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.context import pick_device
 from quantkit.runtime.llm import DEMO, LLM
@@ -195,17 +195,25 @@ def measure_against(
 def _measure_all(
     targets: Sequence[Target], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
 ) -> list[BenchmarkResult]:
-    runs: list[list[BenchmarkRun]] = [[] for _ in targets]
-    order = turns(options.rounds) if len(targets) == 2 else [0] * options.rounds
-    for workload in options.workloads():
-        rounds: list[list[BenchmarkRun]] = [[] for _ in targets]
-        for who in order:
-            turn = len(rounds[who])
-            progress(f"{workload.name}: {targets[who].name}, round {turn + 1} of {options.rounds}")
-            rounds[who].append(_run(targets, who, workload, options, turn))
-        for found, parts in zip(runs, rounds, strict=True):
-            found.append(join_rounds(parts))
+    rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
+    workloads = options.workloads()
+    for group in _twins(workloads):
+        entries = [(who, workload) for workload in group for who in range(len(targets))]
+        for place in turns(options.rounds, len(entries)):
+            who, workload = entries[place]
+            done = rounds.setdefault((who, workload.name), [])
+            progress(f"{workload.name}: {targets[who].name}, round {len(done) + 1} of {options.rounds}")
+            done.append(_run(targets, who, workload, options, len(done)))
+    runs = [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(targets))]
     return [_finish(target, options, tuple(found), ceilings) for target, found in zip(targets, runs, strict=True)]
+
+
+def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """Workloads that take turns because they are compared: the same requests, continuously and in static batches."""
+    groups: dict[str, list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault(request_key(workload), []).append(workload)
+    return list(groups.values())
 
 
 def _run(targets: Sequence[Target], who: int, workload: Workload, options: BenchmarkOptions, turn: int) -> BenchmarkRun:

@@ -18,9 +18,10 @@ from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
 Verdict = Literal["faster", "slower", "noise"]
 
 
-def turns(num_rounds: int) -> list[int]:
-    """Who is measured when: 0 for the model, 1 for the other; three rounds are A B, B A, A B."""
-    return [who for number in range(num_rounds) for who in ((0, 1) if number % 2 == 0 else (1, 0))]
+def turns(num_rounds: int, count: int = 2) -> list[int]:
+    """Who is measured when: 0 for the first, 1 for the second; three rounds of two are A B, B A, A B."""
+    order = list(range(count))
+    return [who for number in range(num_rounds) for who in (order if number % 2 == 0 else order[::-1])]
 
 
 def join_rounds(rounds: Sequence[BenchmarkRun]) -> BenchmarkRun:

@@ -119,8 +119,9 @@ def make_load(
         spread: lengths are drawn evenly from (1 - spread) times the workload's up to it; 0 = all alike.
         turn: number of the repetition; each gets other prompts, of the same lengths.
     """
-    lengths = random.Random(f"{workload.seed} {workload.name} lengths")
-    chance = random.Random(f"{workload.seed} {workload.name} tokens {turn}")
+    key = request_key(workload)
+    lengths = random.Random(f"{key} lengths")
+    chance = random.Random(f"{key} tokens {turn}")
     forbidden = set(avoid)
     tokens = [token for token in range(vocab_size) if token not in forbidden]
     count = workload.num_warmup + workload.num_requests
@@ -136,6 +137,11 @@ def make_load(
         due_s=_arrivals(workload),
         num_warmup=workload.num_warmup,
     )
+
+
+def request_key(workload: Workload) -> str:
+    """What its requests are drawn from: equal for a closed loop and the static batches it is compared with."""
+    return f"{workload.seed} {workload.name.replace('static-', 'closed-')}"
 
 
 def check_room(workloads: Sequence[Workload], room: int, what: str) -> None:

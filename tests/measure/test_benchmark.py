@@ -83,6 +83,17 @@ def test_one_model(tiny_llama):
     assert BenchmarkResult.from_dict(result.to_dict()) == result
 
 
+def test_static_batches_get_the_same_requests_in_turns(tiny_llama):
+    options = BenchmarkOptions(concurrencies=(2,), static=True, spread=0.9, rounds=2, **{**SMALL, "num_requests": 6})
+    target = load_target(tiny_llama, options, ENGINE)
+    told = []
+    result = measure(target, options, find_ceilings([target]), told.append)
+    assert [text.split(":")[0] for text in told] == ["closed-2", "static-2", "static-2", "closed-2"]
+    closed, static = ([(t.prompt_tokens, t.num_new_tokens) for t in run.requests] for run in result.runs)
+    assert closed == static
+    assert len(set(closed)) > 3
+
+
 def test_two_models_get_the_same_requests_in_turns(tiny_llama, tmp_path, monkeypatch):
     other = make_model(tmp_path, vocab_size=280)  # another vocabulary is no obstacle to comparing speed
     options = BenchmarkOptions(concurrencies=(1,), rounds=3, **SMALL)

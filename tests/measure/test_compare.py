@@ -32,6 +32,8 @@ def by_metric(ratios):
 def test_turns_alternate_who_begins():
     assert turns(1) == [0, 1]
     assert turns(4) == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert turns(2, 3) == [0, 1, 2, 2, 1, 0]
+    assert turns(3, 1) == [0, 0, 0]
 
 
 def test_the_clock_stands_still_while_the_other_is_measured():
