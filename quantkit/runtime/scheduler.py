@@ -108,6 +108,8 @@ class Scheduler:
             elif self._take_pages(sequence, sequence.num_computed + 1):
                 spare -= self._keep_drafts(sequence, spare)
                 work.append((sequence, 1 + len(sequence.drafts)))
+            else:  # it waits for pages; the next step's drafts are not to be added to these
+                sequence.drafts = []
         # Every running sequence was charged one token above; prompts are not decodes.
         return work, [s for s in prefills if s.row >= 0], spare + len(self.running) - len(work)
 

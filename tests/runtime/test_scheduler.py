@@ -158,3 +158,16 @@ def test_nobody_starves_in_a_stream_of_short_requests():
         engine.step()
         waited += 1
         assert waited < 60
+
+
+def test_who_waits_for_pages_keeps_no_drafts():
+    made, preempted = scheduler(num_pages=4)
+    old, young = sequence(0, 3), sequence(1, 7)
+    made.add(old)
+    made.add(young)
+    assert step(made) == {0: 3, 1: 7}
+    assert step(made) == {0: 1, 1: 1}
+    young.drafts = [1, 2]
+    assert step(made) == {0: 1}  # the last page is for the older
+    assert young.drafts == []
+    assert not preempted
