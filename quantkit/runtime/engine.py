@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,7 +128,10 @@ class Engine:
         return number
 
     def _checked(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
-        ids = list(prompt_ids)
+        try:
+            ids = [index(token) for token in prompt_ids]
+        except TypeError as error:
+            raise RequestError(f"the prompt is not a list of token numbers ({error})") from None
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= self.model.vocab_size:
@@ -169,13 +173,18 @@ class Engine:
         if self._failed:
             failed, self._failed = self._failed, []
             return failed
+        outputs: list[StepOutput] = []
         try:
-            return self._step() if self._requests else []
+            if self._requests:
+                self._step(outputs)
+            return outputs
         except BaseException:
-            self._failed = [self._end(sequence, "error", (), "") for sequence in tuple(self.scheduler.running)]
+            ended = [self._end(sequence, "error", (), "") for sequence in tuple(self.scheduler.running)]
+            self._failed = [*outputs, *ended]
             raise
 
-    def _step(self) -> list[StepOutput]:
+    def _step(self, outputs: list[StepOutput]) -> None:
+        """One batch; its news are added to the outputs one by one, so that none is lost when something fails."""
         began = time.perf_counter()
         asked = self._propose() if self._proposer is not None else 0
         work = self.scheduler.schedule()
@@ -189,10 +198,9 @@ class Engine:
                 rows.extend((sequence, ahead) for ahead in range(piece.num_logits))
         drafts = [piece.num_logits - 1 for piece in pieces if piece.num_logits > 1]
         logits = self.runner.run(pieces)
-        outputs = self._accept_all(work, pieces, logits, rows)
+        self._accept_all(work, pieces, logits, rows, outputs)
         if self.governor is not None and (drafts or not asked) and len(rows) == sum(count for _, count in work):
             self.governor.timed(len(work), time.perf_counter() - began, drafts)
-        return outputs
 
     def _propose(self) -> int:
         """Have drafts proposed for the sequences that decode; how many were asked for."""
@@ -204,7 +212,9 @@ class Engine:
             self._proposer.propose(decoding, count)
         return count
 
-    def _accept_all(self, work: Work, pieces: list[Piece], logits: Tensor, rows: Rows) -> list[StepOutput]:
+    def _accept_all(
+        self, work: Work, pieces: list[Piece], logits: Tensor, rows: Rows, outputs: list[StepOutput]
+    ) -> None:
         """Choose tokens and give each sequence its own."""
         if not rows:
             tokens, logprobs = [], None
@@ -212,7 +222,7 @@ class Engine:
             tokens = sample(logits, rows)
             logprobs = log_probabilities(logits, rows, tokens)
         now = time.perf_counter()
-        outputs, at = [], 0
+        at = 0
         for (sequence, count), piece in zip(work, pieces, strict=True):
             if piece.num_logits == 0:  # a prompt that goes on
                 sequence.num_computed += count
@@ -225,7 +235,6 @@ class Engine:
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
             outputs.append(self._append(sequence, chosen, now, logprobs[at:end] if logprobs else None))
             at = end
-        return outputs
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""
@@ -245,12 +254,12 @@ class Engine:
         """Add tokens until one ends the request; the news."""
         reason: FinishReason | None = None
         text, found, first = "", False, len(sequence.ids)
-        for index, token in enumerate(tokens):
+        for place, token in enumerate(tokens):
             sequence.ids.append(token)
             sequence.token_times.append(now)
             if sequence.history is not None:
                 sequence.history.add(token)
-            if logprobs is not None and (logprob := logprobs[index]) is not None:
+            if logprobs is not None and (logprob := logprobs[place]) is not None:
                 sequence.logprobs.append(logprob)
             if token in sequence.stop_ids:
                 reason = "stop"

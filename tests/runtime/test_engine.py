@@ -180,6 +180,34 @@ def test_an_exception_in_a_step_fails_what_was_running_and_nothing_else(speculat
     assert run(engine)[numbers[2]].token_ids == greedy(model, [2, 3], 10)
 
 
+def test_news_from_before_a_failure_in_the_same_step_are_not_lost(monkeypatch):
+    engine = make_engine()
+    ends, fails = engine.add([1, 3], SamplingParams(max_tokens=2)), engine.add([2, 3], SamplingParams(max_tokens=9))
+    engine.step()
+    append = engine._append
+
+    def broken(sequence, *args):
+        if sequence.id == fails:
+            raise RuntimeError("out of luck")
+        return append(sequence, *args)
+
+    monkeypatch.setattr(engine, "_append", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    news = {output.request_id: output.completion.finish_reason for output in engine.step()}
+    assert news == {ends: "length", fails: "error"}
+    engine.check_integrity()
+
+
+def test_a_prompt_is_whole_numbers_of_any_kind():
+    assert generate(make_engine(), [torch.tensor([1, 2])], SamplingParams()) == generate(
+        make_engine(), [[1, 2]], SamplingParams()
+    )
+    for wrong in ([1.5], ["1"], [None]):
+        with pytest.raises(RequestError, match="not a list of token numbers"):
+            make_engine().add(wrong)
+
+
 def test_what_cannot_fit_is_refused_with_the_number_that_would():
     engine = make_engine(model=ToyModel(max_length=30))
     with pytest.raises(RequestError, match="prompt has 30 tokens and the context is 30 tokens; at most 29 fit"):
