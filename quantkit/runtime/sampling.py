@@ -26,6 +26,9 @@ from quantkit.runtime.types import Sequence, TokenLogprob
 # Rows to sample: a sequence, and how many of its drafts come before the token.
 Rows = list[tuple[Sequence, int]]
 
+# Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
+_COLDEST = 1e-30
+
 # Sorting few tokens is enough when top-p or top-k ends among them.
 _FEW = 256
 
@@ -93,7 +96,7 @@ def candidates(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         logits over temperature (R, C), -inf where excluded; and the token ids (R, C) they belong to, None = all V.
     """
     params = [sequence.params for sequence, _ in rows]
-    scaled = logits / _column([p.temperature for p in params], logits)
+    scaled = logits / _column([max(p.temperature, _COLDEST) for p in params], logits)
     bound: Tensor | None = None
     if any(p.min_p > 0 for p in params):
         bound = scaled.amax(-1, keepdim=True) + _column([p.min_p for p in params], logits).log()

@@ -174,3 +174,10 @@ def test_logprobs_are_the_models_own():
     assert first.logprob == pytest.approx(table[0, 4].item())
     assert [token for token, _ in first.top] == table[0].topk(2).indices.tolist()
     assert (third.token_id, third.top) == (6, ())
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 5e-324])
+def test_almost_no_temperature_is_greedy(temperature):
+    logits = torch.tensor([[3.0, 7.0, -2.0, 6.9]])
+    params = SamplingParams(temperature=temperature)
+    assert sample(logits, [(sequence(params), 0)]) == [1]
