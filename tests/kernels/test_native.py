@@ -110,6 +110,37 @@ def test_a_cache_that_cannot_be_made_is_done_without(monkeypatch, tmp_path):
     assert build.is_private(build.cache_folder())
 
 
+def test_a_user_without_a_home_gets_a_folder_for_this_process(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", homeless)
+    assert build.is_private(build.cache_folder())
+
+
+def test_a_compiler_that_says_nothing_is_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    silent = tmp_path / "cc"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(build, "find_compiler", lambda: str(silent))
+    library, status = native._try_load()
+    assert library is None
+    assert status.startswith("off: ")
+
+
+def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
+    source = tmp_path / "one.c"
+    source.write_text("int one;")
+    slow = tmp_path / "cc"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+    with pytest.raises(build.BuildError, match="took longer"):
+        build.compile_library(str(slow), (), [source], tmp_path / "one.so")
+
+
 @needs_compiler
 def test_there_is_one_openmp_in_the_process():
     code = (

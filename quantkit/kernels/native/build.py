@@ -50,7 +50,7 @@ def build_library() -> tuple[Path, str]:
     if missing:
         raise BuildError(f"this CPU has no {missing[0]}")
     compiler = find_compiler()
-    version = _run([compiler, "--version"]).splitlines()[0]
+    version = (_run([compiler, "--version"]).splitlines() or [""])[0]
     sources = sorted(_FOLDER.glob("*.[ch]"))
     compile_flags = (*_COMPILE, "-fopenmp") if find_openmp() else _COMPILE
     digest = hashlib.sha256("\0".join([version, *compile_flags, *sorted(flags)]).encode())
@@ -113,9 +113,9 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 def cache_folder() -> Path:
     """A folder that only this user can write: $XDG_CACHE_HOME/quantkit, or a fresh one for this process."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "quantkit" / "native"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "quantkit" / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_private(folder) and os.access(folder, os.W_OK):
             return folder
@@ -151,7 +151,12 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
         for process in processes:
-            errors = process.communicate(timeout=_TIMEOUT_S)[1]
+            try:
+                errors = process.communicate(timeout=_TIMEOUT_S)[1]
+            except subprocess.TimeoutExpired:
+                for other in processes:
+                    other.kill()
+                raise BuildError(f"{compiler} took longer than {_TIMEOUT_S} s") from None
             if process.returncode:
                 raise BuildError(f"{compiler} failed: {(errors.strip().splitlines() or ['no message'])[0]}")
         finished = Path(work) / library.name
