@@ -124,10 +124,11 @@ class LLM:
         """Token ids of a prompt, with what the tokenizer puts in front; an empty text becomes BOS.
 
         Raises:
-            RequestError: the directory has no usable tokenizer, or the text is empty and there is no BOS.
+            RequestError: the directory has no usable tokenizer, the text is not Unicode, or it is empty and there is
+                no BOS.
         """
         tokenizer = self._need_tokenizer()
-        ids: list[int] = list(tokenizer(text)["input_ids"])
+        ids: list[int] = list(tokenizer(_checked_text(text))["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -149,7 +150,7 @@ class LLM:
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(_checked_text(text), add_special_tokens=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -182,7 +183,9 @@ class LLM:
         Raises:
             RequestError: see `Engine.add`; raised here, not at the first piece.
         """
-        return self._stream(self._add(self._ids(prompt), params or SamplingParams()))
+        stream = self._stream(self._add(self._ids(prompt), params or SamplingParams()))
+        next(stream)  # begun: closing a generator that was never begun would cancel nothing
+        return stream
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """The answer to a conversation; see `encode_chat`."""
@@ -245,6 +248,7 @@ class LLM:
         """The next news of a request; that of others is kept for them."""
         inbox = self._inboxes[number]
         while not inbox:
+            assert self.engine.has_work, f"request {number} is lost"
             for output in self.engine.step():
                 if output.request_id in self._inboxes:
                     self._inboxes[output.request_id].append(output)
@@ -257,7 +261,9 @@ class LLM:
                 return completion
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
+        """News of a request, after one that is empty."""
         try:
+            yield StepOutput(request_id=number, token_ids=(), text="")
             while True:
                 output = self._next(number)
                 yield output
@@ -286,12 +292,21 @@ def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def _checked_text(text: str) -> str:
+    """A text that has bytes; from a terminal or a pipe may come some that are no text, which Python keeps as halves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
+    return text
+
+
 def _load_tokenizer(path: Path) -> tuple[Any, str]:
-    """The tokenizer of a directory, or None and why."""
+    """The tokenizer of a directory, or None and why. Code that comes with it is never run, nor is anybody asked to."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True), ""
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), ""
     except Exception as error:  # many classes for missing and broken files
         return None, first_line(error)
 

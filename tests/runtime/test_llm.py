@@ -118,6 +118,20 @@ def test_a_stream_closed_early_gives_its_pages_back(llm):
     assert llm.stats()["kv_free_pages"] == llm.stats()["kv_pages"]
 
 
+def test_a_stream_that_nobody_began_to_read_is_cancelled_too(llm):
+    stream = llm.stream("one", GREEDY)
+    assert llm.engine.has_work
+    stream.close()
+    assert not llm.engine.has_work
+    llm.stream("one", GREEDY)  # dropped
+    assert not llm.engine.has_work
+
+
+def test_text_that_is_not_unicode_is_refused(llm):
+    with pytest.raises(RequestError, match="not UTF-8"):
+        llm.generate(b"\xff one".decode("utf-8", "surrogateescape"))
+
+
 def test_prompts_come_in_all_shapes(llm):
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     ids = llm.encode("one")
@@ -198,6 +212,19 @@ def test_without_a_tokenizer_token_ids_still_work(folder, tmp_path):
     assert len(bare.generate([[1, 2]], GREEDY)[0].token_ids) == 24
     with pytest.raises(RequestError, match="has no usable tokenizer"):
         bare.generate("text")
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(folder, tmp_path, monkeypatch):
+    made = copied(folder, tmp_path)
+    (made / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"]}}
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(text) or "y")
+    LLM(made, dtype="float32", threads=1)
+    assert not asked
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_empty_prompt_without_bos_is_refused(folder, tmp_path):
