@@ -156,6 +156,7 @@ def _join(weights: Sequence[Weight], schemes: Sequence[ActivationScheme | None])
 def _take_rows(weight: Weight, order: Tensor) -> Weight:
     if isinstance(weight, Tensor):
         return weight[order]
+    order = order.to(weight.codes.device)  # codes are laid out first and moved then
     return dataclasses.replace(
         weight,
         codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),

@@ -35,6 +35,7 @@ Backend = Literal["auto", "native", "transformers"]
 
 _HEAD_BITS = {"int8": INT8, "int4": INT4}
 _HEAD_ROWS = 4096
+_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def load_model(
@@ -50,8 +51,8 @@ def load_model(
 
     Args:
         path: directory with config.json and safetensors.
-        dtype: of the computation: float32, bfloat16, float16, or auto, which is the checkpoint's own where this
-            device is fast in it.
+        dtype: of the computation: float32, bfloat16, float16 (for short fp32, bf16, fp16), or auto, which is the
+            checkpoint's own where this device is fast in it.
         device: where it runs.
         head_dtype: int8 or int4 rounds the output head at load; None leaves it as it is.
         backend: native; transformers, for any other causal language model; auto takes the first that can.
@@ -174,7 +175,8 @@ def pick_dtype(
         InputError: an unknown name.
     """
     if isinstance(asked, torch.dtype) or asked != "auto":
-        found = DTYPES.get(str(asked).removeprefix("torch."))
+        name = str(asked).removeprefix("torch.")
+        found = DTYPES.get(_SHORT_NAMES.get(name, name))
         if found is None:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
         return found, ()

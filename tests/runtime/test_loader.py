@@ -179,6 +179,8 @@ def test_dtypes_on_this_processor(tmp_path):
         edit_config(folder, dtype=None)
         assert pick_dtype("auto", CheckpointReader(folder), None, cpu)[0] == chosen
         assert pick_dtype("float16", reader, None, cpu) == (torch.float16, ())
+        for short, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            assert pick_dtype(short, reader, None, cpu) == (dtype, ())
         assert load_model(folder).notes == notes
 
 
