@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +64,11 @@ def generate(
     from quantkit.runtime.types import SamplingParams
 
     params = SamplingParams(**sampling)  # bad values are refused before a model is loaded
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if system is not None and not chat:
+        raise click.UsageError("--system is a message of a conversation; give --chat too")
+    text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
     from quantkit.runtime.llm import LLM
 
     llm = LLM(checkpoint, max_sequences=1, **engine)
@@ -72,6 +78,16 @@ def generate(
         output_to.result(lambda: numbers)
     elif stats:
         plain_console(stderr=True).print(_table(llm, numbers))
+
+
+def _text(given: bytes) -> str:
+    """A text in UTF-8, whatever the locale says."""
+    from quantkit.errors import RequestError
+
+    try:
+        return given.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt is not UTF-8 ({error}); convert it, for instance with iconv -t utf-8") from None
 
 
 def _encode(llm: LLM, text: str, system: str | None, chat: bool) -> list[int]:

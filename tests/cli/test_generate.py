@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -62,14 +63,26 @@ def test_json_has_the_text_and_the_numbers(run):
     assert found["text"] == text.removesuffix("\n")
     assert found["new_tokens"] == 6
     assert found["ttft_s"] > 0
-    assert 0 < found["bandwidth_share"]
+    assert found["bandwidth_share"] > 0
     assert found["weight_bytes"] > 6_000_000
 
 
 def test_the_prompt_may_come_from_stdin(run, monkeypatch):
     _, wanted, _ = run("--prompt", PROMPT, "--max-tokens", 5)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode()), encoding="ascii"))
     assert run("--prompt", "-", "--max-tokens", 5)[1] == wanted
+
+
+def test_a_prompt_that_is_no_text(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff one")))
+    refused(run, 4, "not UTF-8", options=("--prompt", "-"))
+    refused(run, 4, "not UTF-8", options=("--prompt", os.fsdecode(b"\xff one")))
+
+
+def test_a_system_message_outside_a_conversation(run):
+    code, out, err = run("--prompt", PROMPT, "--system", "Be brief.")
+    assert (code, out) == (2, "")
+    assert "give --chat too" in err
 
 
 def test_sampling_follows_its_seed(run):
@@ -128,6 +141,13 @@ def test_no_such_model(run, tmp_path):
 def test_an_unknown_device_and_type(run):
     refused(run, 4, "tpu", options=("--prompt", PROMPT, "--device", "tpu"))
     refused(run, 4, "int7", options=("--prompt", PROMPT, "--dtype", "int7"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_types_have_the_names_that_the_help_says(run, dtype):
+    code, _, err = run("--prompt", PROMPT, "--max-tokens", 2, "--dtype", dtype, "--stats")
+    assert code == 0
+    assert "computed in" in err
 
 
 def test_an_empty_prompt_without_bos(run, tmp_path):
