@@ -21,6 +21,7 @@ LAYERS = {
     "pipeline": 6,
     "plan": 6,
     "inspection": 6,
+    "hub": 6.5,  # a card says what inspection found
     "report": 6,
     "measure": 6,
     "evaluate": 6,

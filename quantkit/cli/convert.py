@@ -29,10 +29,18 @@ Examples:
 @click.option(
     "--type", "type_name", metavar="TYPE", help="Of a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16..."
 )
+@click.option("--push-to-hub", metavar="USER/NAME", help="Upload the output with a model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @output_options
 def convert(
-    output_to: Output, *, checkpoint: str, to: str, output: str | None, type_name: str | None, overwrite: bool
+    output_to: Output,
+    *,
+    checkpoint: str,
+    to: str,
+    output: str | None,
+    type_name: str | None,
+    push_to_hub: str | None,
+    overwrite: bool,
 ) -> None:
     """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
 
@@ -54,6 +62,10 @@ def convert(
         overwrite=overwrite,
         progress=_progress(output_to),
     )
+    if push_to_hub:
+        from quantkit.hub import find_origin, push
+
+        push(place, push_to_hub, origin=find_origin(checkpoint))
     output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
 
 

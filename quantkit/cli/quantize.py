@@ -40,6 +40,7 @@ Examples:
     help="Where hidden states are kept between layers.",
 )
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped.")
+@click.option("--push-to-hub", metavar="USER/NAME", help="Upload the result with a model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
 @output_options
@@ -54,6 +55,7 @@ def quantize(
     activations: Any,
     resume: bool,
     overwrite: bool,
+    push_to_hub: str | None,
     **fields: Any,
 ) -> None:
     """Compress MODEL, a directory or a hub id, to a new checkpoint; without MODEL, the bundled demo model.
@@ -78,6 +80,10 @@ def quantize(
             overwrite=overwrite,
             listener=listener,
         )
+    if push_to_hub:
+        from quantkit.hub import find_origin, push
+
+        push(result.output, push_to_hub, origin=find_origin(model))
     output_to.result(
         lambda: to_dict(result), lambda: _summary(result), lambda: _worst(result), lambda: _next_steps(result)
     )

@@ -1,0 +1,164 @@
+"""A finished checkpoint to the Hugging Face hub, with a model card: what it is, from what, and how to serve it.
+
+Nothing is uploaded that is not in the checkpoint; the licence is the source's, never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.sizes import human_bytes
+from quantkit.errors import InputError, ModelError, OutputError, first_line
+from quantkit.inspection import inspect
+from quantkit.results import CheckpointSummary
+
+CARD = "README.md"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_CARRIED = ("license", "license_name", "license_link", "language", "base_model")
+_TAGS = {"compressed-tensors": ["compressed-tensors"], "gptq-v2": ["gptq"], "gguf": ["gguf"]}
+_SERVE = {
+    "gguf": "llama-server -m {file}",
+    "dense": "vllm serve {repo}",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What a card says about the model that was compressed.
+
+    Args:
+        base_model: its id on the hub, if it has one.
+        entries: front matter of its own card that goes on: licence and language.
+    """
+
+    base_model: str | None
+    entries: dict[str, Any]
+
+
+def find_origin(model: str | Path | None) -> Origin:
+    """Where a model comes from, by its own card.
+
+    Args:
+        model: as it was given to `quantize`: a directory, a hub id, or None or "demo" for the bundled model.
+    Raises:
+        ModelError: a card whose front matter is not readable.
+    """
+    if model is None or str(model) == "demo":
+        return Origin(base_model=None, entries={})
+    folder = Path(model)
+    if not folder.exists() and _HUB_ID.fullmatch(str(model)):
+        from quantkit.checkpoint.source import resolve
+
+        return Origin(base_model=str(model), entries=_front_matter(resolve(str(model))))
+    entries = _front_matter(folder)
+    return Origin(base_model=entries.pop("base_model", None), entries=entries)
+
+
+def make_card(checkpoint: Path, repo: str, origin: Origin) -> str:
+    """The text of a model card.
+
+    Args:
+        checkpoint: directory or GGUF file.
+        repo: id on the hub.
+        origin: of the model that was compressed.
+    """
+    import yaml
+
+    summary = inspect(checkpoint)
+    front: dict[str, Any] = {key: value for key, value in origin.entries.items() if key != "base_model"}
+    if origin.base_model is not None:
+        front |= {"base_model": origin.base_model, "base_model_relation": "quantized"}
+    front |= {"library_name": "gguf" if summary.format == "gguf" else "transformers", "pipeline_tag": "text-generation"}
+    front["tags"] = ["quantkit", *_TAGS.get(summary.format, [summary.format])]
+    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n{_body(checkpoint, repo, origin, summary)}"
+
+
+def push(
+    checkpoint: str | Path,
+    repo: str,
+    *,
+    origin: Origin,
+    private: bool = False,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload a checkpoint, creating the repository if there is none.
+
+    Args:
+        checkpoint: directory or GGUF file; a directory gets the card as README.md.
+        repo: `name/of-it` on the hub.
+        origin: what the card says about the source.
+        private: whether a new repository is.
+        endpoint: of the hub; None = the usual one, or that of the environment.
+        token: None = that of `hf auth login`.
+    Returns:
+        address of the repository.
+    Raises:
+        InputError: not a repository's name.
+        OutputError: the hub refuses or cannot be reached.
+    """
+    place = Path(checkpoint)
+    if not _HUB_ID.fullmatch(repo):
+        raise InputError(f"{repo!r} is not the name of a repository; write it as user/name")
+    card = make_card(place, repo, origin)
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=endpoint, token=token)
+        address = str(api.create_repo(repo, private=private, exist_ok=True))
+        if place.is_dir():
+            (place / CARD).write_text(card, encoding="utf-8")
+            api.upload_folder(repo_id=repo, folder_path=place, commit_message=f"Upload {place.name}")
+        else:
+            api.upload_file(repo_id=repo, path_or_fileobj=card.encode(), path_in_repo=CARD)
+            api.upload_file(repo_id=repo, path_or_fileobj=place, path_in_repo=place.name)
+        return address
+    except Exception as error:
+        # The hub fails in many ways that share no class: HTTP, connection, validation, missing package.
+        reason = first_line(error).rstrip(".")
+        raise OutputError(
+            f"cannot push {place} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is finished; "
+            "log in with `hf auth login`, check the name and the network, and push again"
+        ) from error
+
+
+def _front_matter(folder: Path) -> dict[str, Any]:
+    """Entries of a model's own card that a card made from it repeats."""
+    import yaml
+
+    path = folder / CARD
+    if not path.is_file():
+        return {}
+    match = _FRONT.match(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        entries = yaml.safe_load(match.group(1)) if match else None
+    except yaml.YAMLError as error:
+        raise ModelError(f"{path} has front matter that is not YAML: {first_line(error)}") from error
+    return {key: entries[key] for key in _CARRIED if key in entries} if isinstance(entries, dict) else {}
+
+
+def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummary) -> str:
+    rows = [f"| {row.kind} | {row.stored_as} | {row.count} | {human_bytes(row.num_bytes)} |" for row in summary.modules]
+    made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
+    recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
+    bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
+    serve = _SERVE.get(summary.format, "vllm serve {repo}").format(repo=repo, file=checkpoint.name)
+    lines = [
+        f"# {repo.partition('/')[2]}",
+        "",
+        f"{made}{recipe}. Format: {summary.format}; {bits}{human_bytes(summary.num_bytes)} in all.",
+        "",
+        "| module | stored as | count | size |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        "```sh",
+        serve,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
