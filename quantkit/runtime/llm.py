@@ -128,7 +128,8 @@ class LLM:
                 no BOS.
         """
         tokenizer = self._need_tokenizer()
-        ids: list[int] = list(tokenizer(_checked_text(text))["input_ids"])
+        # Not verbose: that a prompt is too long is for the engine to say.
+        ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -150,7 +151,7 @@ class LLM:
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(_checked_text(text), add_special_tokens=False)["input_ids"])
+        return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,17 @@ def test_a_stream_that_nobody_began_to_read_is_cancelled_too(llm):
     assert not llm.engine.has_work
     llm.stream("one", GREEDY)  # dropped
     assert not llm.engine.has_work
+
+
+def test_a_prompt_that_is_too_long_is_told_once(llm, monkeypatch):
+    told = []
+    for handler in logging.getLogger("transformers").handlers:
+        monkeypatch.setattr(handler, "handle", told.append)
+    monkeypatch.setattr(llm.tokenizer, "model_max_length", 3)
+    llm.tokenizer.deprecation_warnings.clear()
+    with pytest.raises(RequestError, match="the prompt has"):
+        llm.generate("one other " * 300)
+    assert not told
 
 
 def test_text_that_is_not_unicode_is_refused(llm):
