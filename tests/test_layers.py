@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1] / "quantkit"
 
 LAYERS = {
-    "__main__": 8,  # python -m quantkit
-    "cli": 7,
-    "api": 7,
+    "__main__": 9,  # python -m quantkit
+    "cli": 8,
+    "api": 8,
+    "verification": 7,  # asks everything below what a checkpoint is worth
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
     "plan": 6,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli import _verify
 from quantkit.cli._output import Output, human_seconds, output_options
 
 if TYPE_CHECKING:
@@ -19,7 +22,45 @@ Examples:
   quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
   quantkit quantize --recipe gptq-int4 --samples 16 --sequence-length 128 -o demo-gptq
   quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+  quantkit quantize --recipe awq-int4 --verify --gate "recovery>=98.9" -o demo-proven
 """
+
+
+def _field_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that are recipe fields; they arrive together as `fields`, in the form of --set."""
+
+    @click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].")
+    @click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
+    @click.option("--sequence-length", type=click.IntRange(min=8), help="Tokens per calibration sequence.")
+    @click.option("--format", "format_name", metavar="NAME", help="On-disk format.")
+    @click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        fields = {flag: options.pop(flag) for flag in FLAGS}
+        function(*args, fields=_flag_changes(fields), **options)
+
+    return command
+
+
+def _run_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say how to work, not what to make; they arrive together as `how`."""
+
+    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
+    @click.option(
+        "--activations",
+        type=click.Choice(["ram", "disk"]),
+        default="ram",
+        show_default=True,
+        help="Where hidden states are kept between layers.",
+    )
+    @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped.")
+    @click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        how = {name: options.pop(name) for name in ("device", "activations", "resume", "overwrite")}
+        function(*args, how=how, **options)
+
+    return command
 
 
 @click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
@@ -27,22 +68,11 @@ Examples:
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
-@click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].")
-@click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
-@click.option("--sequence-length", type=click.IntRange(min=8), help="Tokens per calibration sequence.")
-@click.option("--format", "format_name", metavar="NAME", help="On-disk format.")
-@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-@click.option(
-    "--activations",
-    type=click.Choice(["ram", "disk"]),
-    default="ram",
-    show_default=True,
-    help="Where hidden states are kept between layers.",
-)
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped.")
+@_field_options
+@_run_options
 @click.option("--push-to-hub", metavar="USER/NAME", help="Upload the result with a model card.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+@click.option("--verify", is_flag=True, help="Prove the result; one that fails is kept as DIR.failed, exit code 3.")
+@_verify.gate_option
 @output_options
 def quantize(
     output_to: Output,
@@ -51,12 +81,11 @@ def quantize(
     recipe: str,
     output: str | None,
     changes: tuple[str, ...],
-    device: str,
-    activations: Any,
-    resume: bool,
-    overwrite: bool,
+    how: dict[str, Any],
     push_to_hub: str | None,
-    **fields: Any,
+    verify: bool,
+    gates: tuple[str, ...] | None,
+    fields: list[str],
 ) -> None:
     """Compress MODEL, a directory or a hub id, to a new checkpoint; without MODEL, the bundled demo model.
 
@@ -68,25 +97,21 @@ def quantize(
     from quantkit.recipe import load
     from quantkit.results import to_dict
 
-    plan = load(recipe, [*changes, *_flag_changes(fields)])
+    plan = load(recipe, [*changes, *fields])
+    if verify:
+        _verify.check_before(plan, gates)
     with for_output(output_to) as listener:
-        result = pipeline.quantize(
-            model,
-            plan,
-            output,
-            device=device,
-            activations=activations,
-            resume=resume,
-            overwrite=overwrite,
-            listener=listener,
-        )
+        result = pipeline.quantize(model, plan, output, listener=listener, **how)
+    if verify:  # a checkpoint that fails goes nowhere
+        _verify.prove(output_to, result, model, gates, how["device"], lambda: _summary(result))
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
         push(result.output, push_to_hub, origin=find_origin(model))
-    output_to.result(
-        lambda: to_dict(result), lambda: _summary(result), lambda: _worst(result), lambda: _next_steps(result)
-    )
+    if not verify:
+        output_to.result(
+            lambda: to_dict(result), lambda: _summary(result), lambda: _worst(result), lambda: _next_steps(result)
+        )
 
 
 FLAGS = {

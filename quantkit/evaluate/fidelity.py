@@ -156,7 +156,8 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
         reference, value: (T, V) logits of the original and of the model, float32.
     """
     kl, agrees = [], []
-    for p, q in zip(reference.split(_BLOCK_ROWS), value.split(_BLOCK_ROWS), strict=True):
+    for start in range(0, len(reference), _BLOCK_ROWS):
+        p, q = reference[start : start + _BLOCK_ROWS], value[start : start + _BLOCK_ROWS]
         before, after = p.float().log_softmax(-1), q.float().log_softmax(-1)
         # Never negative but for rounding, which a mean of tiny values would show.
         kl.append((before.exp() * (before - after)).sum(-1).clamp_min(0))

@@ -1,0 +1,230 @@
+"""What `verify` and `quantize --verify` share: options, the run, and what users see of it."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantkit.recipe import Recipe
+    from quantkit.results import CompressionResult, Report
+    from quantkit.verification import Pair, VerifyOptions
+
+GATE_HELP = "A promise, e.g. 'recovery>=98.9' or 'recovery[demo_facts]>=97'; repeatable.  [default: the recipe's]"
+
+
+def gate_option(function: Callable[..., None]) -> Callable[..., None]:
+    """Add --gate, which arrives as `gates`: None where it was not given."""
+
+    @click.option("--gate", "gates", multiple=True, metavar="GATE", help=GATE_HELP)
+    @functools.wraps(function)
+    def command(*args: Any, gates: tuple[str, ...], **options: Any) -> None:
+        function(*args, gates=gates or None, **options)
+
+    return command
+
+
+def evaluation_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what both models are asked; they arrive together as `asked`."""
+
+    @click.option("--suite", default="quick", show_default=True, metavar="NAME|FILE", help="quick, standard, none, ...")
+    @click.option("--tasks", metavar="A,B", help="Further tasks by name.")
+    @click.option("--limit", type=click.IntRange(min=1), help="Items per task.  [default: the suite's]")
+    @click.option("--text", metavar="FILE", help="Text for distributions and the damage map.")
+    @click.option("--data", multiple=True, metavar="DIR", help="Folder with items and texts; repeatable.")
+    @click.option("--include-path", multiple=True, metavar="DIR", help="Folder with lm-eval task files; repeatable.")
+    @click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        names = ("suite", "tasks", "limit", "text", "data", "include_path", "seed")
+        asked = {name: options.pop(name) for name in names}
+        function(*args, asked=asked, **options)
+
+    return command
+
+
+def make_options(
+    asked: Mapping[str, Any], engine: Mapping[str, Any], *, bench: bool = True, damage: bool | None = None
+) -> VerifyOptions:
+    """What to look at, from the options of a command."""
+    from quantkit.evaluate.run import EvaluationOptions
+    from quantkit.verification.run import BENCH, VerifyOptions
+
+    evaluation = EvaluationOptions(
+        suite=None if asked["suite"] == "none" else asked["suite"],
+        tasks=tuple(filter(None, (asked["tasks"] or "").split(","))),
+        limit=asked["limit"],
+        texts=(asked["text"],) if asked["text"] else (),
+        data=tuple(map(Path, asked["data"])),
+        include_path=tuple(map(Path, asked["include_path"])),
+        seed=asked["seed"],
+    )
+    return VerifyOptions(
+        evaluation=evaluation,
+        text=asked["text"],
+        bench=BENCH if bench else None,
+        damage=damage,
+        engine={name: value for name, value in engine.items() if value is not None},
+        command=shlex.join(["quantkit", *sys.argv[1:]]),
+    )
+
+
+def run(output_to: Output, pair: Pair, options: VerifyOptions) -> Report:
+    """Verify, telling progress."""
+    from quantkit.verification import verify
+
+    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
+    tell: Callable[[str], None] = lambda text: click.echo(text, err=True)  # noqa: E731
+    return verify(pair, options, progress=tell if output_to.shows_progress else quiet)
+
+
+def finish(
+    output_to: Output, report: Report, files: Mapping[str, Path], problem: str, more: Mapping[str, Any] | None = None
+) -> None:
+    """Print a report and end with the exit code that it deserves.
+
+    Args:
+        output_to: how.
+        report: judged.
+        files: that were written, by kind.
+        problem: why some were not; empty when all were.
+        more: further entries of the JSON object.
+    Raises:
+        GateFailure: a gate did not hold; with --json the exit code alone says so.
+    """
+    from quantkit.errors import GateFailure
+
+    if problem and output_to.shows_progress:
+        click.echo(f"warning: {problem}", err=True)
+    output_to.result(lambda: {**(more or {}), **numbers(report, files)}, *shown(report, files))
+    if report.held:
+        return
+    if output_to.as_json:
+        click.get_current_context().exit(GateFailure.exit_code)
+    raise GateFailure(failure(report))
+
+
+def failure(report: Report) -> str:
+    """Which gates failed, by how much, and the nearest remedy, in one line."""
+    from quantkit.report.words import remedies
+
+    failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
+    todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
+    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Nearest remedy: {todo}"
+
+
+def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
+    """What --json prints of a report; all of it is in report.json."""
+    from quantkit.gates import measure
+    from quantkit.report.json import finite
+
+    proposal = report.damage.proposal if report.damage is not None else None
+    found: dict[str, Any] = finite(
+        {
+            "held": report.held,
+            "gates": [gate.to_dict() for gate in report.gates],
+            "metrics": measure(report),
+            "proposal": None if proposal is None else proposal.to_dict(),
+            "notes": list(report.notes),
+            "files": {kind: str(path) for kind, path in files.items()},
+        }
+    )
+    return found
+
+
+def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], RenderableType]]:
+    """What people see, the verdict first."""
+    from quantkit.report import tables
+    from quantkit.report.words import gate_lines, headline
+
+    parts: list[Callable[[], RenderableType]] = [lambda: headline(report)]
+    if report.gates:
+        parts.append(lambda: "\n".join(gate_lines(report.gates)))
+    found = [tables.comparison_table(report), tables.fidelity_table(report)]
+    if report.damage is not None:
+        found.append(tables.worst_damage_table(report.damage, 5))
+    found += [tables.latency_table(report), tables.memory_table(report)]
+    parts += [lambda table=table: _table(table) for table in found if table is not None]  # type: ignore[misc]
+    where = sorted({str(path.parent) for path in files.values()})
+    names = ", ".join(path.name for path in files.values())
+    parts.append(lambda: "\n".join([*report.notes, f"written to {', '.join(where)}: {names}"]))
+    return parts
+
+
+def _table(table: Any) -> RenderableType:
+    """A report's table for the terminal."""
+    from rich.table import Table
+
+    found = Table(title=table.caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for position, name in enumerate(table.columns):
+        found.add_column(name, justify="right" if position else "left", overflow="fold")
+    for row in table.rows:
+        found.add_row(*row)
+    return found
+
+
+def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
+    """Before compressing: what verification would refuse afterwards.
+
+    Raises:
+        QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
+    """
+    from quantkit.errors import RecipeError
+    from quantkit.verification import VerifyOptions, check, check_gates
+
+    if recipe.format == "gguf":
+        raise RecipeError(
+            "a GGUF file is not run by quantkit, so --verify cannot prove it; verify the same recipe as "
+            "compressed-tensors and convert that with `quantkit convert --to gguf`"
+        )
+    check_gates(recipe.gates if gates is None else gates)
+    check(VerifyOptions())
+
+
+def prove(
+    output_to: Output,
+    result: CompressionResult,
+    model: str | None,
+    gates: tuple[str, ...] | None,
+    device: str,
+    summary: Callable[[], RenderableType],
+) -> None:
+    """After compressing: verify the checkpoint, and give it another name when it fails.
+
+    Raises:
+        GateFailure: it failed.
+    """
+    from quantkit.results import to_dict
+    from quantkit.runtime.llm import DEMO
+    from quantkit.verification import check_pair, set_aside, write
+
+    defaults = {
+        "suite": "quick",
+        "tasks": None,
+        "limit": None,
+        "text": None,
+        "data": (),
+        "include_path": (),
+        "seed": None,
+    }
+    path = Path(result.output)
+    pair = check_pair(path, DEMO if model is None else model, gates)
+    report = run(output_to, pair, make_options(defaults, {"device": device}))
+    if not report.held:
+        report, path = set_aside(report, path)
+        if output_to.shows_progress:
+            click.echo(f"the checkpoint failed and is kept as {path}", err=True)
+    files, problem = write(report, path)
+    if not output_to.as_json:
+        output_to.result(dict, summary, lambda: "")
+    finish(output_to, report, files, problem, {**to_dict(result), "output": str(path)})

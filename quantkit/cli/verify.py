@@ -1,0 +1,67 @@
+"""`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.cli import _verify
+from quantkit.cli._output import Output, output_options
+from quantkit.cli._runtime import runtime_options
+
+EPILOG = """\b
+Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99, top1, length_ratio,
+  ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
+
+\b
+Examples:
+  quantkit quantize --recipe awq-int4 -o demo-awq-int4
+  quantkit verify demo-awq-int4
+  quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "memory_ratio<=0.5"
+  quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
+  quantkit verify demo-awq-int4 --damage --suite none --gate "kl<=0.01"
+"""
+
+
+@click.command("verify", epilog=EPILOG, short_help="Prove a checkpoint: accuracy, fidelity, speed, then gates.")
+@click.argument("checkpoint")
+@click.option("--baseline", metavar="MODEL", help="The original.  [default: what it was made from]")
+@click.option("-o", "--output", metavar="DIR", help="For report and model card.  [default: CHECKPOINT]")
+@click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
+@click.option("--damage/--no-damage", default=None, help="Map which units hurt.  [default: when accuracy fails]")
+@_verify.gate_option
+@_verify.evaluation_options
+@output_options
+@runtime_options
+def verify(
+    output_to: Output,
+    engine: dict[str, Any],
+    *,
+    checkpoint: str,
+    baseline: str | None,
+    output: str | None,
+    bench: bool,
+    damage: bool | None,
+    gates: tuple[str, ...] | None,
+    asked: dict[str, Any],
+) -> None:
+    """Read CHECKPOINT back from disk, run it beside its original, and judge it by gates; exit code 3 if one fails.
+
+    Writes report.json, report.html, junit.xml and README.md, the model card.
+    """
+    from quantkit.verification import check, check_pair, write
+    from quantkit.verification.pair import check_output
+
+    options = _verify.make_options(asked, engine, bench=bench, damage=damage)
+    check(options)
+    if output is not None:
+        check_output(Path(output))
+    pair = check_pair(checkpoint, baseline, gates)
+    report = _verify.run(output_to, pair, options)
+    files, problem = write(report, pair.path if output is None else Path(output))
+    _verify.finish(output_to, report, files, problem)
+
+
+COMMAND = verify
