@@ -1,7 +1,7 @@
-"""lm-eval's numbers by transformers (HFLM) and by quantkit on the same float32 model: every item's answer, and the time.
+"""lm-eval by transformers (HFLM) and by quantkit on the same float32 model: every item's answer, and the time.
 
-    python evals/checks/hflm_parity.py quantkit/demo/model --include-path evals/tasks/demo --tasks demo
-    python evals/checks/hflm_parity.py MODEL --data BENCHMARKS --tasks local_blimp,local_copa --limit 200 --batch-sizes 1,16
+    python evals/checks/hflm_parity.py quantkit/demo/model --tasks demo
+    python evals/checks/hflm_parity.py MODEL --data DIR --tasks local_blimp,local_copa --limit 200 --batch-sizes 1,16
 
 An item counts as different when the two disagree about any of its metrics. Where they disagree and one of them scores
 two answers within --tie of each other (nats), it is a tie: shown, but not held against either. Time is CPU time of this

@@ -167,8 +167,8 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
         answers = [(float(found.logprobs.sum()), found.greedy) for found in scores]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[TokenScores]:

@@ -177,8 +177,8 @@ class _Run:
         budget, work = self._budget, []
         computing: set[bytes] = set()
         for item in self._running:
-            if budget > 0:
-                size = self._size(item, budget)
+            size = self._size(item, budget)
+            if size > 0:
                 work.append((item, size))
                 budget -= size
             computing.update(self._missing(item, item.sequence.num_published))
@@ -188,13 +188,16 @@ class _Run:
                 break
             item = self._waiting.popleft()
             missing = self._missing(item, len(self._engine.prefix.match(item.sequence)))
-            if (missing and missing[0] in computing) or not self._admit(item):
+            # What it lacks first, or all of it (a key names everything before it too), is being computed.
+            waits = bool(missing) and missing[-1 if self._splits else 0] in computing
+            if waits or not self._admit(item):
                 put_off.append(item)
                 continue
             computing.update(missing)
             size = self._size(item, budget)
-            work.append((item, size))
-            budget -= size
+            if size > 0:
+                work.append((item, size))
+                budget -= size
         self._waiting.extendleft(reversed(put_off))
         return work
 
@@ -209,7 +212,10 @@ class _Run:
         """Give a row and all its pages to an input; False when pages are short."""
         engine, sequence = self._engine, item.sequence
         size = engine.options.page_size
-        shared = engine.prefix.match(sequence)[: item.first_row // size]
+        border = item.first_row // size
+        shared = engine.prefix.match(sequence)[:border]
+        if self._splits and len(shared) < border:
+            shared = []  # half a beginning read from the cache is not what computing it alone would read
         needed = -(-len(sequence.ids) // size) - len(shared)
         if needed + sum(engine.pool.is_free(page) for page in shared) > engine.pool.num_free:
             return False
@@ -220,10 +226,19 @@ class _Run:
         return True
 
     def _size(self, item: _Input, budget: int) -> int:
-        """Tokens of its next step; with a quantized cache no step goes from before the scored rows into them."""
+        """Tokens of its next step, 0 to wait.
+
+        With a quantized cache it matters where steps end, since only what a step brings is read unrounded; so there
+        they end at the last full page before the scored rows, before these, and every `_budget` tokens, whoever else
+        is in the batch.
+        """
         done, total = item.sequence.num_computed, len(item.sequence.ids)
-        end = item.first_row if self._splits and done < item.first_row else total
-        return min(end - done, budget, self._chunk)
+        if not self._splits:
+            return min(total - done, self._chunk, budget)
+        page = self._engine.options.page_size
+        ends = (item.first_row // page * page, item.first_row, total)
+        size = min(next(end for end in ends if end > done) - done, self._chunk, self._budget)
+        return size if size <= budget else 0
 
     def _piece(self, item: _Input, size: int) -> Piece:
         start = item.sequence.num_computed
