@@ -1,0 +1,152 @@
+"""On a CUDA device: linears, operations, attention and the whole engine against the same on the CPU.
+
+`evals/gpu/run.sh` runs them; elsewhere they are skipped. The rules themselves are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.kernels import ops, reference
+from quantkit.kernels.linear import make_linear
+from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from tests.kernels.paged import KV_TYPES, Sequences, layout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+SCHEMES = [
+    ("int4", 128, True, None),
+    ("int4", 128, False, None),
+    ("int4", 32, True, None),
+    ("int4", None, True, None),
+    ("int3", 64, True, None),
+    ("int2", 64, False, None),
+    ("int8", None, True, None),
+    ("int8", 128, True, None),
+    ("fp8", None, True, None),
+    ("int8", None, True, "int8"),
+    ("fp8", None, True, "fp8"),
+    ("int4", 128, True, "int8"),
+]
+ROWS = (0, 1, 2, 4, 5, 16, 17, 64, 65, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (384, 1408), (100, 256)], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_linears(scheme, shape, dtype):
+    name, group, symmetric, rounded = scheme
+    kind = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
+    torch.manual_seed(0)
+    values = torch.randn(shape) * 0.1
+    weight = round_to_nearest(values, kind, *minmax_parameters(values, kind, dtype), dtype)
+    bias = torch.randn(shape[0])
+    activation = None if rounded is None else ActivationScheme(dtype=DTYPES[rounded])
+    decoded = weight.dequantize().double()
+    linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CUDA)
+    for count in ROWS:
+        x = torch.randn(count, shape[1]).to(dtype)
+        found = linear(x.to(CUDA))
+        assert found.dtype == dtype
+        assert found.shape == (count, shape[0])
+        inputs = x.double() if activation is None else fake_quantize_tokens(x.float(), activation).double()
+        expected = inputs @ decoded.T + bias.double()
+        bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T + bias.abs()) / shape[1] ** 0.5 * 4
+        assert ((found.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [64, 1000, 4096])
+def test_norms(width, dtype):
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
+    for offset in (0.0, 1.0):
+        found = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset=offset).cpu()
+        torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset=offset))
+        found = ops.add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5, offset=offset)
+        expected = reference.add_rms_norm(x, residual, weight, 1e-5, offset=offset)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [64, 32])
+def test_rotary(rotated, interleaved, dtype):
+    torch.manual_seed(0)
+    joined = torch.randn(3, 6 * 64).to(dtype)
+    angles = torch.randn(3, rotated // 2)
+    cos, sin = angles.cos(), angles.sin()
+    results = []
+    for place in ("cpu", "cuda"):
+        states = joined.clone().to(place)
+        query, key = states[:, : 4 * 64].view(3, 4, 64), states[:, 4 * 64 :].view(3, 2, 64)
+        ops.rotary_(query, key, cos.to(place), sin.to(place), interleaved=interleaved)
+        results.append(states.cpu())
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
+def test_gated(activation):
+    x = torch.randn(5, 2 * 96).to(torch.bfloat16)
+    torch.testing.assert_close(ops.gated(x.cuda(), activation).cpu(), reference.gated(x, activation))
+
+
+ATTENTION = {
+    "plain": {},
+    "window": {"window": 40},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 4.0])},
+}
+
+
+@pytest.mark.parametrize("option", ATTENTION)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 80])
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_attention(kind, dim, dtype, option, monkeypatch):
+    """Prompts, then decodes across page borders alone and beside a chunk, of sequences of unlike lengths."""
+    monkeypatch.setattr(Sequences, "device", "cuda")
+    made = Sequences(layout(kind, dim=dim, page_size=16, dtype=dtype), (70, 35, 300))
+    cache, options = made.cache(), ATTENTION[option]
+    made.step(cache, [(0, 0, 60), (1, 0, 15), (2, 0, 290)], **options)
+    steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i), (2, 290 + i, 291 + i)] for i in range(9)]
+    for spans in [*steps, [(1, 24, 34), (0, 69, 70)]]:
+        for (number, start, stop), found in zip(spans, made.step(cache, spans, **options), strict=True):
+            expected = made.expected(number, start, stop, **options)
+            close = 2e-2 if dtype == torch.bfloat16 else 4e-3
+            error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
+            assert error < close, f"sequence {number} at {start}: off by {error:.2g}"
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+def test_the_engine_gives_the_cpus_text(kv_cache):
+    from quantkit.runtime.llm import LLM
+    from quantkit.runtime.types import SamplingParams
+
+    prompts = ["Once upon a time", "The little dog", "One day, a girl named Lily"]
+    texts = []
+    for place in ("cpu", "cuda"):
+        llm = LLM(device=place, dtype="float32", kv_cache=kv_cache, max_length=256)
+        texts.append([done.text for done in llm.generate(prompts, SamplingParams(max_tokens=60))])
+        alone = [llm.generate([prompt], SamplingParams(max_tokens=60))[0].text for prompt in prompts]
+        assert alone == texts[-1]
+    assert texts[0] == texts[1]
+
+
+def test_bfloat16_decodes_on_the_gpu():
+    """The engine in the dtype that the kernels are for: finite logits near the CPU's float32 ones."""
+    from quantkit.runtime.llm import LLM
+
+    ids = [LLM(device="cpu", dtype="float32").encode("Once upon a time there was a little girl")]
+    exact = LLM(device="cpu", dtype="float32").score(ids)[0]
+    for kind in KV_TYPES:
+        found = LLM(device="cuda", dtype="bfloat16", kv_cache=kind).score(ids, chunk_size=1)[0].cpu()
+        agreement = (found.argmax(-1) == exact.argmax(-1)).float().mean().item()
+        assert agreement >= (0.7 if kind == "int4" else 0.85), f"{kind}: {agreement:.0%} of the tokens agree"
