@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.api import list_recipes, load_recipe, quantize
+    from quantkit.conversion import convert
     from quantkit.errors import QuantkitError
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe
@@ -28,6 +29,7 @@ __all__ = [
     "Recipe",
     "SamplingParams",
     "__version__",
+    "convert",
     "inspect",
     "list_recipes",
     "load_recipe",
@@ -42,6 +44,7 @@ _HOMES = {
     "QuantkitError": "quantkit.errors",
     "Recipe": "quantkit.recipe",
     "SamplingParams": "quantkit.runtime.types",
+    "convert": "quantkit.conversion",
     "inspect": "quantkit.inspection",
     "list_recipes": "quantkit.api",
     "load_recipe": "quantkit.api",

@@ -26,7 +26,7 @@ LAYERS = {
     "report": 6,
     "measure": 6,
     "evaluate": 6,
-    "convert": 5,  # below the pipeline, which ends in it when the output is one file
+    "conversion": 5,  # below the pipeline, which ends in it when the output is one file
     "recipe": 5,
     "algorithms": 4,
     "runtime": 4,

@@ -25,6 +25,7 @@ PUBLIC = [
     "Recipe",
     "SamplingParams",
     "__version__",
+    "convert",
     "inspect",
     "list_recipes",
     "load_recipe",

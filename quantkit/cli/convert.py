@@ -11,7 +11,7 @@ from quantkit.cli._output import Output, output_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quantkit.convert import Conversion
+    from quantkit.conversion import Conversion
 
 EPILOG = """\b
 Examples:
@@ -50,7 +50,7 @@ def convert(
     import dataclasses
     from pathlib import Path
 
-    from quantkit.convert import convert as run
+    from quantkit.conversion import convert as run
 
     name = Path(checkpoint).resolve().name
     place = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")

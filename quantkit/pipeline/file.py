@@ -1,4 +1,4 @@
-"""Compression to one file: a run to a directory beside it, and its conversion. Not the formats; see `convert`.
+"""Compression to one file: a run to a directory beside it, and its conversion. Not the formats; see `conversion`.
 
 The directory (`<file>.codes`) is what an interrupted run resumes from; it is deleted when the file has been checked.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quantkit.checkpoint.source import resolve
-from quantkit.convert import convert
-from quantkit.convert.gguf import check_model
-from quantkit.convert.run import check_place
-from quantkit.convert.source import open_source
+from quantkit.conversion import convert
+from quantkit.conversion.gguf import check_model
+from quantkit.conversion.run import check_place
+from quantkit.conversion.source import open_source
 from quantkit.pipeline.plan import DEMO
 from quantkit.recipe import Recipe
 from quantkit.results import CompressionResult

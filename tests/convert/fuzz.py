@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from quantkit.convert.source import open_source
-from quantkit.convert.target import make_target
+from quantkit.conversion.source import open_source
+from quantkit.conversion.target import make_target
 from quantkit.errors import QuantkitError
 from quantkit.formats import REGISTRY
 from quantkit.formats._gguf_file import read_gguf

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.api import quantize
-from quantkit.convert import convert
-from quantkit.convert.source import open_source
+from quantkit.conversion import convert
+from quantkit.conversion.source import open_source
 from quantkit.errors import OutputError, SchemeError
 from quantkit.inspection import compare, inspect
 from tests.helpers import edit_config, load_tensors, make_model, transformers_logits
@@ -161,7 +161,7 @@ def test_outputs_are_not_replaced_unasked(made, tmp_path):
 
 
 def test_a_failure_in_the_middle_leaves_nothing(made, tmp_path, monkeypatch):
-    from quantkit.convert import run
+    from quantkit.conversion import run
 
     def fail(*_args):
         raise OSError(28, "No space left on device")
@@ -173,7 +173,7 @@ def test_a_failure_in_the_middle_leaves_nothing(made, tmp_path, monkeypatch):
 
 
 def test_a_damaged_output_is_noticed(made, tmp_path, monkeypatch):
-    from quantkit.convert import run
+    from quantkit.conversion import run
     from quantkit.errors import AuditError
 
     write = run.write_shard
@@ -206,3 +206,15 @@ def test_differences_between_two_checkpoints(made, model, tmp_path):
     edit_config(tmp_path / "ct", rms_norm_eps=0.5)
     convert(made / "sym", "compressed-tensors", tmp_path / "other")
     assert ("rms_norm_eps", "0.5", "1e-06") in compare(tmp_path / "ct", tmp_path / "other").entries
+
+
+def test_scales_of_the_cache_are_passed_through_or_refused(made, tmp_path):
+    convert(made / "sym", "compressed-tensors", tmp_path / "ct")
+    section = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    edit_config(tmp_path / "ct", quantization_config={**section, "kv_cache_scheme": scheme})
+    convert(tmp_path / "ct", "compressed-tensors", tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert written["kv_cache_scheme"] == scheme
+    with pytest.raises(SchemeError, match="scales of the KV cache"):
+        convert(tmp_path / "ct", "gptq", tmp_path / "out")

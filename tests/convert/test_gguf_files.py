@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from quantkit.api import quantize
-from quantkit.convert import convert
-from quantkit.convert._gguf_families import FAMILIES
-from quantkit.convert._gguf_model import interleave
-from quantkit.convert._gguf_vocab import read_vocab
-from quantkit.convert.source import open_source
+from quantkit.conversion import convert
+from quantkit.conversion._gguf_families import FAMILIES
+from quantkit.conversion._gguf_model import interleave
+from quantkit.conversion._gguf_vocab import read_vocab
+from quantkit.conversion.source import open_source
 from quantkit.errors import ModelError, SchemeError
 from quantkit.formats._gguf_file import read_gguf
 from quantkit.formats.gguf import decode_blocks, decode_values

@@ -1,5 +1,5 @@
 """The same codes in another on-disk format, layer by layer; `convert` is the whole of it."""
 
-from quantkit.convert.run import Conversion, convert
+from quantkit.conversion.run import Conversion, convert
 
 __all__ = ["Conversion", "convert"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.convert._gguf_families import FAMILIES, Family
-from quantkit.convert._gguf_vocab import read_vocab
-from quantkit.convert.source import Source
+from quantkit.conversion._gguf_families import FAMILIES, Family
+from quantkit.conversion._gguf_vocab import read_vocab
+from quantkit.conversion.source import Source
 from quantkit.errors import ModelError
 
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

@@ -16,9 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.convert._gguf_model import Piece, find_family, interleave, list_pieces, long_range_factors, make_metadata
-from quantkit.convert.source import Source
-from quantkit.convert.target import nearest_that_works
+from quantkit.conversion._gguf_model import (
+    Piece,
+    find_family,
+    interleave,
+    list_pieces,
+    long_range_factors,
+    make_metadata,
+)
+from quantkit.conversion.source import Source
+from quantkit.conversion.target import nearest_that_works
 from quantkit.errors import AuditError, ModelError, SchemeError
 from quantkit.formats import _gguf_blocks as blocks
 from quantkit.formats._gguf_blocks import Block

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit import architectures
-from quantkit.convert.source import DENSE, Source
+from quantkit.conversion.source import DENSE, Source
 from quantkit.errors import ModelError, SchemeError
 from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format
@@ -74,6 +75,12 @@ def nearest_that_works(source: Source, refused: str) -> str:
     return "no other format holds the codes" + ("; dense holds their values" if DENSE in others else "")
 
 
+def kv_cache_scheme(source: Source) -> Any:
+    """What config.json says about calibrated scales of the KV cache; None when it says nothing."""
+    section = source.reader.config.get("quantization_config")
+    return section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
+
+
 def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:
     """The weight as a target's scheme has it: zero points of 0 added, scales in a dtype of the format.
 
@@ -113,6 +120,8 @@ def _check(source: Source, name: str, format_: Format) -> Target:
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
     _check_fused(source, linears)
+    if kv_cache_scheme(source) is not None and name != source.name:
+        raise SchemeError("it has calibrated scales of the KV cache, which only compressed-tensors says in config.json")
     left_alone = tuple(_left_alone(source))
     format_.config(linears, left_alone, group_order=reordered)
     return Target(name=name, format=format_, linears=linears, left_alone=left_alone, group_order=reordered)

@@ -19,9 +19,9 @@ from torch import Tensor
 from quantkit.checkpoint.folder import CONFIG_NAME
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
-from quantkit.convert.gguf import write_gguf
-from quantkit.convert.source import DENSE, Source, open_source
-from quantkit.convert.target import Target, as_written, make_target
+from quantkit.conversion.gguf import write_gguf
+from quantkit.conversion.source import DENSE, Source, open_source
+from quantkit.conversion.target import Target, as_written, kv_cache_scheme, make_target
 from quantkit.errors import AuditError, OutputError, SchemeError
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -262,7 +262,11 @@ def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
     kept = {key: value for key, value in source.reader.config.items() if key != "quantization_config"}
-    return {**kept, **target.format.config(target.linears, target.left_alone, group_order=target.group_order)}
+    described = target.format.config(target.linears, target.left_alone, group_order=target.group_order)
+    scales = kv_cache_scheme(source)
+    if scales is not None and "quantization_config" in described:
+        described["quantization_config"]["kv_cache_scheme"] = scales
+    return {**kept, **described}
 
 
 def _check_config(target: Target, reader: CheckpointReader) -> None:
