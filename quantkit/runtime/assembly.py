@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme
 from quantkit.runtime.context import size_pool
 from quantkit.runtime.engine import Engine
@@ -47,9 +48,12 @@ def make_engine(
         identity: of the model, for the prefix cache.
     Raises:
         SchemeError: an unknown KV type.
-        RequestError: the pool does not hold what was asked for, or the draft has another vocabulary.
+        RequestError: the pool does not hold what was asked for, the draft has another vocabulary, or the model keeps
+            its keys and values itself and a KV type is asked for.
         ResourceError: the memory is not there.
     """
+    if not model.paged and kv_cache != "auto":
+        raise RequestError(f"kv_cache {kv_cache!r} is only for models that run natively; leave it out")
     layouts = model.layouts(kv_scheme(kv_cache), options.page_size, kv_dtype(kv_cache, model.dtype))
     draft_layouts = [] if draft is None else draft.layouts(None, options.page_size)
     pages = size_pool(

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.errors import ModelError, first_line
+from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.kv_cache import KVCache
 from quantkit.runtime.memory import check_memory
+
+# Layers whose state is keys and values by position, so that its end can be cut off.
+_CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(slots=True)
@@ -56,7 +59,8 @@ class TransformersModel:
         self.device: torch.device = table.device
         self._model = model
         accepted = inspect.signature(model.forward).parameters
-        self._can_crop = not getattr(model, "_is_stateful", False)
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
         self._has_cache = "past_key_values" in accepted
         self._keeps_rows = "logits_to_keep" in accepted
         if not self._has_cache:
@@ -152,17 +156,28 @@ def load_with_transformers(
         memory: bytes that may be used; None = what is free.
     Raises:
         ModelError: transformers cannot load it.
+        CheckpointError: a tensor is missing.
         ResourceError: it is too large.
     """
     check_memory(reader, dtype, device, memory)
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            reader.path, dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation="eager"
+        model, found = AutoModelForCausalLM.from_pretrained(
+            reader.path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
     except Exception as error:  # whatever transformers raises on a model that it cannot load
         raise ModelError(f"{reader.path}: transformers cannot load this model: {first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them with noise
+        raise CheckpointError(
+            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
+            "or config.json is of another model"
+        )
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if length is None:

@@ -31,7 +31,7 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
         info = reader.info(name)
         converted = info.dtype in _FLOATS
         sizes.append(math.prod(info.shape) * dtype.itemsize if converted else info.num_bytes)
-    needed, available = sum(sizes) + max(sizes), free_bytes(device) if memory is None else memory
+    needed, available = sum(sizes) + max(sizes, default=0), free_bytes(device) if memory is None else memory
     if needed > available:
         raise ResourceError(
             f"{reader.path}: loading needs {human_bytes(needed)} on {device}, {human_bytes(available)} are available; "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from quantkit.errors import ModelError
+from quantkit.errors import CheckpointError, ModelError, RequestError
 from quantkit.runtime.hf_model import TransformersModel
+from quantkit.runtime.llm import LLM
 from quantkit.runtime.loader import load_model
+from quantkit.runtime.types import SamplingParams
 from tests.helpers import edit_config
 from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, reference_logits, run
 
@@ -91,3 +94,34 @@ def test_what_transformers_cannot_load_is_one_line(tmp_path):
     with pytest.raises(ModelError, match="transformers cannot load this model") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", ["", "model.embed"])
+def test_tensors_that_are_missing_are_not_made_up(tmp_path, kept):
+    folder = make_loud_model(tmp_path, "olmo")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors if kept and name.startswith(kept)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor \S+ is missing"):
+        load_model(folder, backend="transformers", dtype="float32")
+
+
+def test_a_kv_type_that_it_cannot_keep_is_refused(tmp_path):
+    folder = make_loud_model(tmp_path, "olmo")
+    with pytest.raises(RequestError, match="kv_cache 'int4' is only for models that run natively"):
+        LLM(folder, backend="transformers", kv_cache="int4", threads=1)
+
+
+def test_layers_with_another_kind_of_state_run_too(tmp_path):
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    config = Lfm2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    options = {"threads": 1, "dtype": "float32"}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = LLM(tmp_path, **options).generate(prompts(5, 20), params)
+    guessed = LLM(tmp_path, **options, speculate="ngram", force_speculation=True).generate(prompts(5, 20), params)
+    assert [item.token_ids for item in plain] == [item.token_ids for item in guessed]
