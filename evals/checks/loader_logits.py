@@ -53,7 +53,9 @@ def _torch_forward(model: object) -> tuple[Forward, Greedy]:
 
     def greedy(prompt: list[int]) -> list[int]:
         settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1}
-        found = model.generate(torch.tensor([prompt]), **settings)  # type: ignore[attr-defined]
+        ids = torch.tensor([prompt])
+        # Without a mask, a model whose padding is its first token would not see that token.
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)  # type: ignore[attr-defined]
         return found[0, len(prompt) :].tolist()
 
     return forward, greedy
