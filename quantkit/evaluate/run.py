@@ -16,7 +16,7 @@ from quantkit.evaluate.data import LEDGERS, read_text, shipped, speaks_demo
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.perplexity import adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, Text, load_suite
-from quantkit.evaluate.tasks import TaskSource, load_tasks
+from quantkit.evaluate.tasks import TaskSource, check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 from quantkit.runtime.llm import LLM
 
@@ -93,6 +93,23 @@ def evaluate(
     )
 
 
+def check(options: EvaluationOptions) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Raises:
+        DataError: the suite, a folder, a text or the items of a shipped task do not exist.
+    """
+    if options.suite is not None:
+        load_suite(options.suite)
+    for text in options.texts:
+        read_text(text, options.data)
+    check_tasks(options.tasks, _source(options))
+
+
+def _source(options: EvaluationOptions) -> TaskSource:
+    return TaskSource(include_path=options.include_path, data=options.data)
+
+
 def _asked(llm: LLM, options: EvaluationOptions) -> tuple[Asked, int]:
     """The suite's part for this model with what the options add and replace; and the seed."""
     suite = None if options.suite is None else load_suite(options.suite)
@@ -160,7 +177,7 @@ def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, sa
 
     say(f"reading the items of {len(asked.tasks)} tasks")
     with _quiet():
-        loaded = load_tasks(asked.tasks, TaskSource(include_path=options.include_path, data=options.data))
+        loaded = load_tasks(asked.tasks, _source(options))
         model = QuantkitLM(llm, add_bos_token=options.add_bos)
         model.answered = _Counter(say).add
         found = _simple_evaluate(model, loaded, asked.limit, options, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,7 @@ def load_tasks(names: Sequence[str], source: TaskSource) -> list[Any]:
         DataError: a name is unknown (the nearest is suggested), a folder does not exist, or items cannot be had; says
             what to pass instead.
     """
-    for folder in (*source.include_path, *source.data):
-        if not folder.expanduser().is_dir():
-            raise DataError(f"{folder} is no directory; --data and --include-path name folders")
+    check_tasks(names, source)
     ours = _shipped_files()
     found: list[Any] = []
     foreign: list[str] = []
@@ -55,11 +54,20 @@ def load_tasks(names: Sequence[str], source: TaskSource) -> list[Any]:
     return found + (_load_foreign(foreign, ours, source) if foreign else [])
 
 
-def known_tasks() -> dict[str, str]:
-    """The shipped tasks, with the first line of what each file says about it."""
-    return {
-        name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, path in _shipped_files().items()
-    }
+def check_tasks(names: Sequence[str], source: TaskSource) -> None:
+    """Refuse what can be refused without lm-eval and without a model.
+
+    Raises:
+        DataError: a folder does not exist, or the items of a shipped task are not there.
+    """
+    for folder in (*source.include_path, *source.data):
+        if not folder.expanduser().is_dir():
+            raise DataError(f"{folder} is no directory; --data and --include-path name folders")
+    ours = _shipped_files()
+    for name in _expanded(names, ours):
+        path = _own(name, ours, source)
+        if path is not None:
+            _own_config(name, path, source)
 
 
 def _shipped_files() -> dict[str, Path]:
@@ -129,16 +137,24 @@ def _load_foreign(names: list[str], ours: dict[str, Path], source: TaskSource) -
     """Tasks of the user's folders and of lm-eval."""
     from lm_eval.tasks import TaskManager
 
-    folders = [str(folder.expanduser()) for folder in source.include_path]
-    own = TaskManager(include_path=folders, include_defaults=False) if folders else None
+    folders = tuple(str(folder.expanduser()) for folder in source.include_path)
+    own = TaskManager(include_path=list(folders), include_defaults=False) if folders else None
     if own is not None and set(names) <= set(own.all_tasks):
         return [_load(own, name, ours) for name in names]  # reading lm-eval's own list takes seconds
-    manager = TaskManager(include_path=folders or None)
+    manager = _all_of_lm_eval(folders)
     for name in names:
         if name not in manager.all_tasks:
             hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
             raise DataError(f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's, docs/evaluate.md ours")
     return [_load(manager, name, ours) for name in names]
+
+
+@cache
+def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
+    """lm-eval's list of tasks with those of some folders; reading its 14,000 files takes seconds, so only once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=list(folders) or None)
 
 
 def _load(manager: Any, name: str, ours: dict[str, Path]) -> Any:

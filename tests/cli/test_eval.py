@@ -1,0 +1,100 @@
+"""`quantkit eval` as its users see it: tables, JSON, exit codes, help."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli import main
+from quantkit.results import EvaluationResult
+from quantkit.runtime.llm import DEMO
+from tests.helpers import make_model
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    runner = CliRunner()
+    return lambda *args: runner.invoke(main, ["eval", "--threads", "1", *map(str, args)])
+
+
+ASKED = ("--tasks", "demo_facts", "--limit", "6")
+
+
+def test_a_table_for_people(run):
+    answer = run(*ASKED, "--dtype", "fp32")
+    assert answer.exit_code == 0, answer.stderr
+    assert "demo_facts" in answer.stdout
+    assert "1.0000" in answer.stdout
+    assert "KV cache auto" in answer.stdout
+    assert "the demo model: reading the items of 1 tasks" in answer.stderr
+
+
+def test_json_is_the_record_and_nothing_else(run):
+    answer = run(*ASKED, "--json", "--batch", 3, "--text", "demo", "--window", 16, "--stride", 9, "--through", "decode")
+    assert answer.exit_code == 0, answer.stderr
+    assert answer.stderr == ""
+    result = EvaluationResult.from_dict(json.loads(answer.stdout)["evaluation"])
+    assert result.find_task("demo_facts").num_samples == 6
+    (text,) = result.perplexity
+    assert (text.window, text.stride, text.through) == (16, 9, "decode")
+
+
+def test_two_models_are_compared_item_by_item(run, tmp_path):
+    other = shutil.copytree(DEMO, tmp_path / "copy")
+    answer = run(other, "--baseline", DEMO, *ASKED, "--noise", "--json")
+    assert answer.exit_code == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert found["evaluation"]["model"] == str(other)
+    assert found["baseline"]["model"] == str(DEMO)
+    subjects = {item["subject"]: item for item in found["comparisons"]}
+    facts = subjects["demo_facts"]
+    assert (facts["difference"], facts["recovery"], facts["num_samples"]) == (0, 100.0, 6)
+    assert facts["low"] < 0 < facts["high"]
+    assert facts["noise_floor"] is not None
+    table = run(other, "--baseline", DEMO, *ASKED, "--quiet")
+    assert table.stderr == ""
+    assert "no difference seen" in table.stdout
+
+
+BAD = [
+    (("--suite", "quik"), 4, "unknown suite 'quik' (did you mean 'quick'?)"),
+    (
+        ("--tasks", "local_piqa"),
+        4,
+        "task 'local_piqa' reads piqa/validation.jsonl, which needs a folder; pass --data DIR",
+    ),
+    (("--tasks", "demo_facts", "--data", "nowhere"), 4, "nowhere is no directory"),
+    (("--text", "nothing.txt"), 4, "text 'nothing.txt' is no file here"),
+    (("nowhere/model", "--tasks", "demo_facts"), 4, "nowhere/model"),
+    (("--noise",), 2, "--noise is about the baseline"),
+    (("--limit", "0"), 2, "--limit"),
+    (("--through", "sideways"), 2, "--through"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), BAD)
+def test_bad_input_is_one_line_and_a_code(run, arguments, code, message):
+    answer = run(*arguments, "--quiet")
+    assert answer.exit_code == code
+    assert message in answer.stderr
+    assert answer.stdout == ""
+    if code == 4:
+        assert answer.stderr.count("\n") == 1
+
+
+def test_a_baseline_of_another_vocabulary(run, tmp_path):
+    answer = run("--baseline", make_model(tmp_path / "other"), *ASKED)
+    assert answer.exit_code == 4
+    assert "has another vocabulary (258 tokens)" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_help_names_every_option_and_ends_with_examples(run):
+    answer = run("--help")
+    for option in ("--suite", "--tasks", "--include-path", "--data", "--limit", "--baseline", "--batch", "--kv-cache"):
+        assert option in answer.stdout
+    assert answer.stdout.rstrip().endswith("--text book.txt")

@@ -1,0 +1,75 @@
+"""`lm_eval --model quantkit`, as its users type it; and that nothing happens anywhere else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.evaluate import plugin
+from quantkit.runtime.llm import DEMO
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def entry_points(group):
+    """Of every quantkit that Python finds here: a source folder may hold older metadata beside the installed ones."""
+    found = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "quantkit"]
+    return {entry.name: entry.value for one in found for entry in one.entry_points.select(group=group)}
+
+
+def test_both_doors_are_in_the_distribution():
+    assert entry_points("lm_eval.models") == {plugin.NAME: plugin.TARGET}
+    assert entry_points("torch.backends") == {"quantkit_lm_eval": "quantkit.evaluate.plugin:register"}
+
+
+def test_lm_evals_own_command_line(tmp_path):
+    command = Path(sys.executable).with_name("lm_eval")
+    arguments = f"pretrained={DEMO},kv_cache=int8,threads=1"
+    done = subprocess.run(
+        [
+            *(command, "--model", "quantkit", "--model_args", arguments, "--include_path", "evals/tasks/demo"),
+            *("--tasks", "demo_facts,demo_answers", "--limit", "5", "--output_path", tmp_path, "--log_samples"),
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.rglob("results_*.json")
+    found = json.loads(path.read_text())
+    assert {task: numbers["sample_len"] for task, numbers in found["results"].items()} == {
+        "demo_facts": 5,
+        "demo_answers": 5,
+    }
+    assert found["results"]["demo_facts"]["acc,none"] == 1.0
+    assert found["config"]["kv_cache"] == "int8"
+
+
+@pytest.mark.parametrize("first", ["import torch", "import lm_eval"])
+def test_it_registers_only_where_lm_eval_runs(first, tmp_path):
+    code = f"""
+import sys
+{first}
+import torch
+print("lm_eval.api.registry" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == str(first == "import lm_eval"), done.stderr
+
+
+def test_an_lm_eval_that_does_it_differently_does_not_stop_torch(monkeypatch):
+    import lm_eval.api.registry as registry
+
+    monkeypatch.delattr(registry, "model_registry")
+    plugin.register()

@@ -1,0 +1,213 @@
+"""A whole evaluation: records of every item, the suite's part for the model, long contexts, and pairs of models."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from quantkit.errors import DataError
+from quantkit.evaluate import long_context as module
+from quantkit.evaluate.data import LEDGERS, shipped, speaks_demo
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
+from quantkit.evaluate.pairing import check_same_language, other_arithmetic
+from quantkit.evaluate.run import EvaluationOptions, check, evaluate
+from quantkit.evaluate.samples import task_results
+from quantkit.results import EvaluationResult
+from quantkit.runtime.llm import DEMO
+from quantkit.statistics import compare_evaluations
+from tests.helpers import save_tokenizer
+from tests.runtime.helpers import make_loud_model
+
+SUITE = """
+description: small
+demo:
+  tasks: [demo_facts, demo_answers]
+  limit: 12
+  perplexity: [{text: demo, window: 64, max_windows: 2, through: [prefill, decode]}]
+others: {long_context: {lengths: [200, 9999], depths: [0, 1], samples: 1}}
+seed: 5
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    path = tmp_path_factory.mktemp("suites") / "small.yaml"
+    path.write_text(SUITE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_llm(None, dtype="float32", device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    folder = make_loud_model(tmp_path_factory.mktemp("model"), "llama")
+    save_tokenizer(folder)
+    return load_llm(str(folder), dtype="float32", device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def result(demo, suite):
+    return evaluate(demo, EvaluationOptions(suite=suite))
+
+
+def test_every_item_has_a_record(result):
+    facts, answers = result.find_task("demo_facts"), result.find_task("demo_answers")
+    assert (facts.metric, facts.num_samples, facts.num_fewshot, facts.version) == ("acc", 12, 0, "1.0")
+    assert facts.scores == (1.0,) * 12
+    assert facts.value == 1.0
+    assert [sample.index for sample in facts.samples] == list(range(12))
+    assert len({sample.item_hash for sample in facts.samples}) == 12
+    assert all(sample.answer is None and sample.answer_tokens is None for sample in facts.samples)
+    assert answers.metric == "exact_match"
+    assert all(sample.answer_tokens == len(sample.answer) for sample in answers.samples)  # digits are tokens
+    assert answers.mean_answer_tokens > 1
+
+
+def test_the_record_says_how_it_was_made_and_reads_itself_back(result, demo, suite):
+    assert result.settings == {
+        "suite": suite,
+        "limit": "12",
+        "few-shot examples": "as each task says",
+        "chat template": "not applied",
+        "BOS": "added",
+        "KV cache": "auto",
+        "seed": "5",
+    }
+    assert (result.model, result.arithmetic) == (str(DEMO), "float32")
+    assert EvaluationResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    prefill, decode = result.perplexity
+    assert (prefill.through, decode.through) == ("prefill", "decode")
+    assert decode.nll == pytest.approx(prefill.nll, rel=1e-5)
+
+
+def test_the_same_model_again_differs_in_nothing(result, demo, suite):
+    again = evaluate(demo, EvaluationOptions(suite=suite))
+    compared = compare_evaluations(again, result)
+    assert {item.subject for item in compared} >= {"demo_facts", "demo_answers", "answer length: demo_answers"}
+    assert all(item.difference == pytest.approx(0, abs=1e-4) for item in compared)
+
+
+def test_options_add_to_the_suite_and_replace_its_limit(demo, suite, tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("What is the flag of Marstad? " * 9)
+    told = []
+    options = EvaluationOptions(suite=suite, tasks=("demo_agreement",), limit=2, texts=(str(text),), window=32, seed=1)
+    found = evaluate(demo, options, progress=told.append)
+    assert [task.num_samples for task in found.tasks] == [2, 2, 2]
+    assert [item.data for item in found.perplexity] == ["demo", "demo", str(text)]
+    assert found.perplexity[-1].window == 32
+    assert found.settings["seed"] == "1"
+    assert any("reading the items of 3 tasks" in line for line in told)
+
+
+def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
+    assert speaks_demo(demo)
+    assert not speaks_demo(stranger)
+    found = evaluate(stranger, EvaluationOptions(suite=suite))
+    assert [task.task for task in found.tasks] == ["passkey_200"]
+    assert found.perplexity == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "nothing to evaluate: give tasks, texts or a suite"),
+        ({"texts": ("no.txt",)}, r"text 'no\.txt' is no file here and not below --data \(no --data folder was given\)"),
+        ({"tasks": ("local_piqa",)}, "which needs a folder; pass --data"),
+        ({"suite": "quik"}, "did you mean 'quick'"),
+    ],
+)
+def test_bad_input_is_one_line(demo, changes, message):
+    with pytest.raises(DataError, match=message):
+        evaluate(demo, EvaluationOptions(**changes))
+    if changes:
+        with pytest.raises(DataError, match=message):
+            check(EvaluationOptions(**changes))
+
+
+def test_ledgers_are_found_at_every_depth(demo):
+    (task,) = long_context(
+        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=shipped("tasks") / LEDGERS, seed=1
+    )
+    assert (task.task, task.num_samples, task.metric) == ("ledger_200", 6, "acc")
+    assert set(task.others) == {"acc at depth 0", "acc at depth 1"}
+    assert task.value == sum(task.scores) / 6 >= 5 / 6
+    assert len({sample.item_hash for sample in task.samples}) == 6
+
+
+def test_a_wrong_answer_is_not_found(demo, monkeypatch):
+    write = ledger_writer(shipped("tasks") / LEDGERS)
+    monkeypatch.setattr(module, "write_passkey", lambda *args: replace(write(*args), answer="zebra"))
+    (task,) = long_context(demo, lengths=[100], depths=(0.5,), samples=2)
+    assert task.value == 0.0
+
+
+@pytest.mark.parametrize("write", [write_passkey, ledger_writer(shipped("tasks") / LEDGERS)])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth):
+    needle = write(random.Random(3), depth, lambda text: len(text) <= 3000)
+    assert 2850 < len(needle.prompt) <= 3000
+    body, question = needle.prompt.rsplit("\n", 1)
+    assert needle.answer not in question
+    place = body.index(needle.answer) / len(body)
+    assert place == pytest.approx(depth, abs=0.17)
+    assert write(random.Random(3), depth, lambda text: len(text) <= 3000) == needle
+
+
+def test_lengths_that_do_not_fit(stranger):
+    with pytest.raises(DataError, match=r"no length of 600, 9000 tokens fits: .* has room for 500"):
+        long_context(stranger, lengths=[600, 9000])
+    with pytest.raises(DataError, match=r"depth 1\.5 .*must be 0 to 1"):
+        long_context(stranger, lengths=[100], depths=[1.5])
+
+
+def test_another_vocabulary_is_refused(stranger, tmp_path):
+    with pytest.raises(DataError, match=r"has another vocabulary \(258 tokens\) than .* \(1024\)"):
+        check_same_language(None, str(stranger.path))
+    check_same_language(None, str(DEMO))
+    shutil.copytree(DEMO, tmp_path / "copy")
+    (tmp_path / "copy" / "tokenizer.json").unlink()
+    check_same_language(None, str(tmp_path / "copy"))  # nothing is known, so nothing is refused
+    assert (other_arithmetic("bfloat16"), other_arithmetic("float32")) == ("float32", "bfloat16")
+
+
+def found_by_lm_eval(**changes):
+    """What `simple_evaluate` returns, made by hand."""
+    rows = [
+        {"doc_id": n, "doc_hash": f"h{n}", "filter": answers, "metrics": ["exact_match", "pair"], "pair": (1, 2)}
+        | {"exact_match": score, "resps": [[f"answer {n}"]]}
+        for answers, scores in {"strict": (0, 0), "loose": (1.0, 0)}.items()
+        for n, score in enumerate(scores)
+    ]
+    return {
+        "configs": {"t": {"output_type": "generate_until", "metric_list": [{"metric": "pair"}]}},
+        "results": {"t": {"alias": "t", "exact_match,strict": 0.0, "exact_match_stderr,strict": "N/A", **changes}},
+        "samples": {"t": rows},
+        "higher_is_better": {"t": {"exact_match": True, "ppl": False}},
+        "n-samples": {"t": {"effective": 2}},
+        "n-shot": {"t": 5},
+        "versions": {"t": 3.0},
+    }
+
+
+def test_the_first_filter_of_the_favourite_metric_counts():
+    (task,) = task_results(found_by_lm_eval(**{"exact_match,loose": 0.5, "pair,strict": 7.0}), len)
+    assert (task.metric, task.value, task.stderr, task.scores) == ("exact_match", 0.0, None, (0.0, 0.0))
+    assert task.others == {"exact_match,loose": 0.5, "pair,strict": 7.0}
+    assert (task.num_fewshot, task.version, task.mean_answer_tokens) == (5, "3.0", 8)
+
+
+def test_a_task_scored_as_a_whole_keeps_no_samples():
+    found = found_by_lm_eval()
+    found["results"]["t"] = {"ppl,none": 9.0, "ppl_stderr,none": 0.5}
+    (task,) = task_results(found, len)
+    assert (task.metric, task.value, task.stderr, task.samples) == ("ppl", 9.0, 0.5, ())
+    assert (task.higher_is_better, task.num_samples) == (False, 2)
