@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,21 @@ from quantkit.cli._output import Output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from quantkit.recipe import Recipe
-    from quantkit.results import CompressionResult, Report
+    from quantkit.results import CompressionResult, FidelityResult, Report
     from quantkit.verification import Pair, VerifyOptions
 
 GATE_HELP = "A promise, e.g. 'recovery>=98.9' or 'recovery[demo_facts]>=97'; repeatable.  [default: the recipe's]"
+
+
+MISSING = "-"
+FIDELITY = {
+    "mean KL, nats per token": "mean_kl",
+    "99th percentile of KL": "p99_kl",
+    "same likeliest token": "top1_agreement",
+}
 
 
 def gate_option(function: Callable[..., None]) -> Callable[..., None]:
@@ -144,31 +153,100 @@ def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
 
 def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], RenderableType]]:
     """What people see, the verdict first."""
-    from quantkit.report import tables
     from quantkit.report.words import gate_lines, headline
 
     parts: list[Callable[[], RenderableType]] = [lambda: headline(report)]
     if report.gates:
         parts.append(lambda: "\n".join(gate_lines(report.gates)))
-    found = [tables.comparison_table(report), tables.fidelity_table(report)]
+    parts += [lambda: accuracy_table(report), lambda: fidelity_table(report)]
     if report.damage is not None:
-        found.append(tables.worst_damage_table(report.damage, 5))
-    found += [tables.latency_table(report), tables.memory_table(report)]
-    parts += [lambda table=table: _table(table) for table in found if table is not None]  # type: ignore[misc]
+        parts.append(lambda: damage_table(report))
+    if report.benchmark is not None:
+        parts.append(lambda: speed_table(report))
     where = sorted({str(path.parent) for path in files.values()})
     names = ", ".join(path.name for path in files.values())
     parts.append(lambda: "\n".join([*report.notes, f"written to {', '.join(where)}: {names}"]))
     return parts
 
 
-def _table(table: Any) -> RenderableType:
-    """A report's table for the terminal."""
+def accuracy_table(report: Report) -> Table:
+    """Every number that both models have."""
+    from quantkit.report.words import number, p_value, percent
+
+    rows = []
+    for c in report.comparisons:
+        recovery = MISSING if c.recovery is None else percent(c.recovery)
+        rows.append((c.subject, number(c.baseline, 4), number(c.value, 4), recovery, p_value(c.p_value), c.verdict))
+    return _table("model beside original, same items", ("", "original", "model", "recovery", "p", "verdict"), rows)
+
+
+def fidelity_table(report: Report) -> Table:
+    """Distances of the distributions, and what arithmetic alone does."""
+    from quantkit.report.words import number
+
+    found, noise = report.fidelity, report.noise_fidelity
+    rows = []
+    for name, read in FIDELITY.items():
+        own = MISSING if noise is None else number(getattr(noise, read))
+        rows.append((name, MISSING if found is None else number(getattr(found, read)), own))
+    if found is not None and found.first_divergence:
+        rows.append(
+            (
+                "greedy prompts that agree throughout",
+                _throughout(found),
+                MISSING if noise is None else _throughout(noise),
+            )
+        )
+    title = "distributions" if found is None else f"distributions on {found.data}, {found.num_tokens:,} tokens"
+    return _table(title, ("", "model", "noise"), rows)
+
+
+def _throughout(found: FidelityResult) -> str:
+    agreed = sum(first is None for first in found.first_divergence)
+    return f"{agreed} of {len(found.first_divergence)}"
+
+
+def damage_table(report: Report) -> Table:
+    """The units that hurt most."""
+    from quantkit.report.words import number, percent
+
+    damage = report.damage
+    assert damage is not None
+    total = damage.sum_kl or 1.0
+    rows = [(f"layer {r.layer} {r.unit}", number(r.kl), percent(100 * r.kl / total)) for r in damage.worst(5)]
+    title = f"worst units, each alone; all at once {number(damage.total_kl)}, sum {number(damage.sum_kl)}"
+    return _table(title, ("", "KL", "share"), rows)
+
+
+def speed_table(report: Report) -> Table:
+    """Medians of both models, and their weights in memory."""
+    from quantkit.report.words import byte_size, duration, number
+    from quantkit.statistics import median_interval
+
+    ours, theirs = report.benchmark, report.baseline_benchmark
+    assert ours is not None and theirs is not None
+    rows = []
+    for run in ours.runs:
+        other = theirs.find_run(run.workload.name)
+        if run.workload.concurrency is None or run.workload.name == "sweep" or other is None:
+            continue
+        for name, read in (("TTFT", "ttft_s"), ("ITL", "inter_token_s")):
+            values = [duration(median_interval(getattr(side, read))[0]) for side in (other, run)]
+            rows.append((f"{run.workload.name} {name}", *values))
+        rows.append((f"{run.workload.name} tokens/s", *(number(side.output_tokens_per_s) for side in (other, run))))
+    sizes = [side.memory_part("weights") for side in (theirs, ours)]
+    rows.append(("weights in memory", *(byte_size(part.observed_bytes if part else None) for part in sizes)))
+    return _table("speed and memory, medians, measured in turns", ("", "original", "model"), rows)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     from rich.table import Table
 
-    found = Table(title=table.caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for position, name in enumerate(table.columns):
-        found.add_column(name, justify="right" if position else "left", overflow="fold")
-    for row in table.rows:
+    found = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+    for position, name in enumerate(columns):
+        numeric = position > 0 and name != "verdict"
+        found.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for row in rows:
         found.add_row(*row)
     return found
 

@@ -74,7 +74,7 @@ def fixed_windows(
         if llm.tokenizer is None:
             raise DataError(f"{llm.path} has no usable tokenizer; give token ids")
         bos = (llm.tokenizer.bos_token_id,) if adds_bos(llm.tokenizer) else ()
-        text = list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        text = list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     room = window - len(bos)
     pieces = [(*bos, *text[start : start + room]) for start in range(0, min(len(text), max_tokens), max(1, room))]
     found = tuple(piece for piece in pieces if len(piece) > 1)
