@@ -83,6 +83,11 @@ def _q4_weights(blocks: Tensor, importance: Tensor | None) -> Tensor:
     """Weights of squared errors, as ggml has them: with importance, of the size of a value within its block too."""
     if importance is None:
         return blocks.square().mean(-1, keepdim=True).sqrt() + blocks.abs()
+    return _weighted(blocks, importance)
+
+
+def _weighted(blocks: Tensor, importance: Tensor) -> Tensor:
+    """Importance of each input times the size of its weight against the block's."""
     spread = 2 * blocks.square().mean((1, 2), keepdim=True)
     return importance.reshape(blocks.shape) * (spread + blocks.square()).sqrt()
 
@@ -154,7 +159,7 @@ def _fit_pair(blocks: Tensor, weights: Tensor, first: Tensor, second: Tensor) ->
 
 def _q6_k(values: Tensor, importance: Tensor | None) -> Tensor:
     blocks = values.view(-1, 16, 16)
-    weights = blocks.square() if importance is None else importance.reshape(blocks.shape)
+    weights = blocks.square() if importance is None else _weighted(blocks, importance)
     weights = weights + 1e-12  # a block of zeros has an error too
     scale = _search_symmetric(blocks, weights)  # (M, 16), signed
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
