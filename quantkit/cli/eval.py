@@ -82,7 +82,10 @@ def evaluate(
     batch: int | None,
     asked: dict[str, Any],
 ) -> None:
-    """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model."""
+    """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
+
+    --kv-cache and --head are for CHECKPOINT; the baseline is asked with its keys, values and head as they are.
+    """
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
@@ -95,10 +98,11 @@ def evaluate(
     if baseline:
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, settings, options)
-    original = None if baseline is None else _ask(output_to, baseline, settings, options)
+    plain = {**settings, "kv_cache": "auto", "head_dtype": None}  # the original as it is
+    original = None if baseline is None else _ask(output_to, baseline, plain, options)
     again = None
     if noise and original is not None:
-        again = _ask(output_to, baseline, {**settings, "dtype": other_arithmetic(original.arithmetic)}, options)
+        again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
     compared = () if original is None else compare_evaluations(result, original, again)
 
     def data() -> dict[str, Any]:

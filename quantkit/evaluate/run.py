@@ -7,7 +7,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,27 @@ Progress = Callable[[str], None]
 
 
 def evaluate(
-    llm: LLM, options: EvaluationOptions | None = None, *, progress: Progress | None = None
+    llm: LLM, options: EvaluationOptions | None = None, *, progress: Progress | None = None, **asked_for: Any
 ) -> EvaluationResult:
     """Ask one model.
 
+        evaluate(load_llm("demo-awq-int4"), tasks=["demo_facts"], limit=100)
+
     Args:
-        llm: from `language_model.load_llm`, or any other.
+        llm: from `engine.load_llm`, or any other.
         options: what to ask; None = the suite `quick`.
         progress: told what is done, in a line.
+        asked_for: fields of `EvaluationOptions`, in place of `options` or to change some.
     Raises:
         DataError: nothing is asked, a task or text does not exist or cannot be had, or lm-eval is missing.
     """
-    options = options or EvaluationOptions(suite="quick")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in asked_for.items()
+    }
+    if options is None:
+        options = EvaluationOptions(**given) if given else EvaluationOptions(suite="quick")
+    elif given:
+        options = replace(options, **given)
     say = progress or (lambda _: None)
     began = time.perf_counter()
     asked, seed = _asked(llm, options)

@@ -43,6 +43,13 @@ def test_json_is_the_record_and_nothing_else(run):
     assert (text.window, text.stride, text.through) == (16, 9, "decode")
 
 
+def test_the_baseline_keeps_its_cache(run):
+    answer = run("--baseline", DEMO, "--kv-cache", "int4", *ASKED, "--json")
+    found = json.loads(answer.stdout)
+    assert found["evaluation"]["settings"]["KV cache"] == "int4"
+    assert found["baseline"]["settings"]["KV cache"] == "auto"
+
+
 def test_two_models_are_compared_item_by_item(run, tmp_path):
     other = shutil.copytree(DEMO, tmp_path / "copy")
     answer = run(other, "--baseline", DEMO, *ASKED, "--noise", "--json")

@@ -108,6 +108,13 @@ def test_options_add_to_the_suite_and_replace_its_limit(demo, suite, tmp_path):
     assert any("reading the items of 3 tasks" in line for line in told)
 
 
+def test_fields_can_be_given_by_name(demo, suite):
+    found = evaluate(demo, tasks=["demo_facts"], limit=3)
+    assert [(task.task, task.num_samples) for task in found.tasks] == [("demo_facts", 3)]
+    changed = evaluate(demo, EvaluationOptions(tasks=("demo_facts",), limit=3), limit=2, add_bos=False)
+    assert (changed.tasks[0].num_samples, changed.settings["BOS"]) == (2, "not added")
+
+
 def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
     assert speaks_demo(demo)
     assert not speaks_demo(stranger)
