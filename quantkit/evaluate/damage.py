@@ -42,8 +42,8 @@ class Goal:
 
     def reached(self, found: Distances) -> bool:
         """Whether measured distances are within the goal, with a margin to spare."""
-        spare = (1 - found.top1) <= MARGIN * (1 - self.top1)
-        return found.mean <= MARGIN * self.kl and found.p99 <= self.kl_p99 and spare
+        agrees = not self.top1 or 1 - found.top1 <= MARGIN * (1 - self.top1)
+        return found.mean <= MARGIN * self.kl and found.p99 <= self.kl_p99 and agrees
 
 
 def damage_map(

@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.source import resolve
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, first_line
+from quantkit.evaluate.pairing import check_same_language
 from quantkit.gates import parse_gates
 from quantkit.runtime.llm import DEMO
 
@@ -60,7 +61,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         baseline: directory or hub id of the original; None = what quantkit-run.json says it was made from.
         gates: to be held; None = those of the recipe.
     Raises:
-        ModelError: one of them is not there, or their vocabularies differ.
+        ModelError, DataError: one of them is not there, or their vocabularies differ.
         CheckpointError: a file is damaged, or not the one that was written.
         GateError: a gate that cannot be read.
     """
@@ -166,24 +167,7 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
             f"baseline {original.path} has a vocabulary of {sizes[1]} tokens, {reader.path} one of {sizes[0]}; "
             "give the model that the checkpoint was made from"
         )
-    ours, theirs = _tokens(reader.path), _tokens(original.path)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    differs = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    raise ModelError(
-        f"baseline {original.path} has another vocabulary than {reader.path}: {len(differs)} tokens differ, such as "
-        f"{differs[0]!r}; give the model that the checkpoint was made from"
-    )
-
-
-def _tokens(path: Path) -> dict[str, int] | None:
-    """Token ids by token; None without a readable tokenizer.json."""
-    file = path / "tokenizer.json"
-    try:
-        vocabulary = json.loads(file.read_bytes())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return vocabulary if isinstance(vocabulary, dict) else None
+    check_same_language(str(reader.path), str(original.path))
 
 
 def _read(file: Path) -> dict[str, Any]:

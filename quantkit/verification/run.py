@@ -20,7 +20,9 @@ from quantkit.evaluate.damage import damage_map
 from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
+from quantkit.evaluate.pairing import other_arithmetic
 from quantkit.evaluate.run import EXTRA, EvaluationOptions, evaluate
+from quantkit.evaluate.run import check as check_evaluation
 from quantkit.evaluate.suites import load_suite
 from quantkit.gates import evaluate_gates
 from quantkit.measure.benchmark import (
@@ -31,7 +33,7 @@ from quantkit.measure.benchmark import (
     measure_against,
 )
 from quantkit.measure.diagnosis import diagnose, diagnose_against
-from quantkit.results import FidelityResult, Report
+from quantkit.results import EvaluationResult, FidelityResult, Report
 from quantkit.runtime.llm import LLM
 from quantkit.statistics import compare_evaluations
 from quantkit.verification.facts import baseline_facts, compression, environment, model_facts
@@ -83,14 +85,15 @@ def check(options: VerifyOptions) -> None:
     Raises:
         DataError: lm-eval is missing, or there is no such suite or text.
     """
+    check_evaluation(options.evaluation)
+    if options.text is not None:
+        read_text(options.text, options.evaluation.data)
+    if options.evaluation.suite is None and not options.evaluation.tasks:
+        return
     try:
         import quantkit.evaluate.language_model  # noqa: F401
     except ImportError as error:
         raise DataError(f"{EXTRA} ({first_line(error)})") from error
-    if options.evaluation.suite is not None:
-        load_suite(options.evaluation.suite)
-    for text in filter(None, (options.text, *options.evaluation.texts)):
-        read_text(text, options.evaluation.data)
 
 
 def verify(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
@@ -161,7 +164,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
         evaluation=ours,
         baseline=baseline,
         noise=noise,
-        comparisons=compare_evaluations(ours, baseline, noise),
+        comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
         fidelity=found,
         noise_fidelity=noise_fidelity,
         notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
@@ -178,7 +181,11 @@ def _baseline_engine(options: VerifyOptions) -> dict[str, Any]:
     return {name: value for name, value in options.engine.items() if name not in OF_THE_COMPRESSION}
 
 
-def _evaluate(llm: LLM, options: VerifyOptions, who: str, progress: Progress) -> Any:
+def _evaluate(llm: LLM, options: VerifyOptions, who: str, progress: Progress) -> EvaluationResult | None:
+    """The answers of one model; None when nothing is asked."""
+    asked = options.evaluation
+    if asked.suite is None and not (asked.tasks or asked.texts):
+        return None
     return evaluate(llm, options.evaluation, progress=lambda text: progress(f"{who}: {text}"))
 
 
@@ -204,11 +211,11 @@ def _find_text(original: LLM, options: VerifyOptions) -> _Text:
 
 def _noise(
     pair: Pair, options: VerifyOptions, original: LLM, windows: Windows, text: _Text, progress: Progress
-) -> tuple[Any, FidelityResult | None]:
+) -> tuple[EvaluationResult | None, FidelityResult | None]:
     """The original in another arithmetic, asked and compared with itself."""
     if not options.noise:
         return None, None
-    dtype = "bfloat16" if str(original.model.dtype) == "torch.float32" else "float32"
+    dtype = other_arithmetic(str(original.model.dtype).removeprefix("torch."))
     progress(f"noise: the original again, in {dtype}")
     other = _load(pair.baseline, {**_baseline_engine(options), "dtype": dtype})
     result = _evaluate(other, options, f"original in {dtype}", progress)
