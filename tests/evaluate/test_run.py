@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,13 @@ def test_bad_input_is_one_line(demo, changes, message):
     if changes:
         with pytest.raises(DataError, match=message):
             check(EvaluationOptions(**changes))
+
+
+def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quantkit.evaluate.language_model", None)
+    with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install 'quantkit\[eval\]'"):
+        evaluate(demo, tasks=["demo_facts"])
+    assert evaluate(demo, texts=["demo"], window=900).perplexity[0].num_tokens > 10_000
 
 
 def test_ledgers_are_found_at_every_depth(demo):
