@@ -121,7 +121,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QuantkitError):
         return error.exit_code, _one_line(str(error))
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; run the same command again to resume"
+        return INTERRUPTED, "interrupted; `quantkit quantize` goes on where it stopped when it is given again"
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -130,7 +130,8 @@ def explain(error: BaseException) -> tuple[int, str]:
             f"no space left on the disk of {error.filename or 'the output'}; free some, or give another -o",
         )
     if _is_memory(error):
-        return RESOURCES, f"out of memory: {_one_line(str(error))[:200]}; try fewer --samples or --activations disk"
+        advice = "when compressing try fewer --samples or --activations disk, when running a smaller --kv-memory"
+        return RESOURCES, f"out of memory: {_one_line(str(error))[:200]}; {advice}"
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
 

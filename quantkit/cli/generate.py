@@ -71,7 +71,7 @@ def generate(
         sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
     from quantkit.runtime.llm import LLM
 
-    llm = LLM(checkpoint, max_sequences=1, **engine)
+    llm = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
     completion = _stream(llm, output_to, _encode(llm, text, system, chat), params)
     numbers = _numbers(llm, completion) if stats or output_to.as_json else {}
     if output_to.as_json:

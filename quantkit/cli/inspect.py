@@ -20,6 +20,7 @@ Examples:
   quantkit quantize --recipe rtn-int8 -o demo-int8
   quantkit inspect demo-int8
   quantkit inspect demo-int8 --json
+  quantkit quantize --recipe rtn-int4 -o demo-int4
   quantkit inspect demo-int8 demo-int4
 """
 

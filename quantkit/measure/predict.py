@@ -19,7 +19,7 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.source import resolve
 from quantkit.errors import InputError
 from quantkit.kernels import native
-from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme, make_layout, page_bytes, tail_bytes
+from quantkit.kernels.layouts import kv_dtype, kv_scheme, page_bytes, tail_bytes
 from quantkit.measure._linear_bytes import Place, dense_bytes, quantized_bytes
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -27,6 +27,7 @@ from quantkit.runtime.config import ModelConfig, read_config
 from quantkit.runtime.llm import DEMO
 from quantkit.runtime.loader import find_format, pick_dtype
 from quantkit.runtime.manifest import head_name, is_stacked, make_manifest
+from quantkit.runtime.model import config_layouts
 
 _HEADS = {"int8": INT8, "int4": INT4}
 
@@ -106,7 +107,7 @@ def predict(
         scheme=scheme if format_ is not None else None,
         place=Place(device=place, dtype=chosen, native=on_cpu),
     )
-    layouts = _layouts(config, kv_cache, chosen, page_size)
+    layouts = config_layouts(config, kv_scheme(kv_cache), page_size, kv_dtype(kv_cache, chosen))
     return Prediction(
         weight_bytes=sizes.total(head_dtype),
         page_bytes=page_bytes(layouts),
@@ -115,21 +116,6 @@ def predict(
         dtype=chosen,
         native=on_cpu,
     )
-
-
-def _layouts(config: ModelConfig, kv_cache: str, dtype: torch.dtype, page_size: int) -> list[KVLayout]:
-    """How each layer will keep keys and values."""
-    return [
-        make_layout(
-            num_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            page_size=page_size,
-            dtype=kv_dtype(kv_cache, dtype),
-            scheme=kv_scheme(kv_cache),
-            window=layer.window,
-        )
-        for layer in config.layers
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,9 +39,7 @@ def make_engine(
         model: to run.
         options: limits of a step.
         kv_cache: name of the KV type.
-        max_length: tokens of a sequence; None = what the model can.
-        num_pages: of the pool; None = see `context.size_pool`.
-        memory: bytes for the pools, a draft model's included.
+        max_length, num_pages, memory: see `context.size_pool`; None = what the model can and memory allows.
         draft: proposes tokens; None with a governor = n-grams do.
         governor: says how many; None = no speculation.
         tokenizer, prefix_cache, seed: see `Engine`.

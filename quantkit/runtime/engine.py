@@ -19,6 +19,7 @@ from quantkit.runtime.detokenizer import TextStream, decoder
 from quantkit.runtime.pages import PagePool
 from quantkit.runtime.penalties import TokenHistory
 from quantkit.runtime.prefix_cache import PrefixCache
+from quantkit.runtime.room import Room
 from quantkit.runtime.runner import Piece, Runner
 from quantkit.runtime.sampling import Rows, derived_seed, log_probabilities, sample
 from quantkit.runtime.scheduler import Scheduler, SchedulerOptions, Work
@@ -132,25 +133,13 @@ class Engine:
             ids = [index(token) for token in prompt_ids]
         except TypeError as error:
             raise RequestError(f"the prompt is not a list of token numbers ({error})") from None
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
+        room = Room(capacity=self.capacity, max_length=self.max_length)
+        room.check(len(ids), params.max_tokens)
         if min(ids) < 0 or max(ids) >= self.model.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
         if params.stop_texts and self._decode is None:
             raise RequestError("stop texts need a tokenizer, and this engine has none; use stop_token_ids")
-        pooled = self.capacity < self.max_length
-        where = f"the KV pool holds {self.capacity} tokens" if pooled else f"the context is {self.capacity} tokens"
-        left = self.capacity - len(ids)
-        if left < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and {where}; at most {self.capacity - 1} fit beside a new token"
-            )
-        if params.max_tokens is not None and params.max_tokens > left:
-            raise RequestError(
-                f"a prompt of {len(ids)} tokens and max_tokens {params.max_tokens} need {len(ids) + params.max_tokens},"
-                f" but {where}; max_tokens can be {left} at most, or None for that"
-            )
         return ids
 
     def cancel(self, request_id: int) -> StepOutput | None:

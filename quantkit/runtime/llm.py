@@ -13,12 +13,17 @@ from torch import Tensor
 
 from quantkit.checkpoint.source import resolve
 from quantkit.errors import RequestError, first_line
+from quantkit.kernels import native
 from quantkit.kernels.layouts import kv_scheme, page_bytes
 from quantkit.runtime import scoring
 from quantkit.runtime.assembly import make_engine
 from quantkit.runtime.context import check_settings, parse_bytes, pick_device
+from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load_model
 from quantkit.runtime.model import Model
+from quantkit.runtime.preflight import find_room
+from quantkit.runtime.prompts import Prompt, checked_text, load_tokenizer, several
+from quantkit.runtime.room import Room
 from quantkit.runtime.scheduler import SchedulerOptions
 from quantkit.runtime.speculation_governor import Governor
 from quantkit.runtime.threads import find_threads
@@ -26,7 +31,6 @@ from quantkit.runtime.types import Completion, SamplingParams, StepOutput
 
 DEMO = Path(__file__).parent.parent / "demo" / "model"
 
-Prompt = str | Many[int]
 Messages = Many[dict[str, Any]]
 
 
@@ -59,8 +63,9 @@ class LLM:
         head_dtype: int8 or int4 rounds the output head at load.
         backend: auto, native or transformers.
         seed: of requests that bring none.
+        lazy: True reads the weights when they are first needed, so that a request that can never fit is refused before.
     Raises:
-        QuantkitError: see `quantkit.errors`; settings that contradict each other are refused before loading.
+        QuantkitError: see `quantkit.errors`; what config and headers can tell is refused before the weights are read.
     """
 
     def __init__(
@@ -85,40 +90,55 @@ class LLM:
         head_dtype: str | None = None,
         backend: Literal["auto", "native", "transformers"] = "auto",
         seed: int = 0,
+        lazy: bool = False,
     ) -> None:
-        check_settings(
-            max_length=max_length,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_sequences=max_sequences,
-            token_budget=token_budget,
+        limits = SchedulerOptions(
+            page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, chunked=chunked
         )
-        budget = None if memory is None else parse_bytes(memory)
-        kv_scheme(kv_cache)  # refuses an unknown name before anything is loaded
-        governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
         self.device, self.kv_cache = pick_device(device), kv_cache
-        self._threads = _set_threads(threads, self.device)
+        sizes: dict[str, Any] = {
+            "kv_cache": kv_cache,
+            "max_length": max_length,
+            "num_pages": num_pages,
+            "memory": None if memory is None else parse_bytes(memory),
+        }
+        governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
         self.path = DEMO if path is None else resolve(str(path))
-        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
-        self.model = load_model(self.path, dtype=dtype, device=self.device, head_dtype=head_dtype, backend=backend)
-        _check_model_length(max_length, self.model)
-        self.engine = make_engine(
-            self.model,
-            options=SchedulerOptions(
-                page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, chunked=chunked
-            ),
-            kv_cache=kv_cache,
-            max_length=max_length,
-            num_pages=num_pages,
-            memory=budget,
-            draft=_load_draft(speculate, dtype, self.device),
-            governor=governor,
-            tokenizer=self.tokenizer,
-            prefix_cache=prefix_cache,
-            identity=str(self.path),
-            seed=seed,
-        )
+        draft = None if speculate in (None, "ngram") else resolve(str(speculate))
+        self.tokenizer, self._no_tokenizer = load_tokenizer(self.path)
+        self._room = _find_room(self.path, draft, backend, limits, dtype=dtype, device=self.device, **sizes)
+
+        def load() -> Engine:
+            self._threads = _set_threads(threads, self.device)
+            model = load_model(self.path, dtype=dtype, device=self.device, head_dtype=head_dtype, backend=backend)
+            _check_model_length(max_length, model)
+            guesser = None if draft is None else load_model(draft, dtype=dtype, device=self.device)
+            return make_engine(
+                model,
+                options=limits,
+                draft=guesser,
+                governor=governor,
+                tokenizer=self.tokenizer,
+                prefix_cache=prefix_cache,
+                identity=str(self.path),
+                seed=seed,
+                **sizes,
+            )
+
+        self._load, self._engine = load, None if lazy else load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; its weights are read now if they have not been."""
+        if self._engine is None:
+            self._engine = self._load()
+        return self._engine
+
+    @property
+    def model(self) -> Model:
+        """What is run."""
+        return self.engine.model
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with what the tokenizer puts in front; an empty text becomes BOS.
@@ -129,7 +149,7 @@ class LLM:
         """
         tokenizer = self._need_tokenizer()
         # Not verbose: that a prompt is too long is for the engine to say.
-        ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
+        ids: list[int] = list(tokenizer(checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -151,7 +171,7 @@ class LLM:
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+        return list(tokenizer(checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -166,7 +186,7 @@ class LLM:
         Raises:
             RequestError: see `Engine.add`; nothing is computed then.
         """
-        asked = [self._ids(prompt) for prompt in _several(prompts)]
+        asked = [self._ids(prompt) for prompt in several(prompts)]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
             raise RequestError(f"{len(asked)} prompts with {len(each)} sampling parameters; give one for all or each")
@@ -224,6 +244,8 @@ class LLM:
         """What a user should know about how it runs, by topic."""
         counts = self.stats()
         found = {"computed in": f"{str(self.model.dtype).removeprefix('torch.')} on {self.device}"}
+        if self.device.type == "cpu":
+            found["CPU kernels"] = native.status()
         if self._threads:
             found["threads"] = self._threads
         if counts["prefix_hit_tokens"]:
@@ -241,6 +263,8 @@ class LLM:
         return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, ids: list[int], params: SamplingParams) -> int:
+        if self._room is not None:
+            self._room.check(len(ids), params.max_tokens)
         number = self.engine.add(ids, params)
         self._inboxes[number] = deque()
         return number
@@ -284,34 +308,6 @@ class LLM:
         return self.tokenizer
 
 
-def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if all(isinstance(item, int) for item in prompts) and len(prompts):
-        return [prompts]  # type: ignore[list-item]  # token ids of one prompt
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _checked_text(text: str) -> str:
-    """A text that has bytes; from a terminal or a pipe may come some that are no text, which Python keeps as halves."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
-    return text
-
-
-def _load_tokenizer(path: Path) -> tuple[Any, str]:
-    """The tokenizer of a directory, or None and why. Code that comes with it is never run, nor is anybody asked to."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), ""
-    except Exception as error:  # many classes for missing and broken files
-        return None, first_line(error)
-
-
 def _set_threads(threads: int | None, device: torch.device) -> str:
     """Set the number of threads; what it is and why, for `describe`."""
     if device.type != "cpu" and threads is None:
@@ -321,10 +317,19 @@ def _set_threads(threads: int | None, device: torch.device) -> str:
     return f"{choice.threads} ({choice.reason})"
 
 
-def _load_draft(speculate: str | Path | None, dtype: str | torch.dtype, device: torch.device) -> Model | None:
-    if speculate is None or speculate == "ngram":
+def _find_room(path: Path, draft: Path | None, backend: str, limits: SchedulerOptions, **settings: Any) -> Room | None:
+    """Settings checked, and tokens that fit, before the weights are read; None where only loading can tell."""
+    kv_scheme(settings["kv_cache"])  # refuses an unknown name
+    check_settings(
+        max_length=settings["max_length"],
+        num_pages=settings["num_pages"],
+        page_size=limits.page_size,
+        max_sequences=limits.max_sequences,
+        token_budget=limits.token_budget,
+    )
+    if backend == "transformers":
         return None
-    return load_model(resolve(str(speculate)), dtype=dtype, device=device)
+    return find_room(path, draft, page_size=limits.page_size, max_sequences=limits.max_sequences, **settings)
 
 
 def _check_model_length(max_length: int | None, model: Model) -> None:

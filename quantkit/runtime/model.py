@@ -112,18 +112,7 @@ class NativeModel:
 
     def layouts(self, kv: KVScheme | None, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
         """See `Model`."""
-        config = self.config
-        return [
-            make_layout(
-                num_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                page_size=page_size,
-                dtype=dtype or self.dtype,
-                scheme=kv,
-                window=layer.window,
-            )
-            for layer in config.layers
-        ]
+        return config_layouts(self.config, kv, page_size, dtype or self.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
@@ -151,3 +140,25 @@ class NativeModel:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+
+def config_layouts(config: ModelConfig, kv: KVScheme | None, page_size: int, dtype: torch.dtype) -> list[KVLayout]:
+    """How each layer of a model keeps keys and values.
+
+    Args:
+        config: of the model.
+        kv: number types; None = as computed.
+        page_size: tokens per page.
+        dtype: of what is not quantized.
+    """
+    return [
+        make_layout(
+            num_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            scheme=kv,
+            window=layer.window,
+        )
+        for layer in config.layers
+    ]

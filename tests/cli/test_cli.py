@@ -225,8 +225,8 @@ def test_usage_mistakes_exit_with_2(run, args):
         (ModelError("config.json is missing"), 4, "error: config.json is missing"),
         (ResourceError("disk is full"), 5, "error: disk is full"),
         (AuditError("a tensor differs"), 1, "error: a tensor differs"),
-        (KeyboardInterrupt(), 130, "error: interrupted; run the same command again to resume"),
-        (MemoryError("no"), 5, "error: out of memory: no; try fewer --samples or --activations disk"),
+        (KeyboardInterrupt(), 130, "error: interrupted; `quantkit quantize` goes on where it stopped"),
+        (MemoryError("no"), 5, "error: out of memory: no; when compressing try fewer --samples or --activations disk"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 5, "error: out of memory: CUDA"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 5, "error: out of memory"),
         (OSError(errno.ENOSPC, "full", "/x/y"), 5, "error: no space left on the disk of /x/y"),
@@ -345,7 +345,10 @@ main({["quantize", *options]})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 130
-    assert json.loads(done.stdout)["error"] == "interrupted; run the same command again to resume"
+    assert (
+        json.loads(done.stdout)["error"]
+        == "interrupted; `quantkit quantize` goes on where it stopped when it is given again"
+    )
     assert not (tmp_path / "out").exists()
     answer = CliRunner().invoke(main, ["quantize", *options])
     assert answer.exit_code == 0

@@ -50,7 +50,7 @@ def test_statistics_go_to_stderr(run):
     code, out, err = run("--prompt", PROMPT, "--max-tokens", 6, "--stats")
     assert code == 0
     assert "TTFT" not in out
-    for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s"):
+    for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s", "CPU kernels", "threads"):
         assert word in err
 
 
@@ -107,15 +107,18 @@ def refused(run, code, *words, options):
         assert word in lines[0]
 
 
-def test_a_prompt_longer_than_the_context(run):
+def test_a_prompt_longer_than_the_context(run, monkeypatch):
+    no_weights_read(monkeypatch)
     refused(run, 4, "1024", options=("--prompt", "owl " * 1500))
 
 
-def test_more_tokens_than_fit_names_how_many_do(run):
+def test_more_tokens_than_fit_names_how_many_do(run, monkeypatch):
+    no_weights_read(monkeypatch)
     refused(run, 4, "at most", options=("--prompt", PROMPT, "--max-tokens", 4000))
 
 
-def test_a_pool_too_small_for_one_request(run):
+def test_a_pool_too_small_for_one_request(run, monkeypatch):
+    no_weights_read(monkeypatch)
     refused(run, 4, "KV pool", options=("--prompt", PROMPT, "--kv-memory", "64KiB", "--max-length", 512))
 
 
@@ -130,7 +133,8 @@ def test_parameters_out_of_range(run, option, value):
     refused(run, 4, option.removeprefix("--").replace("-", "_"), options=("--prompt", PROMPT, option, value))
 
 
-def test_chat_needs_a_template(run):
+def test_chat_needs_a_template(run, monkeypatch):
+    no_weights_read(monkeypatch)
     refused(run, 4, "chat template", options=("--prompt", PROMPT, "--chat"))
 
 
@@ -150,7 +154,7 @@ def test_types_have_the_names_that_the_help_says(run, dtype):
     assert "computed in" in err
 
 
-def test_an_empty_prompt_without_bos(run, tmp_path):
+def test_an_empty_prompt_without_bos(run, tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (path := model / name).exists():
@@ -160,7 +164,14 @@ def test_an_empty_prompt_without_bos(run, tmp_path):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["post_processor"] = None
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    no_weights_read(monkeypatch)
     refused(run, 4, "empty", options=(model, "--prompt", ""))
+
+
+def test_a_draft_of_another_vocabulary(run, tmp_path, monkeypatch):
+    draft = make_model(tmp_path / "draft")
+    no_weights_read(monkeypatch)
+    refused(run, 4, "vocabulary", "260", "1024", options=("--prompt", PROMPT, "--speculate", draft))
 
 
 def no_weights_read(monkeypatch):
