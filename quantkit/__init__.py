@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import list_recipes, load_recipe, quantize
+    from quantkit.api import list_recipes, load_recipe, quantize, verify
     from quantkit.conversion import convert
     from quantkit.errors import QuantkitError
     from quantkit.inspection import inspect
     from quantkit.recipe import Recipe
-    from quantkit.results import CheckpointSummary, CompressionResult
+    from quantkit.results import CheckpointSummary, CompressionResult, Report
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import Completion, SamplingParams
 
@@ -27,6 +27,7 @@ __all__ = [
     "CompressionResult",
     "QuantkitError",
     "Recipe",
+    "Report",
     "SamplingParams",
     "__version__",
     "convert",
@@ -34,6 +35,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "quantize",
+    "verify",
 ]
 
 _HOMES = {
@@ -43,12 +45,14 @@ _HOMES = {
     "CompressionResult": "quantkit.results",
     "QuantkitError": "quantkit.errors",
     "Recipe": "quantkit.recipe",
+    "Report": "quantkit.results",
     "SamplingParams": "quantkit.runtime.types",
     "convert": "quantkit.conversion",
     "inspect": "quantkit.inspection",
     "list_recipes": "quantkit.api",
     "load_recipe": "quantkit.api",
     "quantize": "quantkit.api",
+    "verify": "quantkit.api",
 }
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit.pipeline import quantize as _run
 from quantkit.pipeline.events import SILENT, Listener
 from quantkit.recipe import Recipe, load, shipped
 from quantkit.recipe.load import build
 from quantkit.recipe.override import Overrides, patched
-from quantkit.results import CompressionResult
+from quantkit.results import CompressionResult, Report
 
-__all__ = ["list_recipes", "load_recipe", "quantize"]
+if TYPE_CHECKING:
+    from quantkit.verification import VerifyOptions
+
+__all__ = ["list_recipes", "load_recipe", "quantize", "verify"]
 
 
 def quantize(
@@ -74,3 +78,33 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
 def list_recipes() -> dict[str, str]:
     """The shipped recipes: description by name."""
     return {name: load(name).description for name in shipped()}
+
+
+def verify(
+    checkpoint: str | Path,
+    baseline: str | Path | None = None,
+    *,
+    gates: Sequence[str] | None = None,
+    options: VerifyOptions | None = None,
+    output: str | Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compare a checkpoint with its original and judge it by gates; `report.held` says whether all of them hold.
+
+    Args:
+        checkpoint: directory of the compressed model.
+        baseline: directory or hub id of the original; None = what the checkpoint was made from.
+        gates: e.g. `["recovery>=98.9", "kl<=0.02"]`; None = those of its recipe.
+        options: what to look at, see `quantkit.verification.VerifyOptions`; None = everything, briefly.
+        output: directory for report.json, report.html, junit.xml and the model card; None = nothing is written.
+        progress: told what is going on, in lines.
+    Raises:
+        QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
+    """
+    # Imported late: compressing and reading recipes need no runtime.
+    from quantkit.verification import verify_checkpoint, write
+
+    report = verify_checkpoint(checkpoint, baseline, gates=gates, options=options, progress=progress)
+    if output is not None:
+        write(report, Path(output))
+    return report

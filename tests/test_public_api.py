@@ -23,6 +23,7 @@ PUBLIC = [
     "CompressionResult",
     "QuantkitError",
     "Recipe",
+    "Report",
     "SamplingParams",
     "__version__",
     "convert",
@@ -30,6 +31,7 @@ PUBLIC = [
     "list_recipes",
     "load_recipe",
     "quantize",
+    "verify",
 ]
 
 
@@ -128,3 +130,18 @@ def test_the_wrapper_and_the_pipeline_agree_on_their_options():
     ours = inspect.signature(quantkit.quantize).parameters
     theirs = inspect.signature(pipeline.quantize).parameters
     assert set(ours) - {"overrides"} == set(theirs)
+
+
+def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatch, tmp_path):
+    from quantkit import verification
+    from tests.report.synthetic import make_report
+
+    calls = []
+    report = make_report()
+    monkeypatch.setattr(verification, "verify_checkpoint", lambda *a, **options: calls.append((a, options)) or report)
+    assert quantkit.verify("out") is report
+    assert calls[0][0] == ("out", None)
+    assert not list(tmp_path.iterdir())
+    quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new")
+    assert (calls[1][0], calls[1][1]["gates"]) == (("out", "model"), ["kl<=0.1"])
+    assert (tmp_path / "new" / "report.json").is_file()

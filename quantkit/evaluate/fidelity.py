@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import DataError, ModelError
+from quantkit.evaluate.engine import UNQUANTIZED
 from quantkit.evaluate.perplexity import adds_bos
 from quantkit.results import FidelityResult
 from quantkit.runtime.llm import LLM
@@ -143,9 +144,13 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 
 
 def logits(llm: LLM, windows: Windows) -> list[Tensor]:
-    """(T, V) float32 after every token of every window, computed together."""
-    longest = max(map(len, windows))
-    return llm.score(windows, chunk_size=min(longest, llm.engine.options.token_budget))
+    """(T, V) float32 after every token of every window, computed together.
+
+    With a quantized cache every token takes the decode path: within a prompt the newest keys and values are exact, and
+    what the cache costs would not show.
+    """
+    size = min(max(map(len, windows)), llm.engine.options.token_budget)
+    return llm.score(windows, chunk_size=size if llm.kv_cache in UNQUANTIZED else 1)
 
 
 @torch.inference_mode()

@@ -195,8 +195,21 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     if views.key_tail is None:
         _write(views.key, key, pages, offsets)
         return
+    store_tails(key, views, batch)
+
+
+def store_tails(key: Tensor, views: KVViews, batch: ForwardBatch, least: int = 1) -> None:
+    """The part of `store` for keys that are quantized per channel.
+
+    Args:
+        key: (T, Hkv, D), rotated.
+        views: the layer's pages and tails; modified.
+        batch: what belongs to whom.
+        least: sequences with fewer new tokens are left out.
+    """
     for span in _spans(batch):
-        _store_tail(key[span.start : span.stop].transpose(0, 1), views, batch, span)
+        if span.stop - span.start >= least:
+            _store_tail(key[span.start : span.stop].transpose(0, 1), views, batch, span)
 
 
 def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> None:

@@ -46,8 +46,7 @@ def _share(report: Report, gate: GateResult) -> float | None:
         return _ratio(100 - gate.limit, 100 - gate.value)
     if gate.metric == "perplexity_ratio":
         return _ratio(_log(gate.limit), _log(gate.value))
-    subject = f"perplexity: {gate.subject}" if gate.metric == "perplexity" and gate.subject else gate.subject
-    found = next((c for c in report.comparisons if subject in (None, c.subject) and _is_about(gate, c.metric)), None)
+    found = next((c for c in report.comparisons if c.value == gate.value and _is_about(gate, c.metric)), None)
     if found is None:
         return None
     if gate.metric == "score":

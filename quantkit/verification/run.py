@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def verify_checkpoint(
     checkpoint: str | Path,
     baseline: str | Path | None = None,
     *,
-    gates: tuple[str, ...] | None = None,
+    gates: Iterable[str] | None = None,
     options: VerifyOptions | None = None,
     progress: Progress = lambda _: None,
 ) -> Report:

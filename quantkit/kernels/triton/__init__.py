@@ -1,0 +1,45 @@
+"""Kernels for CUDA devices, written in Triton: imported only where a tensor is on one and Triton is there.
+
+`QUANTKIT_TRITON=0` switches them off; then, and without Triton, torch does the work. Each file has its device functions
+first and the Python functions that launch them last. What they compute is written in `kernels.reference`,
+`kernels.attention`, `kernels.kv_numbers` and `numerics`; tests hold them to it through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+
+@functools.lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        import triton.language  # noqa: F401
+    except Exception:  # a broken installation must not break what runs without it
+        return False
+    return True
+
+
+def is_used(device: torch.device) -> bool:
+    """Whether tensors on this device are for these kernels."""
+    return device.type == "cuda" and os.environ.get("QUANTKIT_TRITON", "1") != "0" and is_installed()
+
+
+@functools.lru_cache(maxsize=8)
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 4 for the interpreter, which runs on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.lru_cache(maxsize=8)
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts e4m3 itself (compute capability 8.9 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << max(0, count - 1).bit_length()

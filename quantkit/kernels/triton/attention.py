@@ -1,0 +1,85 @@
+"""Paged attention of a layer on a CUDA device: sequences with one new token by Triton, prompts and drafts by torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import attention as plain
+from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.triton import kv_store, paged_decode, power_of_two
+
+_LARGEST_HEAD = 256
+
+
+def can(views: KVViews) -> bool:
+    """Whether the kernels read these pages."""
+    layout = views.layout
+    size = layout.page_size
+    return (
+        16 <= size <= 256 and power_of_two(size) == size and max(layout.head_dim, layout.value_width) <= _LARGEST_HEAD
+    )
+
+
+class TritonAttention:
+    """Attention of one layer; see `ops.PagedAttention`."""
+
+    def __init__(self, views: KVViews) -> None:
+        self._views = views
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+    ) -> Tensor:
+        """See `ops.PagedAttention`."""
+        views = self._views
+        query, key, value = (_rows(states) for states in (query, key, value))
+        if not any(new == 1 for new in batch.query_lengths):
+            out = plain.attend(query, key, value, views, batch, options)
+        else:
+            out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+            paged_decode.attend(query, key, value, views, batch, options, out)
+            if not batch.is_decode:
+                tokens, longer = _longer(batch)
+                out[tokens] = plain.attend(query[tokens], key[tokens], value[tokens], views, longer, options)
+        self._store(key, value, batch)
+        return out
+
+    def _store(self, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
+        views = self._views
+        if len(key):
+            kv_store.store(key, value, views, batch)
+        if views.key_tail is None:
+            return
+        if any(new == 1 for new in batch.query_lengths):
+            kv_store.store_tail(key, views, batch)
+        if any(new > 1 for new in batch.query_lengths):
+            plain.store_tails(key, views, batch, least=2)
+
+
+def _rows(states: Tensor) -> Tensor:
+    """Channels contiguous, as the kernels read them."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _longer(batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
+    """The sequences of a batch that have more than one new token: their tokens' numbers, and a batch of only them."""
+    kept, tokens, start = [], [], 0
+    for row, new in enumerate(batch.query_lengths):
+        if new > 1:
+            kept.append(row)
+            tokens.extend(range(start, start + new))
+        start += new
+    rows = torch.tensor(kept, device=batch.slots.device)
+    chosen = torch.tensor(tokens, device=batch.slots.device)
+    return chosen, replace(
+        batch,
+        page_table=batch.page_table[rows],
+        tail_rows=batch.tail_rows[rows],
+        slots=batch.slots[chosen],
+        query_lengths=tuple(batch.query_lengths[row] for row in kept),
+        context_lengths=tuple(batch.context_lengths[row] for row in kept),
+    )

@@ -1,0 +1,353 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202
+"""Attention of one new token per sequence over its cached pages and its own fresh key, in every KV type.
+
+One program takes the query heads of one key head and a part of the sequence; a second launch merges the parts. Lengths
+are read on the device (a new token's position is what its sequence has cached), so the launch is the same for every
+step of a batch. Codes go to the products as small integers: scales per token are applied to scores and probabilities,
+scales per channel to the query, once per tile. INT4 is two half products, one for the low and one for the high nibbles.
+Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels of a key, Dv of a value, S tokens per page.
+Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; layouts: `kernels.layouts`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVViews, PagedArray
+from quantkit.kernels.triton import has_fp8, num_processors, power_of_two
+from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+
+PLAIN, E4M3, BYTE, NIBBLE = range(4)
+FIXED, TOKEN, CHANNEL = range(3)
+KINDS: dict[DType | None, int] = {None: PLAIN, FP8: E4M3, INT8: BYTE, INT4: NIBBLE}
+GRANULARITIES = {"tensor": FIXED, "token": TOKEN, "channel": CHANNEL}
+
+_MAX_PARTS = 64
+_LEAST_TILES = 4
+_BY_HAND = 256.0  # what e4m3 decoded by hand is too small by
+
+
+@triton.jit
+def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes as numbers; e4m3 decoded by hand is 256 times too small."""
+    if KIND == 1 and NATIVE_FP8:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif KIND == 1:
+        wide = codes.to(tl.uint16)
+        bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+        numbers = bits.to(tl.float16, bitcast=True).to(DTYPE)
+    elif KIND == 2:
+        numbers = codes.to(tl.int8, bitcast=True).to(DTYPE)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def _score(q, k, total):
+    return tl.dot(q, tl.trans(k), total, input_precision="ieee")
+
+
+@triton.jit
+def _scores(
+    q, q_high, codes, scale, zero, page, head, inside, seen, code_strides, scale_strides,
+    KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, TILE) products of queries with the keys of a tile, in units of the fixed scale."""
+    channels = tl.arange(0, BLOCK)
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = page * code_strides[0] + head * code_strides[1] + inside.to(tl.int64)[:, None] * code_strides[2]
+    loaded = tl.load(codes + at + channels[None, :], mask=mask, other=0)
+    base = page * scale_strides[0] + head * scale_strides[1]
+    empty = tl.zeros((ROWS, TILE), tl.float32)
+    if KIND != 3:
+        found = _score(q, _numbers(loaded, KIND, NATIVE_FP8, q.dtype), empty)
+        if GRANULARITY == 1:
+            found *= tl.load(scale + base + inside, mask=seen, other=0.0).to(tl.float32)[None, :]
+    elif GRANULARITY == 1:
+        total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
+        found = _score(q_high, (loaded >> 4).to(q.dtype), _score(q, (loaded & 15).to(q.dtype), empty))
+        found *= tl.load(scale + base + inside, mask=seen, other=0.0).to(tl.float32)[None, :]
+        found += total[:, None] * tl.load(zero + base + inside, mask=seen, other=0.0).to(tl.float32)[None, :]
+    else:
+        real = channels < WIDTH
+        low_at, high_at = base + channels, base + WIDTH + channels
+        shift = tl.sum(q.to(tl.float32) * tl.load(zero + low_at, mask=real, other=0.0).to(tl.float32)[None, :], 1)
+        shift += tl.sum(
+            q_high.to(tl.float32) * tl.load(zero + high_at, mask=real, other=0.0).to(tl.float32)[None, :], 1
+        )
+        low = (q.to(tl.float32) * tl.load(scale + low_at, mask=real, other=0.0).to(tl.float32)[None, :]).to(q.dtype)
+        high = (q_high.to(tl.float32) * tl.load(scale + high_at, mask=real, other=0.0).to(tl.float32)[None, :]).to(
+            q.dtype
+        )
+        found = _score(high, (loaded >> 4).to(q.dtype), _score(low, (loaded & 15).to(q.dtype), empty)) + shift[:, None]
+    return found
+
+
+@triton.jit
+def _tail_scores(
+    q, q_high, tail, row, head, positions, seen, strides,
+    TAIL: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As `_scores`, for the newest keys, which are not quantized yet. SPLIT: the query comes in halves."""
+    channels = tl.arange(0, BLOCK)
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = tail + row * strides[0] + head * strides[1] + (positions % TAIL).to(tl.int64)[:, None] * strides[2]
+    found = tl.zeros((ROWS, TILE), tl.float32)
+    found = _score(q, tl.load(at + channels[None, :], mask=mask, other=0.0).to(q.dtype), found)
+    if SPLIT:
+        found = _score(q_high, tl.load(at + WIDTH + channels[None, :], mask=mask, other=0.0).to(q.dtype), found)
+    return found
+
+
+@triton.jit
+def _weigh(
+    scores, top, total, acc, acc_high, codes, scale, zero, page, head, inside, seen, code_strides, scale_strides,
+    softcap, DTYPE: tl.constexpr, KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax: scores (ROWS, TILE) and the values of a tile join the sums."""
+    if HAS_SOFTCAP:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp(top - anchor)
+    weights = tl.exp(scores - anchor[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    channels = tl.arange(0, BLOCK)
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = page * code_strides[0] + head * code_strides[1] + inside.to(tl.int64)[:, None] * code_strides[2]
+    loaded = tl.load(codes + at + channels[None, :], mask=mask, other=0)
+    base = page * scale_strides[0] + head * scale_strides[1]
+    shift = tl.zeros_like(total)
+    if KIND == 3:
+        shift = tl.sum(weights * tl.load(zero + base + inside, mask=seen, other=0.0).to(tl.float32)[None, :], 1)
+    if GRANULARITY == 1:
+        weights *= tl.load(scale + base + inside, mask=seen, other=0.0).to(tl.float32)[None, :]
+    narrow = weights.to(DTYPE)
+    if KIND == 3:
+        acc = tl.dot(narrow, (loaded & 15).to(DTYPE), acc * decay[:, None], input_precision="ieee") + shift[:, None]
+        acc_high = tl.dot(narrow, (loaded >> 4).to(DTYPE), acc_high * decay[:, None], input_precision="ieee")
+        acc_high += shift[:, None]
+    else:
+        values = _numbers(loaded, KIND, NATIVE_FP8, DTYPE)
+        acc = tl.dot(narrow, values, acc * decay[:, None], input_precision="ieee")
+    return new_top, total, acc, acc_high
+
+
+@triton.jit
+def _part_kernel(
+    query, key, value, tail, tail_rows, page_table, query_starts, positions,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, part_out, part_sums,
+    query_strides, key_strides, value_strides, tail_strides, table_stride,
+    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_factor, v_factor, softcap, window,
+    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence for the query heads of one key head. Widths and blocks of INT4 are halves."""
+    part, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    token = tl.load(query_starts + sequence).to(tl.int64)
+    if tl.load(query_starts + sequence + 1) - token != 1:
+        return
+    cached = tl.load(positions + token).to(tl.int32)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(cached - window + 1, 0)
+    from_tile = first // TILE * TILE
+    length = tl.cdiv(tl.cdiv(cached - from_tile, PARTS), TILE) * TILE
+    begin = from_tile + part * length
+    end = tl.minimum(begin + length, cached)
+
+    rows = tl.arange(0, ROWS)
+    k_channels, v_channels, lanes = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK), tl.arange(0, TILE)
+    q_mask = (rows < GROUP)[:, None] & (k_channels < K_WIDTH)[None, :]
+    q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1] + k_channels[None, :]
+    q = tl.load(q_at, mask=q_mask, other=0.0)
+    q_high = q
+    if K_KIND == 3:
+        q_high = tl.load(q_at + K_WIDTH, mask=q_mask, other=0.0)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
+    acc_high = acc
+    whole = cached // PAGE * PAGE if HAS_TAIL else cached
+    for start in range(begin, tl.minimum(end, whole), TILE):
+        at = start + lanes
+        seen = (at < end) & (at >= first)
+        page = tl.load(page_table + sequence * table_stride + start // PAGE).to(tl.int64)
+        inside = start % PAGE + lanes
+        scores = _scores(
+            q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
+            K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
+        )  # fmt: skip
+        top, total, acc, acc_high = _weigh(
+            scores * (scale * k_factor), top, total, acc, acc_high, v_codes, v_scale, v_zero, page, head, inside, seen,
+            vc_strides, vs_strides, softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_SOFTCAP, V_WIDTH, V_BLOCK,
+        )  # fmt: skip
+    if HAS_TAIL:
+        row = tl.load(tail_rows + sequence)
+        for start in range(tl.maximum(begin, whole), end, TILE):
+            at = start + lanes
+            seen = (at < end) & (at >= first)
+            page = tl.load(page_table + sequence * table_stride + start // PAGE).to(tl.int64)
+            inside = start % PAGE + lanes
+            scores = _tail_scores(
+                q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
+            )
+            top, total, acc, acc_high = _weigh(
+                scores * scale, top, total, acc, acc_high, v_codes, v_scale, v_zero, page, head, inside, seen,
+                vc_strides, vs_strides, softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_SOFTCAP, V_WIDTH,
+                V_BLOCK,
+            )  # fmt: skip
+    acc *= v_factor
+    acc_high *= v_factor
+    if part == 0:  # the fresh key and value
+        k_at = key + token * key_strides[0] + head * key_strides[1] + k_channels
+        own = tl.sum(q.to(tl.float32) * tl.load(k_at, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)[None, :], 1)
+        if K_KIND == 3:
+            fresh = tl.load(k_at + K_WIDTH, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)
+            own += tl.sum(q_high.to(tl.float32) * fresh[None, :], 1)
+        own *= scale
+        if HAS_SOFTCAP:
+            own = softcap * (2 * tl.sigmoid(2 * own / softcap) - 1)
+        new_top = tl.maximum(top, own)
+        decay, weight = tl.exp(top - new_top), tl.exp(own - new_top)
+        v_at = value + token * value_strides[0] + head * value_strides[1] + v_channels
+        fresh = tl.load(v_at, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
+        acc = acc * decay[:, None] + weight[:, None] * fresh[None, :]
+        if V_KIND == 3:
+            fresh = tl.load(v_at + V_WIDTH, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
+            acc_high = acc_high * decay[:, None] + weight[:, None] * fresh[None, :]
+        total = total * decay + weight
+        top = new_top
+    heads = tl.num_programs(1) * GROUP
+    slot = (sequence * heads + head * GROUP + rows) * PARTS + part
+    kept = rows < GROUP
+    tl.store(part_sums + 2 * slot, top, mask=kept)
+    tl.store(part_sums + 2 * slot + 1, total, mask=kept)
+    full = 2 * V_WIDTH if V_KIND == 3 else V_WIDTH
+    o_at = part_out + slot[:, None] * full + v_channels[None, :]
+    o_mask = kept[:, None] & (v_channels < V_WIDTH)[None, :]
+    tl.store(o_at, acc, mask=o_mask)
+    if V_KIND == 3:
+        tl.store(o_at + V_WIDTH, acc_high, mask=o_mask)
+
+
+@triton.jit
+def _merge_kernel(
+    part_out, part_sums, sinks, out, query_starts, out_stride,
+    HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query head as one; what stands in parts without tokens counts nothing."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + sequence).to(tl.int64)
+    if tl.load(query_starts + sequence + 1) - token != 1:
+        return
+    slots = (sequence * tl.num_programs(0) + head) * PARTS + tl.arange(0, PARTS)
+    channels = tl.arange(0, BLOCK)
+    tops = tl.load(part_sums + 2 * slots)
+    top = tl.max(tops, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        top = tl.maximum(top, sink)
+    factors = tl.exp(tops - top)
+    total = tl.sum(tl.load(part_sums + 2 * slots + 1) * factors, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - top)
+    mask = (channels < WIDTH)[None, :]
+    parts = tl.load(part_out + slots.to(tl.int64)[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
+    found = tl.sum(parts * factors[:, None], 0) / total
+    at = out + token * out_stride + head * WIDTH + channels
+    tl.store(at, found.to(out.dtype.element_ty), mask=channels < WIDTH)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch, options: AttentionOptions,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Attention of the sequences that have exactly one new token; see `attention.attend`.
+
+    Args:
+        query: (T, Hq, D), rotated; channels contiguous.
+        key: (T, Hkv, D), likewise.
+        value: (T, Hkv, Dv), likewise.
+        views: the layer's pages and tails; not modified.
+        batch: what belongs to whom.
+        options: scale, window and the like.
+        out: (T, Hq, Dv) contiguous; the rows of those sequences are written.
+    """
+    layout, count = views.layout, len(batch.query_lengths)
+    heads, group = layout.num_heads, query.shape[1] // layout.num_heads
+    tile = min(layout.page_size, 64)
+    parts = num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
+    part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
+    part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
+    native = has_fp8(query.device)
+    k_width, v_width = width(views.key, layout.head_dim), width(views.value, layout.value_width)
+    tail = views.key_tail
+    _part_kernel[(parts, heads, count)](
+        query, key, value, tail, batch.tail_rows, batch.page_table, batch.query_starts, batch.positions,
+        views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
+        part_out, part_sums,
+        query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
+        batch.page_table.stride(0), *strides(views.key), *strides(views.value),
+        float(options.scale), factor(views.key, native), factor(views.value, native),
+        float(options.softcap or 1.0), int(options.window or 0),
+        K_KIND=KINDS[views.key.scheme.dtype], K_GRANULARITY=granularity(views.key),
+        V_KIND=KINDS[views.value.scheme.dtype], V_GRANULARITY=granularity(views.value),
+        NATIVE_FP8=native, HAS_TAIL=tail is not None, TAIL=max(1, layout.tail_tokens),
+        HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
+        GROUP=group, ROWS=max(16, power_of_two(group)),
+        K_WIDTH=k_width, K_BLOCK=block(k_width), V_WIDTH=v_width, V_BLOCK=block(v_width),
+        PAGE=layout.page_size, TILE=tile, PARTS=parts, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _merge_kernel[(query.shape[1], count)](
+        part_out, part_sums, options.sinks, out, batch.query_starts, out.stride(0),
+        HAS_SINKS=options.sinks is not None, WIDTH=layout.value_width, BLOCK=power_of_two(layout.value_width),
+        PARTS=parts, num_warps=4,
+    )  # fmt: skip
+
+
+def num_parts(programs: int, tokens: int, tile: int, device: torch.device) -> int:
+    """Parts of a sequence, so that the chip is full and a part has some tiles; a power of two."""
+    wanted = -(-2 * num_processors(device) // programs)
+    return min(power_of_two(wanted), power_of_two(-(-tokens // (_LEAST_TILES * tile))), _MAX_PARTS)
+
+
+def width(array: PagedArray, channels: int) -> int:
+    """Elements of a stored row: half the channels where two share a byte."""
+    return channels // 2 if array.scheme.dtype is INT4 else channels
+
+
+def block(elements: int) -> int:
+    """A tile's width: a power of two that tensor cores take."""
+    return max(16, power_of_two(elements))
+
+
+def granularity(array: PagedArray) -> int:
+    """What shares a scale, as the kernels number it."""
+    return FIXED if array.scheme.dtype is None else GRANULARITIES[array.scheme.granularity]
+
+
+def factor(array: PagedArray, native_fp8: bool) -> float:
+    """What all numbers of an array are multiplied with."""
+    by_hand = array.scheme.dtype is FP8 and not native_fp8
+    return float(array.fixed_scale) * (_BY_HAND if by_hand else 1.0)
+
+
+def strides(array: PagedArray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of codes by page, head and token, and of scales by page and head."""
+    return array.codes.stride()[:3], (0, 0) if array.scale is None else array.scale.stride()[:2]

@@ -1,0 +1,286 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202
+"""16-bit inputs times packed integers of 2, 4 or 8 bits: a product per row up to 4, tiles up to 64, above that cuBLAS.
+
+Fields become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where s is
+the field's place, so one subtraction leaves field - zero, exactly. Scales are applied once per group, to sums in
+float32. Where rows of outputs alone do not fill the chip, K is split and the parts are added in a second launch, always
+in the same order. The weight is the left operand of the tile product, so that it can go to it from registers.
+Source: Kim et al. 2022 (magic numbers), Frantar et al. 2024, Marlin.
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.triton import num_processors, power_of_two
+from quantkit.kernels.triton.layout import PackedWeight
+
+ROW_LIMIT = 4
+"""Rows up to which each is multiplied on its own."""
+
+TILE_LIMIT = 64
+"""Rows up to which the weight is decoded inside the product."""
+
+_PARTS = 64
+
+
+@triton.jit
+def _decode(words, zero, FIELD: tl.constexpr, BITS: tl.constexpr):
+    """field - zero of each word, float32."""
+    HALF: tl.constexpr = 16 // BITS
+    SHIFT: tl.constexpr = BITS * (FIELD % HALF)
+    MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
+    MAGIC: tl.constexpr = 0x4B000000 - (SHIFT << 23)
+    BASE: tl.constexpr = float(2 ** (23 - SHIFT))
+    if FIELD >= HALF:
+        words = words >> 16
+    bits = (words & MASK) | MAGIC
+    return bits.to(tl.float32, bitcast=True) - (BASE + zero)
+
+
+@triton.jit
+def _zeros_of(zero, index, outputs, kept, num_outputs, OFFSET: tl.constexpr, HAS_ZERO: tl.constexpr):
+    if HAS_ZERO:
+        found = tl.load(zero + index * num_outputs + outputs, mask=kept, other=0).to(tl.float32)
+    else:
+        found = tl.full(outputs.shape, OFFSET, tl.float32)
+    return found[:, None]
+
+
+@triton.jit
+def _inputs_of(block, field, lanes, SPAN: tl.constexpr, FIELDS: tl.constexpr, NATURAL: tl.constexpr):
+    """Which inputs field `field` of a block's words is multiplied with."""
+    if NATURAL:
+        return (block * SPAN + lanes) * FIELDS + field
+    return block * SPAN * FIELDS + field * SPAN + lanes
+
+
+@triton.jit
+def _load_words(words, outputs, block, lanes, kept, num_words, SPAN: tl.constexpr, NATURAL: tl.constexpr):
+    column = block * SPAN + lanes
+    at = words + outputs.to(tl.int64)[:, None] * num_words + column[None, :]
+    if NATURAL:
+        found = tl.load(at, mask=kept[:, None] & (column < num_words)[None, :], other=0)
+        return found ^ -2139062144  # 0x80808080: signed bytes to bytes above 128
+    return tl.load(at, mask=kept[:, None], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _rows_kernel(
+    x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """ROWS x BLOCK_N outputs; sums stay with their thread over all of K and are added up once, at the end."""
+    FIELDS: tl.constexpr = 32 // BITS
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    kept = outputs < N
+    lanes = tl.arange(0, SPAN)
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+    for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
+        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL)
+        first = block * SPAN * FIELDS
+        partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+        for field in tl.static_range(FIELDS):
+            index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
+            inputs = _inputs_of(block, field, lanes, SPAN, FIELDS, NATURAL)
+            a = tl.load(
+                x + rows[:, None] * K + inputs[None, :], mask=(rows < M)[:, None] & (inputs < K)[None, :], other=0.0
+            )
+            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+            partial += value[None, :, :] * a.to(tl.float32)[:, None, :]
+            if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
+                factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
+                total += partial * factor[None, :, None]
+                partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+        if GROUP == 0:
+            total += partial
+    sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
+    mask = (rows < M)[:, None] & kept[None, :]
+    if PARTS > 1:
+        tl.store(out + (part * M + rows)[:, None] * N + outputs[None, :], sums, mask=mask)
+    else:
+        sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
+        tl.store(out + rows[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish(
+    sums, scale, bias, row_scale, rows, outputs, M, N,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Scales of outputs and of rows, and the bias."""
+    kept = outputs < N
+    if GROUP == 0:
+        sums *= tl.load(scale + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
+    if HAS_ROW_SCALE:
+        sums *= tl.load(row_scale + rows, mask=rows < M, other=0.0)[:, None]
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def _tile_kernel(
+    x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N x BLOCK_M outputs, transposed: weight on the left."""
+    FIELDS: tl.constexpr = 32 // BITS
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    kept = outputs < N
+    lanes = tl.arange(0, SPAN)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
+        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL)
+        first = block * SPAN * FIELDS
+        if GROUP == 0:
+            partial = total
+        else:
+            partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for field in tl.static_range(FIELDS):
+            index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
+            inputs = _inputs_of(block, field, lanes, SPAN, FIELDS, NATURAL)
+            a = tl.load(
+                x + rows.to(tl.int64)[:, None] * K + inputs[None, :],
+                mask=(rows < M)[:, None] & (inputs < K)[None, :],
+                other=0.0,
+            )
+            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+            partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
+            if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
+                factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
+                total += partial * factor[:, None]
+                partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if GROUP == 0:
+            total = partial
+    sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
+    mask = (rows < M)[:, None] & kept[None, :]
+    if PARTS > 1:
+        tl.store(out + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], sums, mask=mask)
+    else:
+        sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
+        tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_kernel(
+    parts, scale, bias, row_scale, out, M, N,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one row, in order."""
+    rows = tl.program_id(1) + tl.arange(0, 1)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    kept = (outputs < N)[None, :]
+    sums = tl.zeros((1, BLOCK_N), tl.float32)
+    for part in range(PARTS):
+        sums += tl.load(parts + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], mask=kept, other=0.0)
+    sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
+    tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _decode_kernel(
+    words, scale, zero, out, N, K, num_words,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of BLOCK_N rows of the weight as 16-bit numbers."""
+    FIELDS: tl.constexpr = 32 // BITS
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    kept = outputs < N
+    lanes = tl.arange(0, SPAN)
+    loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, False)
+    for field in tl.static_range(FIELDS):
+        inputs = block * SPAN * FIELDS + field * SPAN + lanes
+        index = 0 if GROUP == 0 else (block * SPAN * FIELDS + field * SPAN) // GROUP
+        value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+        factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
+        tl.store(
+            out + outputs.to(tl.int64)[:, None] * K + inputs[None, :],
+            (value * factor[:, None]).to(out.dtype.element_ty),
+            mask=kept[:, None] & (inputs < K)[None, :],
+        )
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Tensor | None = None) -> Tensor:
+    """x times a packed weight.
+
+    Args:
+        x: (M, K) contiguous, M from 1 on; meant for few rows.
+        weight: (N, K).
+        bias: (N,) or None.
+        row_scale: (M,) float32 that outputs are multiplied with, or None.
+    Returns:
+        (M, N), dtype of x; float32 sums, rounded once.
+    """
+    (count, width), outputs = x.shape, weight.shape[0]
+    by_row = count <= ROW_LIMIT
+    block_n = 16 if by_row else 64
+    block_m = 16 if count <= 16 else 32 if count <= 32 else 64
+    tiles = -(-outputs // block_n) * (1 if by_row else -(-count // block_m))
+    parts = num_parts(tiles, weight.num_blocks, (8 if by_row else 2) * num_processors(x.device))
+    out = x.new_empty(count, outputs)
+    target = out if parts == 1 else torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
+    flags = {
+        "GROUP": weight.group,
+        "HAS_BIAS": bias is not None,
+        "HAS_ROW_SCALE": row_scale is not None,
+        "PARTS": parts,
+    }
+    shared = {
+        "BITS": weight.bits,
+        "SPAN": weight.span,
+        "OFFSET": weight.offset,
+        "NATURAL": weight.natural,
+        "HAS_ZERO": weight.zero is not None,
+        "BLOCK_N": block_n,
+        **flags,
+    }
+    sizes = (count, outputs, width, weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
+    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, target, *sizes)
+    if by_row:
+        _rows_kernel[(-(-outputs // block_n), parts)](*tensors, ROWS=power_of_two(count), num_warps=4, **shared)
+    else:
+        grid = (-(-outputs // block_n), parts, -(-count // block_m))
+        _tile_kernel[grid](*tensors, BLOCK_M=block_m, num_warps=4, num_stages=3, **shared)
+    if parts > 1:
+        block = 256
+        _add_kernel[(-(-outputs // block), count)](
+            target, weight.scale, bias, row_scale, out, count, outputs, BLOCK_N=block, **flags
+        )
+    return out
+
+
+def num_parts(tiles: int, blocks: int, programs: int) -> int:
+    """In how many parts K is cut, so that about this many programs run; a power of two, none of them empty."""
+    wanted = max(1, min(programs // max(tiles, 1), blocks, _PARTS))
+    parts = 1 << (wanted.bit_length() - 1)
+    return -(-blocks // -(-blocks // parts))
+
+
+def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) in this dtype, each number rounded once."""
+    rows, width = weight.shape
+    out = torch.empty(rows, width, dtype=dtype, device=weight.words.device)
+    block = 32
+    _decode_kernel[(-(-rows // block), weight.num_blocks)](
+        weight.words, weight.scale, weight.zero, out, rows, width, weight.words.shape[1],
+        BITS=weight.bits, SPAN=weight.span, GROUP=weight.group, OFFSET=weight.offset,
+        HAS_ZERO=weight.zero is not None, BLOCK_N=block, num_warps=4,
+    )  # fmt: skip
+    return out
