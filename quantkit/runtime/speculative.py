@@ -9,6 +9,9 @@ that races with the same variates is accepted with probability at least (1 - d) 
 distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
 This file proposes (n-grams, a draft model); when it pays is decided in `speculation_governor`.
+
+With a quantized KV cache the model itself differs a little: tokens of one step see each other unquantized, so a guess
+is judged with fresher neighbours than it would have had alone, and the texts may part.
 """
 
 from __future__ import annotations
