@@ -70,7 +70,7 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            architecture = _find(reader)
+            architecture = find_native(reader)
             config = read_config(reader.config, architecture)
             format_, scheme = find_format(reader)
             return load_native(
@@ -210,7 +210,13 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _find(reader: CheckpointReader) -> Architecture:
+def find_native(reader: CheckpointReader) -> Architecture:
+    """The data of a family that runs natively.
+
+    Raises:
+        NotNative: no file describes the family.
+        ModelError: config.json names none.
+    """
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not any(name in supported() for name in names):
         raise NotNative(f"architecture {names[0]!r}")

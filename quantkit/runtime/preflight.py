@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
-from quantkit.architectures import find
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme
 from quantkit.runtime._settings import NotNative
 from quantkit.runtime.config import ModelConfig, read_config
 from quantkit.runtime.context import size_pool
-from quantkit.runtime.loader import find_format, pick_dtype
+from quantkit.runtime.loader import find_format, find_native, pick_dtype
 from quantkit.runtime.model import config_layouts
 from quantkit.runtime.room import Room
 
@@ -83,7 +82,7 @@ def _read(path: Path, dtype: str | torch.dtype, device: torch.device) -> tuple[M
     """Config and dtype of the computation; None when the model does not run natively."""
     reader = CheckpointReader(path)
     try:
-        config = read_config(reader.config, find(reader.config))
+        config = read_config(reader.config, find_native(reader))
         find_format(reader)
     except NotNative:
         return None
