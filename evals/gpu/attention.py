@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
     ceiling = results.meta.get("copy_bandwidth")
     for batch, context in ((2, 130),) if arguments.tiny else CASES:
         base: float | None = None
-        work = {kind: lambda kind=kind: paged(kind, batch, context, arguments.device) for kind in KV_TYPES}
-        work["torch sdpa bf16, contiguous"] = lambda: contiguous(batch, context, arguments.device)
+        work = {kind: partial(paged, kind, batch, context, arguments.device) for kind in KV_TYPES}
+        work["torch sdpa bf16, contiguous"] = partial(contiguous, batch, context, arguments.device)
         for kind, run in work.items():
             label = "quantkit bf16" if kind == "auto" else kind if "torch" in kind else f"quantkit {kind}"
             found = results.attempt(run, batch=batch, context=context, kind=label)

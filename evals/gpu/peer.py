@@ -1,4 +1,4 @@
-"""transformers' own generate on the same shape in bf16: milliseconds per token, by batch, with and without a static cache."""
+"""transformers' own generate on the same shape in bf16: milliseconds per token, by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing for all GPU benches: rotating operands, graph replay, medians, ceilings of the same run, rows saved at once."""
+"""Timing for all GPU benches: rotating operands, graph replay, medians, ceilings of the same run."""
 
 from __future__ import annotations
 

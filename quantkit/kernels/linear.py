@@ -1,7 +1,7 @@
 """Linear layers laid out for one kernel: which one is decided here, once, when a weight is loaded.
 
 Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. What the
-numbers mean is in `numerics`; the kernels are in `native` (C, this machine's instructions) and in torch.
+numbers mean is in `numerics`; the kernels are in `native` (C, this machine's instructions), `triton` and in torch.
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from quantkit.kernels import _native_linear, _torch_linear
+from quantkit.kernels import _native_linear, _torch_linear, triton
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -86,6 +86,9 @@ def make_linear(
         return _Permuted(linear, order.to(device))
     if _native_linear.available(device) and _native_linear.can_quantized(weight):
         return _native_linear.quantized(weight, bias=bias, activation=activation, dtype=dtype)
+    on_gpu = _make_triton(weight, bias, activation, dtype, device)
+    if on_gpu is not None:
+        return on_gpu
     if activation is not None and _torch_linear.can_int8(weight, activation, device):
         return _torch_linear.Int8Linear(weight, bias=bias, activation=activation, device=device)
     if activation is not None and _torch_linear.can_fp8(weight, activation, dtype, device):
@@ -93,6 +96,28 @@ def make_linear(
     if activation is None and _torch_linear.can_int4(weight, dtype, device):
         return _torch_linear.Int4Linear(weight, bias=bias, device=device)
     return _decode(weight, bias, activation, dtype, device)
+
+
+def _make_triton(
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    activation: ActivationScheme | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear | None:
+    """The layer on Triton's kernels; None where they are not for it."""
+    if not triton.is_used(device) or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    from quantkit.kernels.triton import linear as packed
+    from quantkit.kernels.triton import w8a8
+
+    if activation is None:
+        return packed.PackedLinear(weight, bias=bias, dtype=dtype, device=device) if packed.can(weight) else None
+    if w8a8.can_int8(weight, activation):
+        return w8a8.Int8Linear(weight, bias=bias, activation=activation, dtype=dtype, device=device)
+    if _torch_linear.can_fp8(weight, activation, dtype, device):
+        return w8a8.RoundedFP8Linear(weight, bias=bias, activation=activation, device=device)
+    return None
 
 
 def _decode(

@@ -2,16 +2,16 @@
 
 | operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
-| `rms_norm`     | x / rms(x) * weight                          | reference | bf16, fp32     | to come         |
-| `add_rms_norm` | the same after adding the residual           | reference | bf16, fp32     | to come         |
+| `rms_norm`     | x / rms(x) * weight                          | reference | bf16, fp32     | all floats      |
+| `add_rms_norm` | the same after adding the residual           | reference | bf16, fp32     | all floats      |
 | `layer_norm`   | (x - mean) / deviation * weight + bias       | reference | -              | -               |
-| `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | to come         |
+| `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | all floats      |
 | `activate`     | activation by name                           | reference | -              | -               |
-| `gated`        | activation(gate) * up                        | reference | silu, gelu     | to come         |
-| `attention`    | attention over cached pages and fresh ones,  | attention | bf16, fp32;    | to come         |
-|                | then quantize those into pages               |           | all KV types   |                 |
+| `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
+| `attention`    | attention over cached pages and fresh ones,  | attention | bf16, fp32;    | one new token   |
+|                | then quantize those into pages               |           | all KV types   | per sequence    |
 
-Triton versions will be `kernels/triton/<operation>.py`, chosen here by device, behind the same signatures.
+Triton versions are in `kernels/triton` and imported when the first tensor on a CUDA device comes by.
 Linear layers have layouts of their own and live in `linear`. Shapes: T tokens, K features, H heads, D channels of a
 head, R channels that rotate, I width of the feed-forward layer.
 """
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quantkit.kernels import _native_ops, reference
+from quantkit.kernels import _native_ops, reference, triton
 from quantkit.kernels._native_attention import NativeAttention
 from quantkit.kernels._native_attention import is_available as _has_native_attention
 from quantkit.kernels.attention import AttentionOptions, TorchAttention
@@ -64,6 +64,11 @@ class PagedAttention(Protocol):
 
 def attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages; chosen once, when they are allocated."""
+    if triton.is_used(views.pool.device):
+        from quantkit.kernels.triton import attention as on_gpu
+
+        if on_gpu.can(views):
+            return on_gpu.TritonAttention(views)
     return NativeAttention(views) if _has_native_attention(views) else TorchAttention(views)
 
 
@@ -79,6 +84,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
         As x.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
+    if x.is_cuda and triton.is_used(x.device):
+        from quantkit.kernels.triton import norms
+
+        found = norms.rms_norm(x, weight, eps, offset)
+        if found is not None:
+            return found[0]
     out = _native_ops.rms_norm(x, weight, eps, offset)
     return reference.rms_norm(x, weight, eps, offset=offset) if out is None else out
 
@@ -107,6 +118,12 @@ def add_rms_norm(
     Returns:
         normed, total: both as x.
     """
+    if x.is_cuda and triton.is_used(x.device):
+        from quantkit.kernels.triton import norms
+
+        found = norms.rms_norm(x, weight, eps, offset, residual)
+        if found is not None:
+            return found
     out = _native_ops.add_rms_norm(x, residual, weight, eps, offset)
     return reference.add_rms_norm(x, residual, weight, eps, offset=offset) if out is None else out
 
@@ -125,6 +142,11 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
+    if query.is_cuda and triton.is_used(query.device):
+        from quantkit.kernels.triton import norms
+
+        if norms.rotary_(query, key, cos, sin, interleaved):
+            return query, key
     if not interleaved and _native_ops.rotary_(query, key, cos, sin):
         return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
@@ -153,5 +175,11 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     Raises:
         ModelError: no such activation.
     """
+    if gate_up.is_cuda and triton.is_used(gate_up.device):
+        from quantkit.kernels.triton import norms
+
+        found = norms.gated(gate_up, activation)
+        if found is not None:
+            return found
     out = _native_ops.gated(gate_up, activation)
     return reference.gated(gate_up, activation) if out is None else out

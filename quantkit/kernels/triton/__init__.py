@@ -35,9 +35,12 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def has_fp8(device: torch.device) -> bool:
-    """Whether the device converts e4m3 itself (compute capability 8.9 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def capability(device: torch.device) -> int:
+    """Compute capability of a device, 90 for Hopper; 0 for the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def power_of_two(count: int) -> int:

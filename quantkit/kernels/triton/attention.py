@@ -67,7 +67,9 @@ def _rows(states: Tensor) -> Tensor:
 
 def _longer(batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
     """The sequences of a batch that have more than one new token: their tokens' numbers, and a batch of only them."""
-    kept, tokens, start = [], [], 0
+    kept: list[int] = []
+    tokens: list[int] = []
+    start = 0
     for row, new in enumerate(batch.query_lengths):
         if new > 1:
             kept.append(row)

@@ -1,10 +1,10 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, ANN202
 """Fresh keys and values into the cache: rounded as `kv_numbers` says, bit for bit, in one launch.
 
-Everything per token goes straight to its page. Keys that are quantized per channel go to the sequence's tail in 16 bits,
-and the program that stores the last token of a page rounds the whole page. E4M3 is rounded in integers, so that it
-works on every device.
+Everything per token goes straight to its page. Keys that are quantized per channel go to the sequence's tail in 16
+bits, and the program that stores the last token of a page rounds the whole page. E4M3 is rounded in integers, so that
+it works on every device.
 Shapes: B sequences, T new tokens, H heads, D channels, S tokens per page.
 """
 

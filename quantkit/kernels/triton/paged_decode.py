@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
 """Attention of one new token per sequence over its cached pages and its own fresh key, in every KV type.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews, PagedArray
-from quantkit.kernels.triton import has_fp8, num_processors, power_of_two
+from quantkit.kernels.triton import capability, num_processors, power_of_two
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
 PLAIN, E4M3, BYTE, NIBBLE = range(4)
@@ -30,6 +30,7 @@ GRANULARITIES = {"tensor": FIXED, "token": TOKEN, "channel": CHANNEL}
 
 _MAX_PARTS = 64
 _LEAST_TILES = 4
+_FP8_CAPABILITY = 89  # from which on the chip converts e4m3 itself
 _BY_HAND = 256.0  # what e4m3 decoded by hand is too small by
 
 
@@ -149,12 +150,11 @@ def _part_kernel(
     query, key, value, tail, tail_rows, page_table, query_starts, positions,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, part_out, part_sums,
     query_strides, key_strides, value_strides, tail_strides, table_stride,
-    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_factor, v_factor, softcap, window,
+    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_factor, v_factor, softcap, window, num_parts,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr,
     K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence for the query heads of one key head. Widths and blocks of INT4 are halves."""
     part, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -166,7 +166,7 @@ def _part_kernel(
     if HAS_WINDOW:
         first = tl.maximum(cached - window + 1, 0)
     from_tile = first // TILE * TILE
-    length = tl.cdiv(tl.cdiv(cached - from_tile, PARTS), TILE) * TILE
+    length = tl.cdiv(tl.cdiv(cached - from_tile, num_parts), TILE) * TILE
     begin = from_tile + part * length
     end = tl.minimum(begin + length, cached)
 
@@ -234,7 +234,7 @@ def _part_kernel(
         total = total * decay + weight
         top = new_top
     heads = tl.num_programs(1) * GROUP
-    slot = (sequence * heads + head * GROUP + rows) * PARTS + part
+    slot = (sequence * heads + head * GROUP + rows) * num_parts + part
     kept = rows < GROUP
     tl.store(part_sums + 2 * slot, top, mask=kept)
     tl.store(part_sums + 2 * slot + 1, total, mask=kept)
@@ -291,11 +291,11 @@ def attend(
     """
     layout, count = views.layout, len(batch.query_lengths)
     heads, group = layout.num_heads, query.shape[1] // layout.num_heads
-    tile = min(layout.page_size, 64)
+    tile = min(layout.page_size, 64 if max(layout.head_dim, layout.value_width) <= 128 else 32)
     parts = num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
     part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
     part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
-    native = has_fp8(query.device)
+    native = capability(query.device) >= _FP8_CAPABILITY
     k_width, v_width = width(views.key, layout.head_dim), width(views.value, layout.value_width)
     tail = views.key_tail
     _part_kernel[(parts, heads, count)](
@@ -305,14 +305,14 @@ def attend(
         query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
         batch.page_table.stride(0), *strides(views.key), *strides(views.value),
         float(options.scale), factor(views.key, native), factor(views.value, native),
-        float(options.softcap or 1.0), int(options.window or 0),
+        float(options.softcap or 1.0), int(options.window or 0), parts,
         K_KIND=KINDS[views.key.scheme.dtype], K_GRANULARITY=granularity(views.key),
         V_KIND=KINDS[views.value.scheme.dtype], V_GRANULARITY=granularity(views.value),
         NATIVE_FP8=native, HAS_TAIL=tail is not None, TAIL=max(1, layout.tail_tokens),
         HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
         GROUP=group, ROWS=max(16, power_of_two(group)),
         K_WIDTH=k_width, K_BLOCK=block(k_width), V_WIDTH=v_width, V_BLOCK=block(v_width),
-        PAGE=layout.page_size, TILE=tile, PARTS=parts, num_warps=4, num_stages=2,
+        PAGE=layout.page_size, TILE=tile, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(query.shape[1], count)](
         part_out, part_sums, options.sinks, out, batch.query_starts, out.stride(0),

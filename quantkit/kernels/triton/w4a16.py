@@ -1,9 +1,9 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
 """16-bit inputs times packed integers of 2, 4 or 8 bits: a product per row up to 4, tiles up to 64, above that cuBLAS.
 
-Fields become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where s is
-the field's place, so one subtraction leaves field - zero, exactly. Scales are applied once per group, to sums in
+Fields become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where s
+is the field's place, so one subtraction leaves field - zero, exactly. Scales are applied once per group, to sums in
 float32. Where rows of outputs alone do not fill the chip, K is split and the parts are added in a second launch, always
 in the same order. The weight is the left operand of the tile product, so that it can go to it from registers.
 Source: Kim et al. 2022 (magic numbers), Frantar et al. 2024, Marlin.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.triton import num_processors, power_of_two
+from quantkit.kernels.triton import capability, num_processors, power_of_two
 from quantkit.kernels.triton.layout import PackedWeight
 
 ROW_LIMIT = 4
@@ -25,6 +25,12 @@ ROW_LIMIT = 4
 
 TILE_LIMIT = 64
 """Rows up to which the weight is decoded inside the product."""
+
+TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2)}
+"""By rows of a tile: its outputs, its warps, and the loads under way at once. Guesses until a GPU has been had."""
+
+HOPPER_TILES = {**TILES, 64: (64, 8, 2)}
+"""The same where the tensor cores take 64 rows at a time."""
 
 _PARTS = 64
 
@@ -74,7 +80,7 @@ def _load_words(words, outputs, block, lanes, kept, num_words, SPAN: tl.constexp
 def _rows_kernel(
     x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """ROWS x BLOCK_N outputs; sums stay with their thread over all of K and are added up once, at the end."""
@@ -105,7 +111,7 @@ def _rows_kernel(
             total += partial
     sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
     mask = (rows < M)[:, None] & kept[None, :]
-    if PARTS > 1:
+    if IN_PARTS:
         tl.store(out + (part * M + rows)[:, None] * N + outputs[None, :], sums, mask=mask)
     else:
         sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
@@ -132,7 +138,7 @@ def _finish(
 def _tile_kernel(
     x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N x BLOCK_M outputs, transposed: weight on the left."""
@@ -146,29 +152,29 @@ def _tile_kernel(
     for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
         loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL)
         first = block * SPAN * FIELDS
-        if GROUP == 0:
-            partial = total
-        else:
-            partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for field in tl.static_range(FIELDS):
-            index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
-            inputs = _inputs_of(block, field, lanes, SPAN, FIELDS, NATURAL)
-            a = tl.load(
-                x + rows.to(tl.int64)[:, None] * K + inputs[None, :],
-                mask=(rows < M)[:, None] & (inputs < K)[None, :],
-                other=0.0,
-            )
-            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
-            partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
-            if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
-                factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
-                total += partial * factor[:, None]
-                partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        partial = total if GROUP == 0 else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for half in range(2):  # a loop, so that only half of the fields are in registers at once
+            for field in tl.static_range(FIELDS // 2):
+                number = half * (FIELDS // 2) + field
+                index = 0 if GROUP == 0 else (first + number * SPAN) // GROUP
+                inputs = _inputs_of(block, number, lanes, SPAN, FIELDS, NATURAL)
+                a = tl.load(
+                    x + rows.to(tl.int64)[:, None] * K + inputs[None, :],
+                    mask=(rows < M)[:, None] & (inputs < K)[None, :],
+                    other=0.0,
+                )
+                value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+                partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
+                if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS // 2 - 1):
+                    factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
+                    total += partial * factor[:, None]
+                    partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            loaded = loaded >> 16
         if GROUP == 0:
             total = partial
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     mask = (rows < M)[:, None] & kept[None, :]
-    if PARTS > 1:
+    if IN_PARTS:
         tl.store(out + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], sums, mask=mask)
     else:
         sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
@@ -177,16 +183,15 @@ def _tile_kernel(
 
 @triton.jit
 def _add_kernel(
-    parts, scale, bias, row_scale, out, M, N,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    parts, scale, bias, row_scale, out, M, N, num_parts,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one row, in order."""
     rows = tl.program_id(1) + tl.arange(0, 1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kept = (outputs < N)[None, :]
     sums = tl.zeros((1, BLOCK_N), tl.float32)
-    for part in range(PARTS):
+    for part in range(num_parts):
         sums += tl.load(parts + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], mask=kept, other=0.0)
     sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
     tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=kept)
@@ -230,8 +235,9 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
     """
     (count, width), outputs = x.shape, weight.shape[0]
     by_row = count <= ROW_LIMIT
-    block_n = 16 if by_row else 64
-    block_m = 16 if count <= 16 else 32 if count <= 32 else 64
+    tiles_by_rows = HOPPER_TILES if capability(x.device) >= 90 else TILES
+    block_m = next((size for size in tiles_by_rows if count <= size), TILE_LIMIT)
+    block_n = (8 if weight.bits == 2 else 16) if by_row else tiles_by_rows[block_m][0]
     tiles = -(-outputs // block_n) * (1 if by_row else -(-count // block_m))
     parts = num_parts(tiles, weight.num_blocks, (8 if by_row else 2) * num_processors(x.device))
     out = x.new_empty(count, outputs)
@@ -240,7 +246,6 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
         "GROUP": weight.group,
         "HAS_BIAS": bias is not None,
         "HAS_ROW_SCALE": row_scale is not None,
-        "PARTS": parts,
     }
     shared = {
         "BITS": weight.bits,
@@ -249,6 +254,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
         "NATURAL": weight.natural,
         "HAS_ZERO": weight.zero is not None,
         "BLOCK_N": block_n,
+        "IN_PARTS": parts > 1,
         **flags,
     }
     sizes = (count, outputs, width, weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
@@ -257,11 +263,12 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
         _rows_kernel[(-(-outputs // block_n), parts)](*tensors, ROWS=power_of_two(count), num_warps=4, **shared)
     else:
         grid = (-(-outputs // block_n), parts, -(-count // block_m))
-        _tile_kernel[grid](*tensors, BLOCK_M=block_m, num_warps=4, num_stages=3, **shared)
+        _, warps, stages = tiles_by_rows[block_m]
+        _tile_kernel[grid](*tensors, BLOCK_M=block_m, num_warps=warps, num_stages=stages, **shared)
     if parts > 1:
         block = 256
         _add_kernel[(-(-outputs // block), count)](
-            target, weight.scale, bias, row_scale, out, count, outputs, BLOCK_N=block, **flags
+            target, weight.scale, bias, row_scale, out, count, outputs, parts, BLOCK_N=block, **flags
         )
     return out
 

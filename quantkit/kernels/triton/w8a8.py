@@ -1,6 +1,6 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Linears whose inputs are rounded to 8 bits, one scale per token, in one launch; the products are torch's or `w4a16`'s.
+"""Linears whose inputs are rounded to 8 bits, one scale per token, in one launch; products are torch's or `w4a16`'s.
 
 Up to 16 rows the INT8 codes go through the packed product, which reads the weight at the speed of memory; above that to
 `torch._int_mm`, whose integer sums a further launch scales. FP8 goes to `torch._scaled_mm`.

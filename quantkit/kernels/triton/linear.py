@@ -1,0 +1,47 @@
+"""Linears over packed integer weights on a CUDA device: which kernel for how many rows.
+
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.kernels.triton import layout, w4a16
+from quantkit.numerics.tensor import QuantizedTensor
+
+
+def can(weight: QuantizedTensor) -> bool:
+    """Whether a weight can be packed."""
+    return layout.find_span(weight) is not None
+
+
+class PackedLinear:
+    """INT2, INT3, INT4 or INT8 weights, 16-bit inputs.
+
+    Few rows are multiplied with the packed weight; for more, where nothing is to be won by that, it is decoded into
+    memory that lives as long as the product, which is then the vendor's.
+    """
+
+    def __init__(
+        self, weight: QuantizedTensor, *, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = layout.pack(weight, device)
+        self._bias = None if bias is None else bias.to(device, dtype)
+        self._dtype = dtype
+        # The 16 fields of an INT2 word do not fit the registers of a tile.
+        self._most_rows = w4a16.ROW_LIMIT if self._packed.bits == 2 else w4a16.TILE_LIMIT
+        self.stored_bytes = self._packed.num_bytes + (0 if self._bias is None else self._bias.nbytes)
+        self.description = f"{weight.scheme.describe()} (Triton)"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, K) -> (T, N)."""
+        if len(x) == 0:
+            return x.new_empty(0, self.out_features)
+        inputs = x.to(self._dtype).contiguous()
+        if len(x) <= self._most_rows:
+            return w4a16.multiply(inputs, self._packed, self._bias).to(x.dtype)
+        return functional.linear(inputs, w4a16.decode(self._packed, self._dtype), self._bias).to(x.dtype)

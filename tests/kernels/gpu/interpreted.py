@@ -1,0 +1,241 @@
+"""Triton kernels against the reference through Triton's interpreter, on the CPU. Run by `test_interpreted`.
+
+The interpreter is chosen when the kernels are imported, so this is a process of its own. It computes bfloat16 wrongly
+and without saying so, hence float16 and float32 only; and an operation takes milliseconds, hence few, small cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.kernels import ops, reference
+from quantkit.kernels._torch_linear import quantize_tokens
+from quantkit.kernels.attention import TorchAttention
+from quantkit.kernels.triton import linear as packed_linear
+from quantkit.kernels.triton import norms, w4a16, w8a8
+from quantkit.kernels.triton.attention import TritonAttention, can
+from quantkit.kernels.triton.layout import find_span, natural, pack
+from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from tests.kernels.paged import KV_TYPES, Sequences, layout
+
+CPU = torch.device("cpu")
+SCHEMES = [
+    ("int4", 128, True, (64, 512)),
+    ("int4", 32, False, (50, 256)),
+    ("int4", None, True, (40, 500)),
+    ("int3", 64, True, (32, 512)),
+    ("int8", 64, False, (32, 256)),
+    ("int2", 64, False, (16, 1024)),
+]
+
+
+def quantized(name, group, symmetric, shape):
+    scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.2
+    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+
+
+def check(found, inputs, decoded, bias=0.0):
+    expected = inputs.double() @ decoded.double().T + bias
+    unit = torch.finfo(found.dtype).eps
+    bound = unit * expected.abs() + 2.0**-20 * (inputs.double().abs() @ decoded.double().abs().T)
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_packed_weight_is_the_weight(scheme):
+    weight = quantized(*scheme)
+    packed = pack(weight, CPU)
+    assert torch.equal(w4a16.decode(packed, torch.float32), weight.dequantize())
+    assert packed.num_bytes < 1.3 * weight.stored_bytes + 4096 or scheme[0] == "int3"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_packed_products(scheme, rows):
+    weight, bias = quantized(*scheme), torch.randn(scheme[3][0])
+    x = torch.randn(rows, scheme[3][1], generator=torch.Generator().manual_seed(rows))
+    check(w4a16.multiply(x, pack(weight, CPU), bias), x, weight.dequantize(), bias.double())
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_in_parts_and_in_float16(rows):
+    """More programs than rows of outputs fill: K is cut, and the parts are added in order."""
+    weight = quantized("int4", 128, True, (32, 2048))
+    assert w4a16.num_parts(2, pack(weight, CPU).num_blocks, 16) > 1
+    x = torch.randn(rows, 2048).to(torch.float16)
+    found = w4a16.multiply(x, pack(weight, CPU), None)
+    assert found.dtype == torch.float16
+    check(found, x, weight.dequantize())
+    assert torch.equal(found, w4a16.multiply(x, pack(weight, CPU), None))
+
+
+def test_numbers_of_parts():
+    for tiles, blocks, programs in ((1, 7, 100), (3, 28, 40), (500, 8, 100), (1, 1, 9), (10, 64, 1000)):
+        parts = w4a16.num_parts(tiles, blocks, programs)
+        each = -(-blocks // parts)
+        assert 1 <= parts <= blocks
+        assert (parts - 1) * each < blocks <= parts * each
+
+
+def test_more_rows_than_tiles_take_the_decoded_weight():
+    weight, bias = quantized("int4", 128, False, (24, 512)), torch.randn(24)
+    linear = packed_linear.PackedLinear(weight, bias=bias, dtype=torch.float32, device=CPU)
+    x = torch.randn(w4a16.TILE_LIMIT + 1, 512)
+    check(linear(x), x, weight.dequantize(), bias.double())
+    assert linear(x[:0]).shape == (0, 24)
+
+
+def test_what_make_linear_and_attention_choose(monkeypatch):
+    from quantkit.kernels import triton
+    from quantkit.kernels.linear import make_linear
+
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    weight = quantized("int4", 64, True, (32, 256))
+    order = torch.randperm(256)
+    codes = torch.empty_like(weight.codes)
+    codes[:, order] = weight.codes
+    index = torch.empty(256, dtype=torch.int64)
+    index[order] = torch.arange(256) // 64
+    by_activation = dataclasses.replace(weight, codes=codes, group_index=index)
+    int8, rounded = quantized("int8", None, True, (32, 256)), ActivationScheme(dtype=DTYPES["int8"])
+    x = torch.randn(2, 256).to(torch.float16)
+    for made, activation, kind in (
+        (weight, None, packed_linear.PackedLinear),
+        (by_activation, None, None),
+        (int8, rounded, w8a8.Int8Linear),
+    ):
+        linear = make_linear(made, activation=activation, dtype=torch.float16, device=CPU)
+        assert linear.description.endswith("(Triton)")
+        assert kind is None or isinstance(linear, kind)
+        inputs = x if activation is None else fake_quantize_tokens(x.float(), activation)
+        check(linear(x), inputs, made.dequantize())
+    assert "Triton" not in make_linear(weight, dtype=torch.float32, device=CPU).description
+    views = Sequences(layout(dim=32, page_size=16), (3,)).cache()._views[0]
+    assert isinstance(ops.attention(views), TritonAttention)
+
+
+def test_what_cannot_be_packed():
+    assert find_span(quantized("int4", 4, True, (16, 256))) is None
+    assert find_span(quantized("int4", None, True, (16, 72))) is None  # padding would outweigh it
+    grouped = dataclasses.replace(quantized("int4", 64, True, (16, 256)), group_index=torch.arange(256) // 64)
+    assert find_span(grouped) is None
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_int8_inputs(rows):
+    weight, bias = quantized("int8", None, True, (32, 264)), torch.randn(32)
+    activation = ActivationScheme(dtype=DTYPES["int8"])
+    assert w8a8.can_int8(weight, activation)
+    linear = w8a8.Int8Linear(weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+    x = torch.randn(rows, 264)
+    codes, scale = quantize_tokens(x, activation)
+    expected = (codes.double() @ weight.codes.double().T) * scale * weight.scale.double().T + bias
+    torch.testing.assert_close(linear(x).double(), expected.double(), rtol=2e-6, atol=1e-5)
+
+
+def test_natural_codes_are_read_where_they_lie():
+    weight = quantized("int8", None, True, (16, 264))
+    x = torch.randn(2, 264)
+    check(w4a16.multiply(x, natural(weight.codes, weight.scale.float()), None), x, weight.dequantize())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_are_rounded_as_by_torch(name):
+    x = torch.randn(6, 300) * torch.logspace(-6, 3, 6)[:, None]
+    x[1], x[2, 5], x[3, 7] = 0.0, torch.nan, torch.inf
+    codes, scale = w8a8.quantize_rows(x, name)
+    codes = codes.view(torch.float8_e4m3fn) if name == "fp8" else codes
+    expected, expected_scale = quantize_tokens(x, ActivationScheme(dtype=DTYPES[name]))
+    assert torch.equal(codes.float(), expected)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+
+
+def test_e4m3_is_rounded_as_by_torch():
+    """Every float16 number: all codes, all halfway cases, subnormals, overflow, NaN."""
+    from quantkit.kernels.kv_numbers import _to_fp8
+    from quantkit.kernels.triton import kv_store
+
+    kernel_layout = layout("fp8", heads=1, dim=64, page_size=16, dtype=torch.float32)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    every = torch.cat([every, torch.linspace(-0.02, 0.02, 1024)]).view(-1, 1, 64)[:512:7]
+    views = kernel_layout.views(torch.zeros(64, kernel_layout.page_bytes, dtype=torch.uint8))
+
+    class Batch:
+        slots = torch.arange(len(every))
+
+    kv_store.store(every, every, views, Batch)
+    stored = views.key.codes[:, 0].reshape(-1, 64)[: len(every)]
+    assert torch.equal(stored, _to_fp8(every[:, 0]))
+
+
+OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_paged_decode(kind, option, monkeypatch):
+    """Decodes over a page border and beside a chunk: outputs, and every byte of pages and tails, as by torch."""
+    dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
+    made, options = Sequences(layout(kind, dim=dim, page_size=16, dtype=dtype), (20, 66)), OPTIONS[option]
+    caches, outputs = [], []
+    for implementation in (TorchAttention, TritonAttention):
+        monkeypatch.setattr(ops, "attention", implementation)
+        caches.append(made.cache())
+        out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
+        for i in range(3):
+            out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 62 + i, 63 + i)], **options)
+        outputs.append(out + made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options))
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in caches)
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_which_pages_are_read():
+    for size, dim, expected in ((64, 128, True), (4, 64, False), (48, 64, False), (64, 512, False)):
+        made = Sequences(layout(dim=dim, page_size=size), (3,)).cache()
+        assert can(made._views[0]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms(dtype):
+    joined, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((3, 300), (3, 100), (100,)))
+    x = joined[:, 100:200]  # a slice of something wider
+    found = norms.rms_norm(x, weight, 1e-5, 1.0)
+    torch.testing.assert_close(found[0], reference.rms_norm(x, weight, 1e-5, offset=1.0))
+    found = norms.rms_norm(x, weight, 1e-5, 0.0, residual)
+    for one, other in zip(found, reference.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        torch.testing.assert_close(one, other)
+    heads = joined.view(3, 3, 100)[:, 1:]
+    torch.testing.assert_close(norms.rms_norm(heads, weight, 1e-5, 0.0)[0], reference.rms_norm(heads, weight, 1e-5))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(interleaved):
+    joined = torch.randn(2, 5 * 32)
+    angles = torch.randn(2, 12)  # 24 of 32 channels rotate
+    results = []
+    for rotate in (norms.rotary_, reference.rotary_):
+        states = joined.clone()
+        query, key = states[:, :96].view(2, 3, 32), states[:, 96:].view(2, 2, 32)
+        if rotate is norms.rotary_:
+            assert rotate(query, key, angles.cos(), angles.sin(), interleaved)
+        else:
+            rotate(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
+        results.append(states)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated(activation):
+    x = 3 * torch.randn(2, 2 * 1100)
+    torch.testing.assert_close(norms.gated(x, activation), reference.gated(x, activation))
+    assert norms.gated(x, "relu") is None

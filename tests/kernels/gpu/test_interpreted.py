@@ -1,0 +1,52 @@
+"""The Triton kernels without a GPU: what they compute, and that they compile for one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.language") is None,
+    reason="needs triton: pip install triton",
+)
+
+
+def run(*command: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@needs_triton
+def test_kernels_compute_what_the_reference_does():
+    said = run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/gpu/interpreted.py"), TRITON_INTERPRET="1"
+    )
+    assert "passed" in said
+    assert "skipped" not in said
+
+
+@needs_triton
+def test_the_kernels_of_a_decode_step_compile(tmp_path):
+    """A few for Hopper; all kernels, types and chips: `python evals/gpu/compile_check.py`."""
+    said = run(
+        *("evals/gpu/compile_check.py", "--targets", "90", "--dtypes", "bfloat16", "--kernel", "_norm"),
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+    assert " 0 with a problem, 0 kernels unchecked" in said
+
+
+def test_without_a_gpu_nothing_of_triton_is_used(monkeypatch):
+    from quantkit.kernels import triton
+
+    assert not triton.is_used(torch.device("cpu"))
+    monkeypatch.setenv("QUANTKIT_TRITON", "0")
+    assert not triton.is_used(torch.device("cuda"))
