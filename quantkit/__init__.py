@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import list_recipes, load_recipe, quantize, verify
+    from quantkit.api import list_recipes, load_recipe, plan, quantize, verify
     from quantkit.conversion import convert
     from quantkit.errors import QuantkitError
     from quantkit.inspection import inspect
@@ -34,6 +34,7 @@ __all__ = [
     "inspect",
     "list_recipes",
     "load_recipe",
+    "plan",
     "quantize",
     "verify",
 ]
@@ -51,6 +52,7 @@ _HOMES = {
     "inspect": "quantkit.inspection",
     "list_recipes": "quantkit.api",
     "load_recipe": "quantkit.api",
+    "plan": "quantkit.api",
     "quantize": "quantkit.api",
     "verify": "quantkit.api",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.pipeline import quantize as _run
 from quantkit.pipeline.events import SILENT, Listener
@@ -14,9 +14,10 @@ from quantkit.recipe.override import Overrides, patched
 from quantkit.results import CompressionResult, Report
 
 if TYPE_CHECKING:
+    from quantkit.planning import Estimate
     from quantkit.verification import VerifyOptions
 
-__all__ = ["list_recipes", "load_recipe", "quantize", "verify"]
+__all__ = ["list_recipes", "load_recipe", "plan", "quantize", "verify"]
 
 
 def quantize(
@@ -108,3 +109,17 @@ def verify(
     if output is not None:
         write(report, Path(output))
     return report
+
+
+def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:
+    """What compressing and running a model would take, before anything is spent; every figure is computed.
+
+    Args:
+        model: a directory, a config.json or a hub id; None = the demo model that comes with quantkit.
+        wishes: keywords of `quantkit.planning.estimate`: recipe, device, context, batch, kv_cache and so on.
+    Raises:
+        InputError: the model, the recipe or a wish cannot be used.
+    """
+    from quantkit.planning import estimate
+
+    return estimate(model, **wishes)

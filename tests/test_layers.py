@@ -20,7 +20,7 @@ LAYERS = {
     "verification": 7,  # asks everything below what a checkpoint is worth
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
-    "plan": 6,
+    "planning": 6,
     "inspection": 6,
     "hub": 6.5,  # a card says what inspection found
     "report": 6,
@@ -43,7 +43,7 @@ LAYERS = {
     "registry": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("architectures", "results", "statistics", "gates", "report", "errors", "registry", "cli", "plan")
+TORCH_FREE = ("architectures", "results", "statistics", "gates", "report", "errors", "registry", "cli", "planning")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

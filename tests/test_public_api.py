@@ -30,6 +30,7 @@ PUBLIC = [
     "inspect",
     "list_recipes",
     "load_recipe",
+    "plan",
     "quantize",
     "verify",
 ]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from quantkit.plan import Estimate
+    from quantkit.planning import Estimate
 
 EPILOG = """\b
 Examples:
@@ -89,8 +89,8 @@ def plan(
     model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
     """
     from quantkit.errors import RecipeError
-    from quantkit.plan import estimate, make_device, to_document
-    from quantkit.plan.units import parse_bytes, parse_flops, parse_rate, parse_tokens
+    from quantkit.planning import estimate, make_device, to_document
+    from quantkit.planning.units import parse_bytes, parse_flops, parse_rate, parse_tokens
 
     if changes and recipe is None:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
@@ -133,7 +133,7 @@ def _grid(*titles: str, numbers: int = 0) -> Table:
 
 def _overview(plan: Estimate) -> Table:
     from quantkit.checkpoint.sizes import human_bytes
-    from quantkit.plan.units import human_count
+    from quantkit.planning.units import human_count
 
     shape = plan.shape
     table = _grid()
@@ -189,7 +189,7 @@ def _caches(plan: Estimate) -> Table:
 
 
 def _device(plan: Estimate) -> Table:
-    from quantkit.plan.units import human_time
+    from quantkit.planning.units import human_time
 
     table = _grid("weights", "KV cache", "batch", "context", "step", "tokens/s", "prefill", numbers=5)
     for row in plan.on_device:

@@ -3,9 +3,9 @@
 Torch-free, but where a recipe is loaded. Figures are computed, never measured: that is the business of `measure`.
 """
 
-from quantkit.plan.devices import DEVICES, Device, find_device, make_device
-from quantkit.plan.document import to_document
-from quantkit.plan.estimate import Estimate, estimate
-from quantkit.plan.shape import ModelShape
+from quantkit.planning.devices import DEVICES, Device, find_device, make_device
+from quantkit.planning.document import to_document
+from quantkit.planning.estimate import Estimate, estimate
+from quantkit.planning.shape import ModelShape
 
 __all__ = ["DEVICES", "Device", "Estimate", "ModelShape", "estimate", "find_device", "make_device", "to_document"]

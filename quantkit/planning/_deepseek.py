@@ -6,9 +6,9 @@ Source: transformers `models/deepseek_v4/configuration_deepseek_v4.py` for names
 
 from __future__ import annotations
 
-from quantkit.plan.attention import Attention
-from quantkit.plan.config import Config
-from quantkit.plan.shape import Matrix
+from quantkit.planning.attention import Attention
+from quantkit.planning.config import Config
+from quantkit.planning.shape import Matrix
 
 
 def v4_matrices(config: Config, index: int, attention: Attention) -> tuple[tuple[Matrix, ...], int]:

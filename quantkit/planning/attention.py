@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.plan.kv_forms import BF16, PAGE_SIZE, ROLLBACK, KVForm
+from quantkit.planning.kv_forms import BF16, PAGE_SIZE, ROLLBACK, KVForm
 
 Kind = Literal["full", "window", "mla", "dsa", "csa", "hca"]
 LATENT = ("mla", "dsa", "csa", "hca")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.plan.attention import Attention, compressed, grouped, latent
+from quantkit.planning.attention import Attention, compressed, grouped, latent
 
 _FULL = ("full_attention", "attention", "global_attention", "indexed_attention")
 _WINDOWED = ("sliding_attention", "chunked_attention", "local_attention")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.plan.estimate import CacheRow, DeviceRow, Estimate, WeightRow
-from quantkit.plan.limits import RESERVE, TOKEN_BUDGET, Floor
-from quantkit.plan.recipes import RecipePlan
-from quantkit.plan.shape import ModelShape
+from quantkit.planning.estimate import CacheRow, DeviceRow, Estimate, WeightRow
+from quantkit.planning.limits import RESERVE, TOKEN_BUDGET, Floor
+from quantkit.planning.recipes import RecipePlan
+from quantkit.planning.shape import ModelShape
 
 
 def to_document(plan: Estimate) -> dict[str, Any]:

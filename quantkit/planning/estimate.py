@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
-from quantkit.plan.devices import Device
-from quantkit.plan.kv_forms import BF16, FP8, INT4, INT8, PAGE_SIZE, KVForm, find_kv_form
-from quantkit.plan.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
-from quantkit.plan.loaders import Reading, loaders
-from quantkit.plan.memory import (
+from quantkit.planning.devices import Device
+from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, PAGE_SIZE, KVForm, find_kv_form
+from quantkit.planning.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
+from quantkit.planning.loaders import Reading, loaders
+from quantkit.planning.memory import (
     Scheme,
     WeightBytes,
     activation_bytes,
@@ -23,14 +23,14 @@ from quantkit.plan.memory import (
     offers,
     weight_bytes,
 )
-from quantkit.plan.recipes import RecipePlan, plan_recipe, require_possible
-from quantkit.plan.shape import ModelShape
-from quantkit.plan.source import from_model, from_parameters, from_shape_file
-from quantkit.plan.weights import BARE, FP32, INT2, INT3, WeightForm
-from quantkit.plan.weights import BF16 as BF16_WEIGHTS
-from quantkit.plan.weights import FP8 as FP8_WEIGHTS
-from quantkit.plan.weights import INT4 as INT4_WEIGHTS
-from quantkit.plan.weights import INT8 as INT8_WEIGHTS
+from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
+from quantkit.planning.shape import ModelShape
+from quantkit.planning.source import from_model, from_parameters, from_shape_file
+from quantkit.planning.weights import BARE, FP32, INT2, INT3, WeightForm
+from quantkit.planning.weights import BF16 as BF16_WEIGHTS
+from quantkit.planning.weights import FP8 as FP8_WEIGHTS
+from quantkit.planning.weights import INT4 as INT4_WEIGHTS
+from quantkit.planning.weights import INT8 as INT8_WEIGHTS
 
 DEFAULT_CONTEXT = 4096
 HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from quantkit.plan._deepseek import v4_matrices
-from quantkit.plan.config import Config
-from quantkit.plan.shape import DTYPE_BYTES, Layer, Matrix, ModelShape
+from quantkit.planning._deepseek import v4_matrices
+from quantkit.planning.config import Config
+from quantkit.planning.shape import DTYPE_BYTES, Layer, Matrix, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

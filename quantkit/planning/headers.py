@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
-from quantkit.plan.config import Config
-from quantkit.plan.families import is_sparse, max_length, stored_dtype
-from quantkit.plan.shape import Layer, Matrix, ModelShape
+from quantkit.planning.config import Config
+from quantkit.planning.families import is_sparse, max_length, stored_dtype
+from quantkit.planning.shape import Layer, Matrix, ModelShape
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000

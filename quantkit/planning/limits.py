@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.plan.devices import Device
-from quantkit.plan.kv_forms import KVForm
-from quantkit.plan.memory import (
+from quantkit.planning.devices import Device
+from quantkit.planning.kv_forms import KVForm
+from quantkit.planning.memory import (
     Scheme,
     activation_bytes,
     kv_allocated_bytes,
     kv_read_bytes,
     weight_bytes,
 )
-from quantkit.plan.shape import ModelShape
+from quantkit.planning.shape import ModelShape
 
 MAX_TOKENS = 1 << 30
 RESERVE = 0.05

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.plan.shape import Matrix, ModelShape
-from quantkit.plan.weights import WeightForm
+from quantkit.planning.shape import Matrix, ModelShape
+from quantkit.planning.weights import WeightForm
 
 LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
 _MARLIN_GROUPS = (None, 32, 64, 128)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quantkit.plan.kv_forms import KVForm
-from quantkit.plan.shape import Layer, Matrix, ModelShape
-from quantkit.plan.weights import WeightForm
+from quantkit.planning.kv_forms import KVForm
+from quantkit.planning.shape import Layer, Matrix, ModelShape
+from quantkit.planning.weights import WeightForm
 
 # Which form a matrix of a layer gets; None = it stays as it is stored.
 Choice = Callable[[int, Matrix], WeightForm | None]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import RecipeError, SchemeError
-from quantkit.plan.memory import Scheme
-from quantkit.plan.shape import Matrix, ModelShape
-from quantkit.plan.weights import WeightForm, from_linear
+from quantkit.planning.memory import Scheme
+from quantkit.planning.shape import Matrix, ModelShape
+from quantkit.planning.weights import WeightForm, from_linear
 
 # Linears that engines run as one, by their last names; their schemes must be equal.
 FUSED = (

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError, first_line, suggestion
-from quantkit.plan.config import Config
-from quantkit.plan.families import from_config
-from quantkit.plan.headers import Stored, from_headers, read_tensors
-from quantkit.plan.shape import DTYPE_BYTES, ModelShape
-from quantkit.plan.units import human_count, parse_parameters
+from quantkit.planning.config import Config
+from quantkit.planning.families import from_config
+from quantkit.planning.headers import Stored, from_headers, read_tensors
+from quantkit.planning.shape import DTYPE_BYTES, ModelShape
+from quantkit.planning.units import human_count, parse_parameters
 
 _DEMO = Path(__file__).parent.parent / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit.plan.config import Config
-from quantkit.plan.families import from_config
-from quantkit.plan.shape import ModelShape
+from quantkit.planning.config import Config
+from quantkit.planning.families import from_config
+from quantkit.planning.shape import ModelShape
 
 
 def llama(hidden, layers, heads, kv_heads, intermediate, vocab, length=2048, **more):

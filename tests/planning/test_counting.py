@@ -14,20 +14,20 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels import layouts
 from quantkit.pipeline.plan import make_plan, predicted_bytes
-from quantkit.plan import estimate
-from quantkit.plan.attention import grouped
-from quantkit.plan.config import Config
-from quantkit.plan.families import FAMILIES, from_config
-from quantkit.plan.headers import Stored, from_headers, read_tensors
-from quantkit.plan.kv_forms import KV_FORMS, PAGE_SIZE
-from quantkit.plan.memory import compression_bytes, everywhere, experts_read, weight_bytes
-from quantkit.plan.recipes import plan_recipe
-from quantkit.plan.shape import Matrix
-from quantkit.plan.source import from_model
+from quantkit.planning import estimate
+from quantkit.planning.attention import grouped
+from quantkit.planning.config import Config
+from quantkit.planning.families import FAMILIES, from_config
+from quantkit.planning.headers import Stored, from_headers, read_tensors
+from quantkit.planning.kv_forms import KV_FORMS, PAGE_SIZE
+from quantkit.planning.memory import compression_bytes, everywhere, experts_read, weight_bytes
+from quantkit.planning.recipes import plan_recipe
+from quantkit.planning.shape import Matrix
+from quantkit.planning.source import from_model
 from quantkit.recipe import load
 from quantkit.runtime.config import read_config
 from tests.helpers import FAMILIES as SMALL
-from tests.plan.shapes import shape_of
+from tests.planning.shapes import shape_of
 
 SIZES = {
     "vocab_size": 260,

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from quantkit.errors import InputError, ModelError, RecipeError
-from quantkit.plan import DEVICES, estimate, find_device, make_device, to_document
-from quantkit.plan.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
-from quantkit.plan.limits import RESERVE, decode_floor, fit
-from quantkit.plan.loaders import LOADERS, loaders
-from quantkit.plan.memory import activation_bytes, everywhere, kv_allocated_bytes, kv_bytes, weight_bytes
-from quantkit.plan.recipes import plan_recipe
-from quantkit.plan.source import KEYS, from_parameters, from_shape_file
-from quantkit.plan.units import (
+from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
+from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
+from quantkit.planning.limits import RESERVE, decode_floor, fit
+from quantkit.planning.loaders import LOADERS, loaders
+from quantkit.planning.memory import activation_bytes, everywhere, kv_allocated_bytes, kv_bytes, weight_bytes
+from quantkit.planning.recipes import plan_recipe
+from quantkit.planning.source import KEYS, from_parameters, from_shape_file
+from quantkit.planning.units import (
     human_count,
     human_time,
     parse_bytes,
@@ -25,12 +25,12 @@ from quantkit.plan.units import (
     parse_rate,
     parse_tokens,
 )
-from quantkit.plan.weights import BF16 as BF16_WEIGHTS
-from quantkit.plan.weights import INT3, WeightForm
-from quantkit.plan.weights import INT4 as INT4_WEIGHTS
+from quantkit.planning.weights import BF16 as BF16_WEIGHTS
+from quantkit.planning.weights import INT3, WeightForm
+from quantkit.planning.weights import INT4 as INT4_WEIGHTS
 from quantkit.recipe import load
 from quantkit.recipe.load import build
-from tests.plan.shapes import MODELS, shape_of
+from tests.planning.shapes import MODELS, shape_of
 
 GIB = 2**30
 LLAMA = shape_of("llama-3.1-8b")
@@ -347,7 +347,7 @@ def test_the_document_is_plain_data_without_infinities():
 
 
 def test_nothing_of_it_needs_torch():
-    code = "import sys\nfrom quantkit.plan import *\nfrom quantkit.plan import estimate, find_device, to_document\n"
+    code = "import sys\nfrom quantkit.planning import estimate, find_device, to_document\n"
     code += "to_document(estimate(device=find_device('h200')))\nto_document(estimate(params='7B'))\n"
     code += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

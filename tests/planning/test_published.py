@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.plan.devices import find_device, make_device
-from quantkit.plan.kv_forms import BF16, FP8, INT4, INT8, KVForm, Side
-from quantkit.plan.limits import decode_floor, prefill_floor, step_bytes
-from quantkit.plan.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, weight_bytes
-from quantkit.plan.source import from_parameters
-from quantkit.plan.weights import BARE, WeightForm
-from quantkit.plan.weights import BF16 as BF16_WEIGHTS
-from quantkit.plan.weights import FP32 as FP32_WEIGHTS
-from quantkit.plan.weights import INT4 as INT4_WEIGHTS
-from quantkit.plan.weights import INT8 as INT8_WEIGHTS
-from tests.plan.shapes import shape_of
+from quantkit.planning.devices import find_device, make_device
+from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, KVForm, Side
+from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
+from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, weight_bytes
+from quantkit.planning.source import from_parameters
+from quantkit.planning.weights import BARE, WeightForm
+from quantkit.planning.weights import BF16 as BF16_WEIGHTS
+from quantkit.planning.weights import FP32 as FP32_WEIGHTS
+from quantkit.planning.weights import INT4 as INT4_WEIGHTS
+from quantkit.planning.weights import INT8 as INT8_WEIGHTS
+from tests.planning.shapes import shape_of
 
 GIB = 2**30
 H200 = make_device("h200", None, 4.3e12, 780e12)  # what a copy and a large product reach there, not the data sheet
