@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.cli import main
-from tests.plan.shapes import MODELS
+from tests.planning.shapes import MODELS
 
 ROOT = Path(__file__).parents[2]
 
