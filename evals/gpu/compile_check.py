@@ -38,6 +38,8 @@ from quantkit.kernels.triton.layout import PackedWeight
 
 # Shared memory that one block may ask for, KiB: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+# The assembler puts a few registers aside to fit one more block on a processor; more than that is a kernel too large.
+MOST_SPILLS = 8
 PROCESSORS = 132
 _TYPES = {
     torch.float32: "fp32",
@@ -254,8 +256,8 @@ class Resources:
         """Why this cannot be shipped; empty if it can."""
         if self.error:
             return self.error
-        if self.spills:
-            return f"{self.spills} bytes of registers spilled"
+        if self.spills > MOST_SPILLS:
+            return f"{self.spills} stores of spilled registers"
         limit = SHARED_KIB[self.target] * 1024
         return f"{self.shared} bytes of shared memory, {limit} at most" if self.shared > limit else ""
 
@@ -274,14 +276,21 @@ def compile_one(launch: Launch, target: int) -> Resources:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of them that went to memory."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    """Registers of a thread, and how many instructions put one into memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-    return numbers.get("REG", 0), numbers.get("LOCAL", 0) + numbers.get("STACK", 0)
+        said = _cuobjdump("-res-usage", file.name)
+        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        # A stack may be there for other reasons; a spill is a store to it.
+        spills = len(re.findall(r"\bSTL\b", _cuobjdump("-sass", file.name))) if numbers.get("STACK") else 0
+    return numbers.get("REG", 0), spills
+
+
+def _cuobjdump(*arguments: str) -> str:
+    """Output of the disassembler that comes with Triton."""
+    command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def table(found: list[Resources]) -> str:
@@ -291,7 +300,7 @@ def table(found: list[Resources]) -> str:
         "",
         "Made by `python evals/gpu/compile_check.py --write docs/kernels-resources.md`, with Triton's own compiler and",
         f"assembler (triton {triton.__version__}); nothing here was run. Per kernel and chip: variants compiled, most",
-        "registers of a thread, most shared memory of a block. No variant spills.",
+        "registers of a thread, most shared memory of a block, most stores of spilled registers.",
         "",
         "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
         "|---|" + "---|" * len(SHARED_KIB),
@@ -300,8 +309,11 @@ def table(found: list[Resources]) -> str:
         cells = []
         for target in SHARED_KIB:
             rows = [item for item in found if item.kernel == name and item.target == target]
-            most, shared = (max((getattr(r, key) for r in rows), default=0) for key in ("registers", "shared"))
-            cells.append(f"{len(rows)}: {most} regs, {shared / 1024:.1f} KiB" if rows else "-")
+            most, shared, spills = (
+                max((getattr(row, key) for row in rows), default=0) for key in ("registers", "shared", "spills")
+            )
+            text = f"{len(rows)}: {most} regs, {shared / 1024:.1f} KiB" + (f", {spills} spilled" if spills else "")
+            cells.append(text if rows else "-")
         lines.append(f"| `{name.strip('_')}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -315,8 +327,7 @@ def main() -> None:
     parser.add_argument("--kernel", help="only kernels whose name has this in it")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    found = []
-    missing: set[str] = set()
+    found, missing = [], set()
     for target in arguments.targets:
         launches = record(target, [getattr(torch, name) for name in arguments.dtypes])
         missing |= unlaunched(launches)

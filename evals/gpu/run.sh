@@ -30,7 +30,10 @@ part() { # part NAME SECONDS COMMAND...
 }
 
 part machine 40 "$PYTHON" evals/gpu/machine.py "$@"
-part tests 130 "$PYTHON" -m pytest -q -x --maxfail=20 -m gpu -p no:cacheprovider tests/kernels/gpu
+# Most of the tests' time is Triton's compiler, hence several processes where the plugin is there.
+"$PYTHON" -c "import xdist" 2>/dev/null && workers="-n 8" || workers=""
+# shellcheck disable=SC2086  # two words or none
+part tests 140 "$PYTHON" -m pytest -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
 part linears 110 "$PYTHON" evals/gpu/linears.py --seconds 100 "$@"
 part attention 70 "$PYTHON" evals/gpu/attention.py --seconds 60 "$@"
 part end_to_end 120 "$PYTHON" evals/gpu/end_to_end.py --seconds 110 "$@"

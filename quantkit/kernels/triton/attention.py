@@ -17,12 +17,11 @@ _LARGEST_HEAD = 256
 
 
 def can(views: KVViews) -> bool:
-    """Whether the kernels read these pages."""
-    layout = views.layout
-    size = layout.page_size
-    return (
-        16 <= size <= 256 and power_of_two(size) == size and max(layout.head_dim, layout.value_width) <= _LARGEST_HEAD
-    )
+    """Whether the kernels are for these pages; models in float32 are there to be exact, not fast."""
+    layout, size = views.layout, views.layout.page_size
+    pages = 16 <= size <= 256 and power_of_two(size) == size
+    narrow = layout.dtype in (torch.bfloat16, torch.float16)
+    return pages and narrow and max(layout.head_dim, layout.value_width) <= _LARGEST_HEAD
 
 
 class TritonAttention:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton.paged_decode import KINDS, block, granularity, strides, width
+from quantkit.kernels.triton.pages import KINDS, block, granularity, strides, width
 
 
 @triton.jit

@@ -19,19 +19,11 @@ from torch import Tensor
 
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVViews, PagedArray
-from quantkit.kernels.triton import capability, num_processors, power_of_two
-from quantkit.numerics.dtype import FP8, INT4, INT8, DType
-
-PLAIN, E4M3, BYTE, NIBBLE = range(4)
-FIXED, TOKEN, CHANNEL = range(3)
-KINDS: dict[DType | None, int] = {None: PLAIN, FP8: E4M3, INT8: BYTE, INT4: NIBBLE}
-GRANULARITIES = {"tensor": FIXED, "token": TOKEN, "channel": CHANNEL}
+from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.triton import capability, num_processors, pages, power_of_two
 
 _MAX_PARTS = 64
 _LEAST_TILES = 4
-_FP8_CAPABILITY = 89  # from which on the chip converts e4m3 itself
-_BY_HAND = 256.0  # what e4m3 decoded by hand is too small by
 
 
 @triton.jit
@@ -291,28 +283,28 @@ def attend(
     """
     layout, count = views.layout, len(batch.query_lengths)
     heads, group = layout.num_heads, query.shape[1] // layout.num_heads
-    tile = min(layout.page_size, 64 if max(layout.head_dim, layout.value_width) <= 128 else 32)
+    tile, warps = _tile(views)
     parts = num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
     part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
     part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
-    native = capability(query.device) >= _FP8_CAPABILITY
-    k_width, v_width = width(views.key, layout.head_dim), width(views.value, layout.value_width)
+    native = capability(query.device) >= pages.FP8_CAPABILITY
+    k_width, v_width = pages.width(views.key, layout.head_dim), pages.width(views.value, layout.value_width)
     tail = views.key_tail
     _part_kernel[(parts, heads, count)](
         query, key, value, tail, batch.tail_rows, batch.page_table, batch.query_starts, batch.positions,
         views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
         part_out, part_sums,
         query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
-        batch.page_table.stride(0), *strides(views.key), *strides(views.value),
-        float(options.scale), factor(views.key, native), factor(views.value, native),
+        batch.page_table.stride(0), *pages.strides(views.key), *pages.strides(views.value),
+        float(options.scale), pages.factor(views.key, native), pages.factor(views.value, native),
         float(options.softcap or 1.0), int(options.window or 0), parts,
-        K_KIND=KINDS[views.key.scheme.dtype], K_GRANULARITY=granularity(views.key),
-        V_KIND=KINDS[views.value.scheme.dtype], V_GRANULARITY=granularity(views.value),
+        K_KIND=pages.KINDS[views.key.scheme.dtype], K_GRANULARITY=pages.granularity(views.key),
+        V_KIND=pages.KINDS[views.value.scheme.dtype], V_GRANULARITY=pages.granularity(views.value),
         NATIVE_FP8=native, HAS_TAIL=tail is not None, TAIL=max(1, layout.tail_tokens),
         HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
         GROUP=group, ROWS=max(16, power_of_two(group)),
-        K_WIDTH=k_width, K_BLOCK=block(k_width), V_WIDTH=v_width, V_BLOCK=block(v_width),
-        PAGE=layout.page_size, TILE=tile, num_warps=4, num_stages=2,
+        K_WIDTH=k_width, K_BLOCK=pages.block(k_width), V_WIDTH=v_width, V_BLOCK=pages.block(v_width),
+        PAGE=layout.page_size, TILE=tile, num_warps=warps, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(query.shape[1], count)](
         part_out, part_sums, options.sinks, out, batch.query_starts, out.stride(0),
@@ -321,33 +313,13 @@ def attend(
     )  # fmt: skip
 
 
+def _tile(views: KVViews) -> tuple[int, int]:
+    """Tokens of a tile, and warps: what the registers hold."""
+    wide = max(views.layout.head_dim, views.layout.value_width) > 128
+    return min(views.layout.page_size, 32 if wide else 64), 8 if wide else 4
+
+
 def num_parts(programs: int, tokens: int, tile: int, device: torch.device) -> int:
     """Parts of a sequence, so that the chip is full and a part has some tiles; a power of two."""
     wanted = -(-2 * num_processors(device) // programs)
     return min(power_of_two(wanted), power_of_two(-(-tokens // (_LEAST_TILES * tile))), _MAX_PARTS)
-
-
-def width(array: PagedArray, channels: int) -> int:
-    """Elements of a stored row: half the channels where two share a byte."""
-    return channels // 2 if array.scheme.dtype is INT4 else channels
-
-
-def block(elements: int) -> int:
-    """A tile's width: a power of two that tensor cores take."""
-    return max(16, power_of_two(elements))
-
-
-def granularity(array: PagedArray) -> int:
-    """What shares a scale, as the kernels number it."""
-    return FIXED if array.scheme.dtype is None else GRANULARITIES[array.scheme.granularity]
-
-
-def factor(array: PagedArray, native_fp8: bool) -> float:
-    """What all numbers of an array are multiplied with."""
-    by_hand = array.scheme.dtype is FP8 and not native_fp8
-    return float(array.fixed_scale) * (_BY_HAND if by_hand else 1.0)
-
-
-def strides(array: PagedArray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of codes by page, head and token, and of scales by page and head."""
-    return array.codes.stride()[:3], (0, 0) if array.scale is None else array.scale.stride()[:2]

@@ -26,7 +26,7 @@ ROW_LIMIT = 4
 TILE_LIMIT = 64
 """Rows up to which the weight is decoded inside the product."""
 
-TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2)}
+TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 8, 2)}
 """By rows of a tile: its outputs, its warps, and the loads under way at once. Guesses until a GPU has been had."""
 
 HOPPER_TILES = {**TILES, 64: (64, 8, 2)}

@@ -117,7 +117,7 @@ def test_what_make_linear_and_attention_choose(monkeypatch):
         inputs = x if activation is None else fake_quantize_tokens(x.float(), activation)
         check(linear(x), inputs, made.dequantize())
     assert "Triton" not in make_linear(weight, dtype=torch.float32, device=CPU).description
-    views = Sequences(layout(dim=32, page_size=16), (3,)).cache()._views[0]
+    views = Sequences(layout(dim=32, page_size=16, dtype=torch.float16), (3,)).cache()._views[0]
     assert isinstance(ops.attention(views), TritonAttention)
 
 
@@ -201,8 +201,9 @@ def test_paged_decode(kind, option, monkeypatch):
 
 def test_which_pages_are_read():
     for size, dim, expected in ((64, 128, True), (4, 64, False), (48, 64, False), (64, 512, False)):
-        made = Sequences(layout(dim=dim, page_size=size), (3,)).cache()
+        made = Sequences(layout(dim=dim, page_size=size, dtype=torch.float16), (3,)).cache()
         assert can(made._views[0]) == expected
+    assert not can(Sequences(layout(dim=64, page_size=64), (3,)).cache()._views[0])  # float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
