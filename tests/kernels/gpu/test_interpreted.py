@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,17 @@ def run(*command: str, **variables: str) -> str:
     return done.stdout
 
 
+def too_old() -> bool:
+    """Whether this Triton's interpreter fails with this NumPy: it makes a number of an array of one."""
+    triton, numpy = (tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy"))
+    return triton < (3, 9) and numpy >= (2, 4)
+
+
 @needs_triton
 def test_kernels_compute_what_the_reference_does():
-    said = run(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/gpu/interpreted.py"), TRITON_INTERPRET="1"
-    )
+    if too_old():
+        pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
+    said = run(*("-m", "pytest", "-p", "no:cacheprovider", "tests/kernels/gpu/interpreted.py"), TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said
 

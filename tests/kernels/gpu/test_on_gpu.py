@@ -175,9 +175,14 @@ def test_bfloat16_decodes_on_the_gpu():
     """The engine in the dtype that the kernels are for: finite logits near the CPU's float32 ones."""
     from quantkit.runtime.llm import LLM
 
-    ids = [LLM(device="cpu", dtype="float32").encode("Once upon a time there was a little girl")]
-    exact = LLM(device="cpu", dtype="float32").score(ids)[0]
+    told = "Once upon a time there was a little girl called Lily. She had a red ball and a small dog. One day they "
+    told += (
+        "went to the park to play. The dog ran after the ball, and Lily laughed and clapped her hands. Then it rained."
+    )
+    cpu = LLM(device="cpu", dtype="float32")
+    ids = [cpu.encode(told)]
+    exact = cpu.score(ids)[0]
     for kind in KV_TYPES:
         found = LLM(device="cuda", dtype="bfloat16", kv_cache=kind).score(ids, chunk_size=1)[0].cpu()
         agreement = (found.argmax(-1) == exact.argmax(-1)).float().mean().item()
-        assert agreement >= (0.7 if kind == "int4" else 0.85), f"{kind}: {agreement:.0%} of the tokens agree"
+        assert agreement >= 0.8, f"{kind}: {agreement:.0%} of the tokens agree"
