@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quantkit.architectures import LinearSet
 from quantkit.calibration.layer import LayerContext
-from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.calibration.observers import Gram
+from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import from_codes, minmax_parameters, round_scale, search_parameters, to_codes
 from quantkit.numerics.scheme import WeightScheme

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from quantkit.architectures import LinearSet
 from quantkit.calibration.activations import ActivationStore
-from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.calibration.observers import Observer, Sample
+from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.errors import CheckpointError
 from quantkit.numerics.affine import (
     fake_quantize_tokens,

@@ -138,6 +138,61 @@ def _weigh(
 
 
 @triton.jit
+def _bounds(cached, part, num_parts, window, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First position that is seen, and the part's positions; parts begin at tiles."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(cached - window + 1, 0)
+    from_tile = first // TILE * TILE
+    length = tl.cdiv(tl.cdiv(cached - from_tile, num_parts), TILE) * TILE
+    begin = from_tile + part * length
+    return first, begin, tl.minimum(begin + length, cached)
+
+
+@triton.jit
+def _join_fresh(
+    q, q_high, key, value, top, total, acc, acc_high, scale, softcap, HAS_SOFTCAP: tl.constexpr,
+    K_SPLIT: tl.constexpr, V_SPLIT: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The new token's own key and value join the sums."""
+    k_channels, v_channels = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK)
+    fresh = tl.load(key + k_channels, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)
+    own = tl.sum(q.to(tl.float32) * fresh[None, :], 1)
+    if K_SPLIT:
+        fresh = tl.load(key + K_WIDTH + k_channels, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)
+        own += tl.sum(q_high.to(tl.float32) * fresh[None, :], 1)
+    own *= scale
+    if HAS_SOFTCAP:
+        own = softcap * (2 * tl.sigmoid(2 * own / softcap) - 1)
+    new_top = tl.maximum(top, own)
+    decay, weight = tl.exp(top - new_top), tl.exp(own - new_top)
+    seen = tl.load(value + v_channels, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
+    acc = acc * decay[:, None] + weight[:, None] * seen[None, :]
+    if V_SPLIT:
+        seen = tl.load(value + V_WIDTH + v_channels, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
+        acc_high = acc_high * decay[:, None] + weight[:, None] * seen[None, :]
+    return new_top, total * decay + weight, acc, acc_high
+
+
+@triton.jit
+def _put(
+    part_out, part_sums, slot, kept, top, total, acc, acc_high,
+    SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a part's sums."""
+    channels = tl.arange(0, BLOCK)
+    full = 2 * WIDTH if SPLIT else WIDTH
+    tl.store(part_sums + 2 * slot, top, mask=kept)
+    tl.store(part_sums + 2 * slot + 1, total, mask=kept)
+    at = part_out + slot[:, None] * full + channels[None, :]
+    mask = kept[:, None] & (channels < WIDTH)[None, :]
+    tl.store(at, acc, mask=mask)
+    if SPLIT:
+        tl.store(at + WIDTH, acc_high, mask=mask)
+
+
+@triton.jit
 def _part_kernel(
     query, key, value, tail, tail_rows, page_table, query_starts, positions,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, part_out, part_sums,
@@ -154,16 +209,9 @@ def _part_kernel(
     if tl.load(query_starts + sequence + 1) - token != 1:
         return
     cached = tl.load(positions + token).to(tl.int32)
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(cached - window + 1, 0)
-    from_tile = first // TILE * TILE
-    length = tl.cdiv(tl.cdiv(cached - from_tile, num_parts), TILE) * TILE
-    begin = from_tile + part * length
-    end = tl.minimum(begin + length, cached)
-
+    first, begin, end = _bounds(cached, part, num_parts, window, HAS_WINDOW, TILE)
     rows = tl.arange(0, ROWS)
-    k_channels, v_channels, lanes = tl.arange(0, K_BLOCK), tl.arange(0, V_BLOCK), tl.arange(0, TILE)
+    k_channels, lanes = tl.arange(0, K_BLOCK), tl.arange(0, TILE)
     q_mask = (rows < GROUP)[:, None] & (k_channels < K_WIDTH)[None, :]
     q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1] + k_channels[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
@@ -206,36 +254,14 @@ def _part_kernel(
             )  # fmt: skip
     acc *= v_factor
     acc_high *= v_factor
-    if part == 0:  # the fresh key and value
-        k_at = key + token * key_strides[0] + head * key_strides[1] + k_channels
-        own = tl.sum(q.to(tl.float32) * tl.load(k_at, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)[None, :], 1)
-        if K_KIND == 3:
-            fresh = tl.load(k_at + K_WIDTH, mask=k_channels < K_WIDTH, other=0.0).to(tl.float32)
-            own += tl.sum(q_high.to(tl.float32) * fresh[None, :], 1)
-        own *= scale
-        if HAS_SOFTCAP:
-            own = softcap * (2 * tl.sigmoid(2 * own / softcap) - 1)
-        new_top = tl.maximum(top, own)
-        decay, weight = tl.exp(top - new_top), tl.exp(own - new_top)
-        v_at = value + token * value_strides[0] + head * value_strides[1] + v_channels
-        fresh = tl.load(v_at, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
-        acc = acc * decay[:, None] + weight[:, None] * fresh[None, :]
-        if V_KIND == 3:
-            fresh = tl.load(v_at + V_WIDTH, mask=v_channels < V_WIDTH, other=0.0).to(tl.float32)
-            acc_high = acc_high * decay[:, None] + weight[:, None] * fresh[None, :]
-        total = total * decay + weight
-        top = new_top
-    heads = tl.num_programs(1) * GROUP
-    slot = (sequence * heads + head * GROUP + rows) * num_parts + part
-    kept = rows < GROUP
-    tl.store(part_sums + 2 * slot, top, mask=kept)
-    tl.store(part_sums + 2 * slot + 1, total, mask=kept)
-    full = 2 * V_WIDTH if V_KIND == 3 else V_WIDTH
-    o_at = part_out + slot[:, None] * full + v_channels[None, :]
-    o_mask = kept[:, None] & (v_channels < V_WIDTH)[None, :]
-    tl.store(o_at, acc, mask=o_mask)
-    if V_KIND == 3:
-        tl.store(o_at + V_WIDTH, acc_high, mask=o_mask)
+    if part == 0:
+        top, total, acc, acc_high = _join_fresh(
+            q, q_high, key + token * key_strides[0] + head * key_strides[1],
+            value + token * value_strides[0] + head * value_strides[1], top, total, acc, acc_high, scale, softcap,
+            HAS_SOFTCAP, K_KIND == 3, V_KIND == 3, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK,
+        )  # fmt: skip
+    slot = (sequence * tl.num_programs(1) * GROUP + head * GROUP + rows) * num_parts + part
+    _put(part_out, part_sums, slot, rows < GROUP, top, total, acc, acc_high, V_KIND == 3, V_WIDTH, V_BLOCK)
 
 
 @triton.jit
