@@ -20,10 +20,7 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import capability, num_processors, pages, power_of_two
-
-_MAX_PARTS = 64
-_LEAST_TILES = 4
+from quantkit.kernels.triton import capability, pages, power_of_two
 
 
 @triton.jit
@@ -138,6 +135,26 @@ def _weigh(
 
 
 @triton.jit
+def _load_query(at, kept, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Query heads (ROWS, BLOCK), and their second halves where SPLIT."""
+    channels = tl.arange(0, BLOCK)
+    mask = kept[:, None] & (channels < WIDTH)[None, :]
+    q = tl.load(at + channels[None, :], mask=mask, other=0.0)
+    q_high = q
+    if SPLIT:
+        q_high = tl.load(at + WIDTH + channels[None, :], mask=mask, other=0.0)
+    return q, q_high
+
+
+@triton.jit
+def _place(table, start, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Positions of a tile, where they are in their page, which are seen, and the page."""
+    at = start + tl.arange(0, TILE)
+    inside = start % PAGE + tl.arange(0, TILE)
+    return at, inside, (at < end) & (at >= first), tl.load(table + start // PAGE).to(tl.int64)
+
+
+@triton.jit
 def _bounds(cached, part, num_parts, window, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr):
     """First position that is seen, and the part's positions; parts begin at tiles."""
     first = 0
@@ -211,24 +228,14 @@ def _part_kernel(
     cached = tl.load(positions + token).to(tl.int32)
     first, begin, end = _bounds(cached, part, num_parts, window, HAS_WINDOW, TILE)
     rows = tl.arange(0, ROWS)
-    k_channels, lanes = tl.arange(0, K_BLOCK), tl.arange(0, TILE)
-    q_mask = (rows < GROUP)[:, None] & (k_channels < K_WIDTH)[None, :]
-    q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1] + k_channels[None, :]
-    q = tl.load(q_at, mask=q_mask, other=0.0)
-    q_high = q
-    if K_KIND == 3:
-        q_high = tl.load(q_at + K_WIDTH, mask=q_mask, other=0.0)
-
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1]
+    q, q_high = _load_query(q_at, rows < GROUP, K_KIND == 3, K_WIDTH, K_BLOCK)
+    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
     for start in range(begin, tl.minimum(end, whole), TILE):
-        at = start + lanes
-        seen = (at < end) & (at >= first)
-        page = tl.load(page_table + sequence * table_stride + start // PAGE).to(tl.int64)
-        inside = start % PAGE + lanes
+        at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, end, PAGE, TILE)
         scores = _scores(
             q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
@@ -240,10 +247,7 @@ def _part_kernel(
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
         for start in range(tl.maximum(begin, whole), end, TILE):
-            at = start + lanes
-            seen = (at < end) & (at >= first)
-            page = tl.load(page_table + sequence * table_stride + start // PAGE).to(tl.int64)
-            inside = start % PAGE + lanes
+            at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, end, PAGE, TILE)
             scores = _tail_scores(
                 q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
             )
@@ -252,8 +256,7 @@ def _part_kernel(
                 vc_strides, vs_strides, softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_SOFTCAP, V_WIDTH,
                 V_BLOCK,
             )  # fmt: skip
-    acc *= v_factor
-    acc_high *= v_factor
+    acc, acc_high = acc * v_factor, acc_high * v_factor
     if part == 0:
         top, total, acc, acc_high = _join_fresh(
             q, q_high, key + token * key_strides[0] + head * key_strides[1],
@@ -309,8 +312,8 @@ def attend(
     """
     layout, count = views.layout, len(batch.query_lengths)
     heads, group = layout.num_heads, query.shape[1] // layout.num_heads
-    tile, warps = _tile(views)
-    parts = num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
+    tile, warps = pages.tile_of(views)
+    parts = pages.num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
     part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
     part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
     native = capability(query.device) >= pages.FP8_CAPABILITY
@@ -337,15 +340,3 @@ def attend(
         HAS_SINKS=options.sinks is not None, WIDTH=layout.value_width, BLOCK=power_of_two(layout.value_width),
         PARTS=parts, num_warps=4,
     )  # fmt: skip
-
-
-def _tile(views: KVViews) -> tuple[int, int]:
-    """Tokens of a tile, and warps: what the registers hold."""
-    wide = max(views.layout.head_dim, views.layout.value_width) > 128
-    return min(views.layout.page_size, 32 if wide else 64), 8 if wide else 4
-
-
-def num_parts(programs: int, tokens: int, tile: int, device: torch.device) -> int:
-    """Parts of a sequence, so that the chip is full and a part has some tiles; a power of two."""
-    wanted = -(-2 * num_processors(device) // programs)
-    return min(power_of_two(wanted), power_of_two(-(-tokens // (_LEAST_TILES * tile))), _MAX_PARTS)
