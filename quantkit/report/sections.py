@@ -118,7 +118,9 @@ def _diagnosis(report: Report) -> Section | None:
     findings = []
     for finding in report.diagnosis.findings:
         gain = f" ({finding.expected_gain})" if finding.expected_gain else ""
-        findings.append((finding.statement, finding.evidence, f"{finding.advice}{gain}" if finding.advice else ""))
+        # The page ends each with a full stop of its own.
+        advice = f"{finding.advice.rstrip('.')}{gain}" if finding.advice else ""
+        findings.append((finding.statement.rstrip("."), finding.evidence.rstrip("."), advice.rstrip(".")))
     return Section(name="diagnosis", title="What limits speed, and what to try", findings=findings)
 
 

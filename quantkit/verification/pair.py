@@ -145,7 +145,8 @@ def _digest(file: Path) -> str:
 def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> tuple[str, Path]:
     """Name and directory of the original."""
     if given is not None:
-        return str(given), resolve(str(given))
+        folder = resolve(str(given))
+        return "demo model" if folder == DEMO else str(given), folder
     model = made.get("model")
     if model == "demo":
         return "demo model", DEMO
