@@ -26,6 +26,17 @@ from tests.helpers import FAMILIES, TEXT, make_model
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Loading a model to run sets the threads of the whole process; the bits of a compression depend on them."""
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(THREADS)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
