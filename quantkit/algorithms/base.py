@@ -12,6 +12,10 @@ class Step(Protocol):
 
     The fields are the options that a recipe may set; their defaults and the class docstring's `Args:` are
     their documentation. Steps run in the order of the recipe, on one layer after another.
+
+    A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
+    those of the quantized one, and the layer as it was, as `layer.original_store` and `layer.original`; it costs twice
+    the memory. A property `reorders_groups` says that groups are formed in another order than that of the inputs.
     """
 
     def apply(self, layer: LayerContext) -> None:

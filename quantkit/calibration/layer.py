@@ -48,7 +48,10 @@ class LayerContext:
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
-        store: hidden states before this layer; None when the recipe needs no data.
+        store: hidden states before this layer, made by the layers before as they were quantized; None when the recipe
+            needs no data.
+        original_store: hidden states before this layer in the original model; only there when a step asks for them.
+        original: the layer as it was, likewise.
         arguments: what the model calls the layer with, besides the hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
     """
@@ -60,6 +63,8 @@ class LayerContext:
     scale_dtype: Mapping[str, torch.dtype]
     head_dim: int
     store: ActivationStore | None = None
+    original_store: ActivationStore | None = None
+    original: nn.Module | None = None
     arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
@@ -142,6 +147,14 @@ class LayerContext:
         hidden = hidden.to(self.device)
         with torch.inference_mode(), self._quantized_inputs():
             output: Tensor | tuple[Tensor, ...] = self.block(hidden, **self.arguments(hidden))
+        return output[0] if isinstance(output, tuple) else output
+
+    def original_forward(self, hidden: Tensor) -> Tensor:
+        """Output of the original layer, for hidden states (B, T, D) of the original model."""
+        assert self.original is not None, "no step of the recipe has asked for the original layer"
+        hidden = hidden.to(self.device)
+        with torch.inference_mode():
+            output: Tensor | tuple[Tensor, ...] = self.original(hidden, **self.arguments(hidden))
         return output[0] if isinstance(output, tuple) else output
 
     def commit(self, name: str, weight: QuantizedTensor) -> None:

@@ -66,6 +66,11 @@ class Plan:
         return any(getattr(step, "reorders_groups", False) for step in self.recipe.steps)
 
     @property
+    def needs_original(self) -> bool:
+        """Whether some step compares with the original model, whose hidden states are then kept too."""
+        return any(getattr(step, "needs_original", False) for step in self.recipe.steps)
+
+    @property
     def rest(self) -> list[str]:
         """Names of the tensors outside the decoder layers, which are copied as they are."""
         prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
@@ -249,7 +254,13 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     tallest = max(n * k for layer in shapes for n, k in layer.values())
     solver = 2 * 4 * width * width if "gptq" in plan.recipe.step_names else 0
     hidden = num_tokens * int(plan.reader.config["hidden_size"]) * size
-    return {"layer": weights * size, "hidden_states": hidden, "statistics": solver, "working_copies": 3 * 4 * tallest}
+    layers = 2 if plan.needs_original else 1
+    return {
+        "layer": layers * weights * size,
+        "hidden_states": hidden,
+        "statistics": solver,
+        "working_copies": 3 * 4 * tallest,
+    }
 
 
 def describe_versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import time
@@ -106,6 +107,7 @@ class _Run:
     samples: Samples | None
     overwrite: bool
     store: ActivationStore | None = None
+    original_store: ActivationStore | None = None
     resumed: int = 0
     timer: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -119,6 +121,7 @@ class _Run:
         self.resumed = len(self.state.records)
         count = self.plan.skeleton.num_layers
         tokens = self.samples.num_tokens if self.samples and self.mode == "ram" else 0
+        tokens *= 2 if self.plan.needs_original else 1
         self.listener.plan(
             {
                 "num_layers": count,
@@ -128,16 +131,39 @@ class _Run:
             }
         )
         if self.samples and self.resumed < count:
-            self.store = self._open_store(self.samples)
+            self._open_stores(self.samples)
         for index in range(self.resumed, count):
             self._layer(index)
 
-    def _open_store(self, samples: Samples) -> ActivationStore:
-        folder = self.state.folder / "activations"
-        if self.resumed:
-            return ActivationStore.restore(folder, self.mode, self.resumed, self.state.activations)
-        shutil.rmtree(folder, ignore_errors=True)
-        return ActivationStore(folder, self.mode, embed(self.plan, samples))
+    def _open_stores(self, samples: Samples) -> None:
+        """Hidden states before the next layer: of the model being quantized, and of the original if a step needs them.
+
+        The digests of both are recorded in one list, the original's last.
+        """
+        folders = [self.state.folder / "activations"]
+        if self.plan.needs_original:
+            folders.append(self.state.folder / "activations-original")
+        digests = self.state.activations
+        size = len(digests) // len(folders)
+        stores: list[ActivationStore] = []
+        for number, folder in enumerate(folders):
+            if self.resumed:
+                own = digests[number * size : (number + 1) * size]
+                stores.append(ActivationStore.restore(folder, self.mode, self.resumed, own))
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                stores.append(ActivationStore(folder, self.mode, embed(self.plan, samples)))
+        self.store = stores[0]
+        self.original_store = stores[1] if len(stores) > 1 else None
+
+    def _advance(self, layer: LayerContext) -> list[str]:
+        """Turn the hidden states into those before the next layer; what to record about them."""
+        digests: list[str] = []
+        for store, forward in ((self.store, layer.forward), (self.original_store, layer.original_forward)):
+            if store is not None:
+                store.advance(forward)
+                digests += store.digests
+        return digests
 
     def _layer(self, index: int) -> None:
         plan, seconds = self.plan, defaultdict[str, float](float)
@@ -159,8 +185,7 @@ class _Run:
             if self.store is not None and first is not None and reference is not None:
                 snr = signal_to_noise_db(reference, layer.forward(first))
                 if index + 1 < plan.skeleton.num_layers:
-                    self.store.advance(layer.forward)
-                    states = self.store.digests
+                    states = self._advance(layer)
         record = LayerRecord(
             index=index,
             name=name,
@@ -171,22 +196,26 @@ class _Run:
             peak_bytes=peak_bytes(),
         )
         self.state.finish_layer(record, shard, digest, names, states)
-        if self.store is not None:
-            self.store.forget_previous()
+        for store in (self.store, self.original_store):
+            if store is not None:
+                store.forget_previous()
         release_freed_memory()
         self.listener.layer_finished(record)
 
     def _context(self, index: int) -> LayerContext:
         plan = self.plan
         name = plan.skeleton.layer_name(index)
+        block = plan.skeleton.layer(index)
         return LayerContext(
             name=name,
-            block=plan.skeleton.layer(index),
+            block=block,
             sets=plan.architecture.linear_sets,
             schemes=plan.layers[index],
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.head_dim,
             store=self.store,
+            original_store=self.original_store,
+            original=copy.deepcopy(block) if plan.needs_original else None,
             arguments=partial(plan.skeleton.arguments, index),
             stored_dtype={
                 key.removeprefix(f"{name}."): plan.reader.info(key).dtype
