@@ -77,7 +77,7 @@ def make_layer(family_models):
         return LayerContext(
             name="model.layers.0",
             block=skeleton.layer(0),
-            sets=architecture.linear_sets,
+            sets=skeleton.linear_sets(0),
             schemes={
                 name: LinearScheme(weight=weight, activation=activation)
                 for name in architecture.linears

@@ -45,7 +45,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     """Divide the set's input by `scales` at its source and multiply the weights of all its linears.
 
     Args:
-        layer: modified; linears of the set that are left alone are rescaled too, or the layer would change.
+        layer: modified; what is left alone is rescaled too, or the layer would change.
         group: a set for which `can_fold` holds.
         scales: (K,) float32, > 0, equal within shared heads.
     """
@@ -58,6 +58,8 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         _replace(layer, f"{group.source}.{name}", parameter.data.float() / rows)
     for name in group.linears:
         _replace(layer, f"{name}.weight", layer.weight(name).float() * scales)
+    for name in group.beside:
+        _replace(layer, f"{name}.weight", layer.block.get_parameter(f"{name}.weight").data.float() * scales)
     for name in (*group.linears, group.source or ""):
         layer.ranges.pop(name, None)  # they were chosen for other values
     layer.rescale_sample(group, scales)

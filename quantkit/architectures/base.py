@@ -6,9 +6,13 @@ of transformers; a key is an entry of config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+EXPERT = "{expert}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +25,29 @@ class LinearSet:
         parent: smallest module that contains the set and turns its input into the layer's next hidden state;
             its output error is what a scale search minimises.
         grouped_heads: the source's outputs are key/value heads, each repeated for several query heads.
+        beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); a scale
+            that is folded into the source is folded into them too.
+        optional: only some layers of the family, or some of its models, have these linears.
+
+    `{expert}` in a name stands for each number of an expert that the layer has: with a source of its own for each
+    expert there is one set for each, else one set of all.
     """
 
     linears: tuple[str, ...]
     source: str | None
     parent: str
     grouped_heads: bool = False
+    beside: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def fused(self) -> tuple[tuple[str, ...], ...]:
+        """Those of its linears that inference engines fuse, which need one scheme: of one module, or all experts."""
+        together: dict[str, list[str]] = {}
+        for name in self.linears:
+            owner = re.sub(r"\.\d+(\.|$)", ".*\\1", name.rpartition(".")[0])
+            together.setdefault(owner, []).append(name)
+        return tuple(tuple(names) for names in together.values())
 
 
 LLAMA_SETS = (
@@ -231,8 +252,41 @@ class Architecture:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """All linears of a layer, relative names, in running order."""
+        """All linears that layers of the family may have, relative names, in running order."""
         return tuple(name for group in self.linear_sets for name in group.linears)
+
+    def sets_of_layer(self, has: Callable[[str], bool]) -> tuple[LinearSet, ...]:
+        """The sets of one layer: those of experts for each expert, optional ones only where they are.
+
+        Args:
+            has: whether the layer has a linear of this relative name.
+        Returns:
+            sets without `{expert}` in any name; a set that is not optional is there whether the layer has it or not.
+        """
+        return tuple(found for group in self.linear_sets for found in _sets_of_layer(group, has))
+
+
+def _sets_of_layer(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
+    templates = [name for name in group.linears if EXPERT in name]
+    experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
+    if templates and group.source is not None and EXPERT in group.source:
+        for expert in experts:
+            yield replace(
+                group,
+                linears=tuple(at(name, expert) for name in group.linears),
+                source=at(group.source, expert),
+                parent=at(group.parent, expert),
+            )
+        return
+    names = [at(name, e) for e in experts for name in templates]
+    names += [name for name in group.linears if name not in templates and (not group.optional or has(name))]
+    if names:
+        yield replace(group, linears=tuple(names), beside=tuple(name for name in group.beside if has(name)))
+
+
+def at(name: str, expert: int) -> str:
+    """A name with the number of an expert in it."""
+    return name.replace(EXPERT, str(expert))
 
 
 FUSED_EXPERTS = "its experts are one 3-D tensor in transformers, not linears that can be calibrated one by one"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures import Architecture
+from quantkit.architectures import Architecture, LinearSet
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 
@@ -82,6 +82,10 @@ class Skeleton:
         """Full module name of a layer."""
         return f"{self.architecture.layers}.{index}"
 
+    def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
+        """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
+        return self.architecture.sets_of_layer(lambda name: self._weight(index, name) is not None)
+
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
         """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
 
@@ -89,13 +93,19 @@ class Skeleton:
             ModelError: the layer lacks a linear that the architecture names.
         """
         shapes: dict[str, tuple[int, int]] = {}
-        for name in self.architecture.linears:
-            try:
-                weight = self._layers[index].get_parameter(f"{name}.weight")
-            except AttributeError:
-                raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?") from None
+        for name in (name for group in self.linear_sets(index) for name in group.linears):
+            weight = self._weight(index, name)
+            if weight is None:
+                raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?")
             shapes[name] = (weight.shape[0], weight.shape[1])
         return shapes
+
+    def _weight(self, index: int, name: str) -> nn.Parameter | None:
+        """The weight of a module of a layer, on the meta device; None where there is none."""
+        try:
+            return self._layers[index].get_parameter(f"{name}.weight")
+        except AttributeError:
+            return None
 
     def check_tensors(self) -> None:
         """Every parameter of every layer and the embedding is in the checkpoint with the right shape.

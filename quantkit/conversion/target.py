@@ -183,13 +183,11 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
         architecture = architectures.find(config)
     except ModelError:
         return  # a family that quantkit does not know is converted as it is
-    for group in architecture.linear_sets:
-        for layer, _ in source.layers():
-            schemes = {linears.get(f"{layer}.{linear}") for linear in group.linears}
-            if layer and len(schemes) > 1:
-                raise SchemeError(
-                    f"{layer}: {', '.join(group.linears)} are fused by inference engines and need one scheme"
-                )
+    for layer, modules in source.layers():
+        here = {name.removeprefix(f"{layer}.") for name in modules} if layer else set()
+        for names in (names for group in architecture.sets_of_layer(here.__contains__) for names in group.fused):
+            if layer and len({linears.get(f"{layer}.{name}") for name in names}) > 1:
+                raise SchemeError(f"{layer}: {', '.join(names)} are fused by inference engines and need one scheme")
     if config.get("tie_word_embeddings") and architecture.head in linears:
         raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
 

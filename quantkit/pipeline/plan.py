@@ -194,27 +194,29 @@ def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch
 
 def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
     """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
-    architecture, scheme = skeleton.architecture, recipe.scheme
+    scheme, every = recipe.scheme, list[str]()
     layers: list[dict[str, LinearScheme]] = []
     left_alone: list[str] = []
     for index in range(skeleton.num_layers):
-        found = {name: scheme.find(f"{skeleton.layer_name(index)}.{name}") for name in architecture.linears}
-        for group in architecture.linear_sets:
-            if len({found[name] for name in group.linears}) > 1:
-                names = ", ".join(group.linears)
+        prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
+        found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
+        for names in (names for group in sets for names in group.fused):
+            if len({found[name] for name in names}) > 1:
+                listed = ", ".join(names if len(names) <= 4 else (*names[:3], f"... {names[-1]}"))
                 raise RecipeError(
-                    f"{skeleton.layer_name(index)}: {names} are fused by inference engines and need one scheme; "
+                    f"{prefix}: {listed} are fused by inference engines and need one scheme; "
                     "widen the pattern in overrides or ignore to cover all of them"
                 )
+        every += [f"{prefix}.{name}" for name in found]
         layers.append({name: item for name, item in found.items() if item is not None})
-        left_alone += [f"{skeleton.layer_name(index)}.{name}" for name, item in found.items() if item is None]
-    every = [f"{skeleton.layer_name(i)}.{name}" for i in range(skeleton.num_layers) for name in architecture.linears]
+        left_alone += [f"{prefix}.{name}" for name, item in found.items() if item is None]
+        left_alone += [f"{prefix}.{name}" for group in sets for name in group.beside]
     for rule in scheme.rules:
         if not any(rule.matches(name) for name in every):
             raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers):
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), (*left_alone, architecture.head)
+    return tuple(layers), (*left_alone, skeleton.architecture.head)
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:

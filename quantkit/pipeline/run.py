@@ -209,7 +209,7 @@ class _Run:
         return LayerContext(
             name=name,
             block=block,
-            sets=plan.architecture.linear_sets,
+            sets=plan.skeleton.linear_sets(index),
             schemes=plan.layers[index],
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.head_dim,
