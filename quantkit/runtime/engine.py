@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.runtime.detokenizer import TextStream, decoder
+from quantkit.runtime.overlap import Flight, Overlap
 from quantkit.runtime.pages import PagePool
 from quantkit.runtime.penalties import TokenHistory
 from quantkit.runtime.prefix_cache import PrefixCache
@@ -48,6 +49,8 @@ class Engine:
         identity: of model and KV format, for the prefix cache.
         max_length: tokens of a sequence at most; None = what the model can.
         seed: of requests that bring none.
+        overlap: launch the next decode step before the tokens of the last are read; None = on CUDA devices. The tokens
+            are the same.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Engine:
         identity: str = "",
         max_length: int | None = None,
         seed: int = 0,
+        overlap: bool | None = None,
     ) -> None:
         assert (proposer is None) == (governor is None), "a proposer and a governor go together"
         self.model = model
@@ -90,6 +94,8 @@ class Engine:
             page_size=options.page_size,
             device=model.device,
         )
+        overlap = model.device.type == "cuda" if overlap is None else overlap
+        self._overlap = Overlap(self.runner, self.scheduler) if overlap and proposer is None and model.paged else None
 
     @property
     def has_work(self) -> bool:
@@ -168,6 +174,8 @@ class Engine:
                 self._step(outputs)
             return outputs
         except BaseException:
+            if self._overlap is not None:
+                self._overlap.forget()
             ended = [self._end(sequence, "error", (), "") for sequence in tuple(self.scheduler.running)]
             self._failed = [*outputs, *ended]
             raise
@@ -175,6 +183,9 @@ class Engine:
     def _step(self, outputs: list[StepOutput]) -> None:
         """One batch; its news are added to the outputs one by one, so that none is lost when something fails."""
         began = time.perf_counter()
+        if self._overlap is not None and (flight := self._overlap.next(self._requests)) is not None:
+            self._land(flight, outputs)
+            return
         asked = self._propose() if self._proposer is not None else 0
         work = self.scheduler.schedule()
         pieces, rows = [], []
@@ -185,6 +196,11 @@ class Engine:
                 rows.append((sequence, 0))
             else:
                 rows.extend((sequence, ahead) for ahead in range(piece.num_logits))
+        if self._overlap is not None and self._overlap.launch(work, pieces):
+            flight = self._overlap.next(self._requests)
+            assert flight is not None, "what was launched just now has no living request"
+            self._land(flight, outputs)
+            return
         drafts = [piece.num_logits - 1 for piece in pieces if piece.num_logits > 1]
         logits = self.runner.run(pieces)
         self._accept_all(work, pieces, logits, rows, outputs)
@@ -224,6 +240,15 @@ class Engine:
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
             outputs.append(self._append(sequence, chosen, now, logprobs[at:end] if logprobs else None))
             at = end
+
+    def _land(self, flight: Flight, outputs: list[StepOutput]) -> None:
+        """Give each sequence of a step that was launched before its token; those that have ended since want none."""
+        tokens = flight.reading.read()
+        now = time.perf_counter()
+        for sequence, token in zip(flight.sequences, tokens, strict=True):
+            if sequence.id in self._requests:
+                sequence.num_computed = len(sequence.ids)
+                outputs.append(self._append(sequence, [token], now, None))
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""

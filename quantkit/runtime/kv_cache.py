@@ -80,6 +80,11 @@ class KVCache:
         return torch.empty(shape, dtype=layout.dtype, device=self.device)
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether attention of a decode step reads all that changes from step to step on the device."""
+        return all(getattr(attention, "is_capturable", False) for attention in self._attention)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all pools, without the tails."""
         return sum(pool.nbytes for pool in self._pools)

@@ -189,6 +189,7 @@ class MLP:
     """
 
     __slots__ = ("_activation", "_function", "down", "up")
+    is_capturable = True
 
     def __init__(self, up: Linear, down: Linear, activation: str, gated: bool) -> None:
         self.up, self.down, self._activation = up, down, activation

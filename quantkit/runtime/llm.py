@@ -248,6 +248,8 @@ class LLM:
             found["CPU kernels"] = native.status()
         if self._threads:
             found["threads"] = self._threads
+        if (captured := self.engine.runner.graph_status) is not None:
+            found["CUDA graphs"] = captured
         if counts["prefix_hit_tokens"]:
             found["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
         if counts["preemptions"]:

@@ -130,6 +130,23 @@ class NativeModel:
     def forget(self, sequence_id: int) -> None:
         """Nothing: the cache's pages are all there is."""
 
+    def reserve(self, length: int) -> None:
+        """Compute now what depends on positions up to this length, so that it stays where it is in memory."""
+        for table in self._ropes:
+            table.reserve(length)
+
+    def why_not_capturable(self, max_length: int) -> str | None:
+        """What a step asks the host on its way, so that it cannot be a CUDA graph; None = nothing.
+
+        Args:
+            max_length: tokens of the longest sequence.
+        """
+        if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
+            return "which experts are chosen is asked by the host"
+        if any((table.rope.turning_length or max_length) < max_length for table in self._ropes):
+            return "rotary embeddings of long sequences depend on their length"
+        return None
+
     def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Tensor:
         if not len(rows):
             return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)

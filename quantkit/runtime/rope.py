@@ -152,6 +152,11 @@ class RopeTable:
         cos, sin = zip(*pairs, strict=True)
         return torch.cat(cos), torch.cat(sin)
 
+    def reserve(self, length: int) -> None:
+        """Compute the tables as far as this position, so that they are not moved before it is passed."""
+        if length > self._length:
+            self._grow(length)
+
     def _grow(self, length: int) -> None:
         self._length = max(length, 2 * self._length)
         self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)

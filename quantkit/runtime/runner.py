@@ -7,7 +7,9 @@ batch is therefore valid until the next one is built.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
+from quantkit.runtime.model import NativeModel
 
 if TYPE_CHECKING:
     from quantkit.runtime.kv_cache import KVCache
@@ -108,7 +112,7 @@ class BatchBuilder:
             token_ids=self._tokens.first(at),
             positions=self._positions.first(at),
             query_starts=self._starts.first(len(pieces) + 1),
-            page_table=self._pages(pieces, -(-longest // self._page_size)),
+            page_table=torch.from_numpy(self._rows_of(pieces, -(-longest // self._page_size))).to(self._device),
             slots=self._slots.first(at),
             tail_rows=self._rows.first(len(pieces)),
             logit_rows=self._logits.first(num_logits),
@@ -141,13 +145,18 @@ class BatchBuilder:
         row[known : len(holder.pages)] = holder.pages[known:]
         holder.tabled = len(holder.pages)
 
-    def _pages(self, pieces: Sequence[Piece], width: int) -> Tensor:
+    def table_of(self, pieces: Sequence[Piece], width: int) -> Array:
+        """(len(pieces), width) int32, the first pages of each; valid until the next call."""
+        for piece in pieces:
+            if piece.holder.tabled != len(piece.holder.pages):
+                self._tabulate(piece.holder)
+        return self._rows_of(pieces, width)
+
+    def _rows_of(self, pieces: Sequence[Piece], width: int) -> Array:
         if len(pieces) == 1:
             row = pieces[0].holder.row
-            table = self._table[row : row + 1, :width]
-        else:
-            table = self._table[[piece.holder.row for piece in pieces], :width]
-        return torch.from_numpy(table).to(self._device)
+            return self._table[row : row + 1, :width]
+        return self._table[[piece.holder.row for piece in pieces], :width]
 
     def _reserve(self, count: int) -> None:
         """Room for so many new tokens in a step."""
@@ -156,8 +165,34 @@ class BatchBuilder:
         )
 
 
+class Reading:
+    """Tokens on their way to the host: `read` waits for them, and for nothing that was launched later.
+
+    Args:
+        tokens: (R,) int64, on any device.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self._host, self._arrived = tokens, None
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> list[int]:
+        """The tokens."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[int] = self._host.tolist()
+        return found
+
+
 class Runner:
     """A model, its cache, and the buffers of its batches.
+
+    On a CUDA device decode steps are captured as graphs if they can be; `QUANTKIT_CUDA_GRAPHS=0` switches that off.
 
     Args:
         model: to run.
@@ -183,7 +218,37 @@ class Runner:
         self._builder = BatchBuilder(
             max_sequences=max_sequences, max_pages=max_pages, page_size=page_size, device=device
         )
+        self._graphs: DecodeGraphs | None = None
+        self._no_graphs: str | None = None
+        if torch.device(device).type != "cuda" or not isinstance(model, NativeModel) or cache is None:
+            return
+        self._no_graphs = _switched_off() or why_not(model, cache, max_pages * page_size)
+        if self._no_graphs is None:
+            self._graphs = DecodeGraphs(model, cache, self._builder, max_sequences=max_sequences, max_pages=max_pages)
 
-    def run(self, pieces: Sequence[Piece]) -> Tensor:
-        """Logits (R, V) float32, the rows of each piece in order. For callers in inference mode."""
-        return self.model.forward(self._builder.build(pieces), self.cache)
+    @property
+    def graph_status(self) -> str | None:
+        """Whether decode steps are CUDA graphs, for users; None where that is no question."""
+        if self._graphs is None:
+            return None if self._no_graphs is None else f"no: {self._no_graphs}"
+        return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
+
+    def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Tensor:
+        """Logits (R, V) float32, the rows of each piece in order. For callers in inference mode.
+
+        Args:
+            pieces: of the batch.
+            tokens: (T,) int64 on the device, the new tokens if the host does not know them yet; None = in the pieces.
+        Returns:
+            logits, valid until the next call.
+        """
+        if self._graphs is not None:
+            logits = self._graphs.run(pieces, tokens)
+            if logits is not None:
+                return logits
+        batch = self._builder.build(pieces)
+        return self.model.forward(batch if tokens is None else replace(batch, token_ids=tokens), self.cache)
+
+
+def _switched_off() -> str | None:
+    return "QUANTKIT_CUDA_GRAPHS=0" if os.environ.get("QUANTKIT_CUDA_GRAPHS", "1") == "0" else None

@@ -12,7 +12,7 @@ pages and has nobody younger to take from waits a step with what it holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +77,20 @@ class Scheduler:
         else:
             self.running.remove(sequence)
             self._free(sequence)
+
+    def reserve(self, lengths: Iterable[tuple[Sequence, int]]) -> bool:
+        """Get pages for running sequences to hold so many tokens each; for all from what is free, or for none.
+
+        Args:
+            lengths: sequences and their numbers of tokens.
+        """
+        missing = [(sequence, self._missing(sequence, length)) for sequence, length in lengths]
+        if sum(max(0, count) for _, count in missing) > self._pool.num_free:
+            return False
+        for sequence, count in missing:
+            if count > 0:
+                sequence.pages.extend(self._pool.allocate(count))
+        return True
 
     def schedule(self) -> Work:
         """The next step: sequences and their numbers of new tokens, drafts included.

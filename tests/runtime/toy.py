@@ -114,6 +114,7 @@ def make_engine(
     prefix_cache: bool = True,
     tokenizer: Any = None,
     force: bool = True,
+    overlap: bool = False,
     **options: Any,
 ) -> Engine:
     """An engine over the toy model."""
@@ -136,6 +137,7 @@ def make_engine(
         prefix_cache=prefix_cache,
         proposer=proposer,
         governor=None if proposer is None else Governor(max_drafts, force=force),
+        overlap=overlap,
     )
 
 

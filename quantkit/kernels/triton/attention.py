@@ -25,7 +25,9 @@ def can(views: KVViews) -> bool:
 
 
 class TritonAttention:
-    """Attention of one layer; see `ops.PagedAttention`."""
+    """Attention of one layer; see `ops.PagedAttention`. Of a decode step it reads nothing but what is on the device."""
+
+    is_capturable = True
 
     def __init__(self, views: KVViews) -> None:
         self._views = views

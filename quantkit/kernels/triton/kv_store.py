@@ -104,9 +104,11 @@ def _store_kernel(
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One token and head; keys only where they are not quantized per channel."""
+    """One token and head; keys only where they are not quantized per channel. A slot below 0 is nowhere."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
+    if slot < 0:
+        return
     page, inside = slot // PAGE, slot % PAGE
     if K_GRANULARITY != 2:
         _store_token(

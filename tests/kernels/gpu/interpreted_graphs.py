@@ -1,0 +1,75 @@
+"""Decode steps over fixed buffers in Triton's interpreter: what a graph would repeat. Run by `test_interpreted`.
+
+A graph repeats its launches with the numbers of the host as they were when it was captured. Here the "graph" is the
+step itself on its fixed batch, whose host side says nothing true: what it computes right, it has read from the device.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.kernels import triton
+from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+from tests.helpers import make_model
+
+PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1, 4, 1, 5]]
+LENGTHS = (6, 9, 4)
+
+
+def generate(llm):
+    numbers = [
+        llm.engine.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+        for prompt, count in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    done = {}
+    while llm.engine.has_work:
+        done |= {output.request_id: output.completion for output in llm.engine.step() if output.completion}
+    return [done[number].token_ids for number in numbers]
+
+
+def make(folder, kv_cache, **options):
+    return LLM(folder, dtype="float16", kv_cache=kv_cache, page_size=16, max_length=64, threads=1, **options)
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int4"])
+def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=2)
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    plain = make(folder, kv_cache)
+    runner = plain.engine.runner
+    assert why_not(plain.model, runner.cache, 64) is None
+    expected = generate(plain)
+    again = make(folder, kv_cache)
+    runner = again.engine.runner
+    graphs = DecodeGraphs(
+        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+    )
+    runner._graphs = graphs
+    assert generate(again) == expected
+    assert graphs.num_graphs == 3  # of one, two and three sequences
+    assert runner.graph_status == "yes"
+
+
+def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    llm = make(folder, "auto")
+    runner = llm.engine.runner
+
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    runner._graphs = DecodeGraphs(llm.model, runner.cache, runner._builder, max_sequences=2, max_pages=4, capture=fail)
+    assert len(generate(llm)[0]) == LENGTHS[0]
+    assert runner.graph_status == "no: operation not permitted when stream is capturing"
+
+
+def test_what_asks_the_host_is_not_captured(tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "moe", "mixtral", num_hidden_layers=1)
+    llm = LLM(folder, dtype="float32", page_size=16, max_length=64, threads=1)
+    assert "torch" in why_not(llm.model, llm.engine.runner.cache, 64)
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    llm = make(folder, "auto")
+    assert "experts" in why_not(llm.model, llm.engine.runner.cache, 64)
