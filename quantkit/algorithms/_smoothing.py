@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.architectures import LinearSet
+from quantkit.calibration.folding import folded
 from quantkit.calibration.layer import LayerContext
 
 
@@ -49,17 +50,8 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         group: a set for which `can_fold` holds.
         scales: (K,) float32, > 0, equal within shared heads.
     """
-    outputs = _outputs(layer, group)
-    divisor = scales
-    if outputs != scales.shape[0]:
-        divisor = scales.view(outputs // layer.head_dim, -1, layer.head_dim)[:, 0].reshape(-1)
-    for name, parameter in layer.block.get_submodule(group.source or "").named_parameters(recurse=False):
-        rows = divisor if name == "bias" or parameter.dim() == 1 else divisor.unsqueeze(1)
-        _replace(layer, f"{group.source}.{name}", parameter.data.float() / rows)
-    for name in group.linears:
-        _replace(layer, f"{name}.weight", layer.weight(name).float() * scales)
-    for name in group.beside:
-        _replace(layer, f"{name}.weight", layer.block.get_parameter(f"{name}.weight").data.float() * scales)
+    for name, values in folded(layer.block, group, scales, layer.head_dim):
+        _replace(layer, name, values)
     for name in (*group.linears, group.source or ""):
         layer.ranges.pop(name, None)  # they were chosen for other values
     layer.rescale_sample(group, scales)
