@@ -84,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
         As x.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
-    if x.is_cuda and triton.is_used(x.device):
+    if not x.is_cpu and triton.is_used(x.device):
         from quantkit.kernels.triton import norms
 
         found = norms.rms_norm(x, weight, eps, offset)
@@ -118,7 +118,7 @@ def add_rms_norm(
     Returns:
         normed, total: both as x.
     """
-    if x.is_cuda and triton.is_used(x.device):
+    if not x.is_cpu and triton.is_used(x.device):
         from quantkit.kernels.triton import norms
 
         found = norms.rms_norm(x, weight, eps, offset, residual)
@@ -142,7 +142,7 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
-    if query.is_cuda and triton.is_used(query.device):
+    if not query.is_cpu and triton.is_used(query.device):
         from quantkit.kernels.triton import norms
 
         if norms.rotary_(query, key, cos, sin, interleaved):
@@ -175,7 +175,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     Raises:
         ModelError: no such activation.
     """
-    if gate_up.is_cuda and triton.is_used(gate_up.device):
+    if not gate_up.is_cpu and triton.is_used(gate_up.device):
         from quantkit.kernels.triton import norms
 
         found = norms.gated(gate_up, activation)

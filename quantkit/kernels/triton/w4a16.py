@@ -4,13 +4,16 @@
 
 Fields become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where s
 is the field's place, so one subtraction leaves field - zero, exactly. Scales are applied once per group, to sums in
-float32. Where rows of outputs alone do not fill the chip, K is split and the parts are added in a second launch, always
-in the same order. The weight is the left operand of the tile product, so that it can go to it from registers.
+float32. Where rows of outputs alone do not fill the chip, K is split, and the program that is last to finish its part
+of a tile adds them all, always in the same order. The weight is the left operand of the tile product, so that it can
+go to it from registers.
 Source: Kim et al. 2022 (magic numbers), Frantar et al. 2024, Marlin.
 Shapes: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -33,6 +36,7 @@ HOPPER_TILES = {**TILES, 64: (64, 8, 2)}
 """The same where the tensor cores take 64 rows at a time."""
 
 _PARTS = 64
+_MOST_TILES = 1 << 14  # of a product in parts: one with more fills any chip without
 
 
 @triton.jit
@@ -78,7 +82,7 @@ def _load_words(words, outputs, block, lanes, kept, num_words, SPAN: tl.constexp
 
 @triton.jit
 def _rows_kernel(
-    x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
+    x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -112,10 +116,35 @@ def _rows_kernel(
     sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
     mask = (rows < M)[:, None] & kept[None, :]
     if IN_PARTS:
-        tl.store(out + (part * M + rows)[:, None] * N + outputs[None, :], sums, mask=mask)
+        is_last = _put_part(sums, parts, counters + tl.program_id(0), part, rows, outputs, mask, M, N)
+        if is_last:
+            sums = _add_parts(parts, tl.num_programs(1), rows, outputs, mask, M, N)
+            sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
+            tl.store(out + rows[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
         sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
         tl.store(out + rows[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _put_part(sums, parts, counter, part, rows, outputs, mask, M, N):
+    """Store a part of a tile; whether all its parts are there now. The counter is left at zero for the next launch."""
+    tl.store(parts + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], sums, mask=mask)
+    tl.debug_barrier()  # every thread's numbers before the one that counts
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _add_parts(parts, num_parts, rows, outputs, mask, M, N):
+    """The parts of a tile in order, so that the sum does not depend on who was last. Not by way of the L1 cache."""
+    sums = tl.zeros(mask.shape, tl.float32)
+    for part in range(num_parts):
+        at = parts + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :]
+        sums += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    return sums
 
 
 @triton.jit
@@ -136,7 +165,7 @@ def _finish(
 
 @triton.jit
 def _tile_kernel(
-    x, words, scale, zero, bias, row_scale, out, M, N, K, num_words, num_blocks, blocks_per_part,
+    x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -175,26 +204,15 @@ def _tile_kernel(
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     mask = (rows < M)[:, None] & kept[None, :]
     if IN_PARTS:
-        tl.store(out + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], sums, mask=mask)
+        tile = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
+        is_last = _put_part(sums, parts, counters + tile, part, rows, outputs, mask, M, N)
+        if is_last:
+            sums = _add_parts(parts, tl.num_programs(1), rows, outputs, mask, M, N)
+            sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
+            tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
     else:
         sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
         tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _add_kernel(
-    parts, scale, bias, row_scale, out, M, N, num_parts,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Add the parts of one row, in order."""
-    rows = tl.program_id(1) + tl.arange(0, 1)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    kept = (outputs < N)[None, :]
-    sums = tl.zeros((1, BLOCK_N), tl.float32)
-    for part in range(num_parts):
-        sums += tl.load(parts + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :], mask=kept, other=0.0)
-    sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
-    tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -239,14 +257,13 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
     block_m = next((size for size in tiles_by_rows if count <= size), TILE_LIMIT)
     block_n = (8 if weight.bits == 2 else 16) if by_row else tiles_by_rows[block_m][0]
     tiles = -(-outputs // block_n) * (1 if by_row else -(-count // block_m))
-    parts = num_parts(tiles, weight.num_blocks, (8 if by_row else 2) * num_processors(x.device))
+    programs = (8 if by_row else 2) * num_processors(x.device)
+    parts = num_parts(tiles, weight.num_blocks, min(programs, _MOST_TILES))
     out = x.new_empty(count, outputs)
-    target = out if parts == 1 else torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
-    flags = {
-        "GROUP": weight.group,
-        "HAS_BIAS": bias is not None,
-        "HAS_ROW_SCALE": row_scale is not None,
-    }
+    partial, counters = None, None
+    if parts > 1:
+        partial = torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
     shared = {
         "BITS": weight.bits,
         "SPAN": weight.span,
@@ -255,22 +272,25 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
         "HAS_ZERO": weight.zero is not None,
         "BLOCK_N": block_n,
         "IN_PARTS": parts > 1,
-        **flags,
+        "GROUP": weight.group,
+        "HAS_BIAS": bias is not None,
+        "HAS_ROW_SCALE": row_scale is not None,
     }
     sizes = (count, outputs, width, weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
-    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, target, *sizes)
+    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters, *sizes)
     if by_row:
         _rows_kernel[(-(-outputs // block_n), parts)](*tensors, ROWS=power_of_two(count), num_warps=4, **shared)
     else:
         grid = (-(-outputs // block_n), parts, -(-count // block_m))
         _, warps, stages = tiles_by_rows[block_m]
         _tile_kernel[grid](*tensors, BLOCK_M=block_m, num_warps=warps, num_stages=stages, **shared)
-    if parts > 1:
-        block = 256
-        _add_kernel[(-(-outputs // block), count)](
-            target, weight.scale, bias, row_scale, out, count, outputs, parts, BLOCK_N=block, **flags
-        )
     return out
+
+
+@functools.lru_cache(maxsize=8)
+def _counters(device: torch.device) -> Tensor:
+    """How many parts of each tile are there; all zero between launches, which follow one another on a stream."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def num_parts(tiles: int, blocks: int, programs: int) -> int:

@@ -1,0 +1,176 @@
+"""What a decode step launches and reads, counted without a GPU: the model runs on tensors without memory.
+
+    python evals/gpu/step_count.py [--batch 1] [--context 1024]
+
+Every operation of torch that is not a view is one launch, and so is every kernel of quantkit. A launch reads the
+tensors it is given, once each; of tables it reads the rows it takes; the KV cache is left out. FP8 products of torch
+are only there on a GPU: that row counts what stands in for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from attention import PAGE
+from random_model import SHAPES, WEIGHTS, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+import quantkit.kernels.triton as kernels
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import kv_scheme
+from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.model import NativeModel
+
+META = torch.device("meta")
+PROCESSORS = 132
+# Arguments that a kernel of quantkit only writes.
+_WRITTEN = {"out", "total", "part_out", "part_sums", "parts", "counters"}
+# Operations of torch that read as much of a table as they return.
+_LOOKUPS = ("embedding", "index")
+
+
+@dataclass
+class StepCount:
+    """One decode step.
+
+    Args:
+        launches: by name.
+        bytes_read: of everything but the KV cache.
+        num_layers: of the model.
+    """
+
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes_read: int = 0
+    num_layers: int = 0
+
+    @property
+    def per_layer(self) -> float:
+        """Launches of the step by layer, those outside the layers shared among them."""
+        return sum(self.launches.values()) / self.num_layers
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what torch launches."""
+
+    def __init__(self, count: StepCount) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch: called for every operation."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if is_view or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")):
+            return result
+        self._count.launches[f"torch {name}"] += 1
+        if name in _LOOKUPS:
+            self._count.bytes_read += result.nbytes
+        else:
+            tensors = [item for item in (*args, *(kwargs or {}).values()) if isinstance(item, torch.Tensor)]
+            self._count.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+
+@contextlib.contextmanager
+def _on_meta(count: StepCount, pools: set[int]) -> Iterator[None]:
+    """While open, tensors without memory are for quantkit's kernels, whose launches are counted instead of made."""
+
+    def record(kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+        given = dict(zip(kernel.arg_names, values, strict=False)) | named
+        count.launches[kernel.__name__.strip("_")] += 1
+        for name, value in given.items():
+            is_read = isinstance(value, torch.Tensor) and name not in _WRITTEN
+            if is_read and value.untyped_storage()._cdata not in pools:
+                count.bytes_read += value.nbytes
+
+    modules = [importlib.import_module(f"{kernels.__name__}.{i.name}") for i in pkgutil.iter_modules(kernels.__path__)]
+    saved: list[tuple[Any, str, Any]] = [(JITFunction, "run", JITFunction.run), (kernels, "is_used", kernels.is_used)]
+    for module in modules:
+        saved += [
+            (module, name, vars(module)[name]) for name in ("num_processors", "capability") if name in vars(module)
+        ]
+    values = {"run": record, "is_used": lambda device: True}
+    values |= {"num_processors": lambda device: PROCESSORS, "capability": lambda device: 90}
+    for owner, name, _ in saved:
+        setattr(owner, name, values[name] if name != "run" else lambda k, *v, **n: record(k, *v, **n))
+    try:
+        yield
+    finally:
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+def decode_batch(batch: int, context: int) -> ForwardBatch:
+    """A decode step in which every sequence gets one token."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    return ForwardBatch(
+        token_ids=numbers(batch),
+        positions=numbers(batch),
+        query_starts=numbers(batch + 1, dtype=torch.int32),
+        page_table=numbers(batch, -(-context // PAGE), dtype=torch.int32),
+        slots=numbers(batch),
+        tail_rows=numbers(batch),
+        logit_rows=numbers(batch),
+        query_lengths=(1,) * batch,
+        context_lengths=(context,) * batch,
+        sequence_ids=tuple(range(batch)),
+    )
+
+
+def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> tuple[StepCount, NativeModel]:
+    """Count the forward of one decode step.
+
+    Args:
+        shape, weights: see `random_model`.
+        kv: name of the KV type.
+        batch: sequences.
+        context: tokens of each.
+    Returns:
+        what was counted, and the model.
+    """
+    count, pools = StepCount(), set[int]()
+    with _on_meta(count, pools):
+        model = make_model(shape, weights, META)
+        cache = KVCache(model.layouts(kv_scheme(kv), PAGE), batch * -(-context // PAGE), batch, META)
+        stored = [*cache._pools, *(tail for tail in cache._tails if tail is not None)]
+        pools |= {tensor.untyped_storage()._cdata for tensor in stored}
+        count.launches.clear()
+        count.bytes_read, count.num_layers = 0, len(model.blocks)
+        with _Operations(count):
+            model.forward(decode_batch(batch, context), cache)
+    return count, model
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=list(SHAPES), default="8B")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    arguments = parser.parse_args()
+    for weights in WEIGHTS:
+        for kv in ("auto", "int8", "int4"):
+            count, model = count_step(arguments.shape, weights, kv, arguments.batch, arguments.context)
+            share = count.bytes_read / model.stored_bytes
+            print(
+                f"{weights:12} KV {kv:5} {sum(count.launches.values()):5} launches, {count.per_layer:.1f} per layer; "
+                f"{count.bytes_read / 1e9:.3f} GB read without KV, {share:.1%} of the stored weights"
+            )
+            print("   ", ", ".join(f"{name} {number}" for name, number in count.launches.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What a decode step of an 8B-shaped model launches and reads, counted on tensors without memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import json, sys
+sys.path.insert(0, "evals/gpu")
+from step_count import count_step
+found = {}
+for weights in ("bf16", "w8a8", "w4a16 head8"):
+    for kv in ("auto", "int4"):
+        count, model = count_step("8B", weights, kv, 1, 1024)
+        found[f"{weights} {kv}"] = [count.bytes_read / model.stored_bytes, count.per_layer]
+print(json.dumps(found))
+"""
+# Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
+MOST = {"bf16 auto": 11.3, "bf16 int4": 12.3, "w8a8 auto": 15.3, "w8a8 int4": 16.3}
+MOST |= {"w4a16 head8 auto": 11.3, "w4a16 head8 int4": 12.3}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
+def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
+    """The sum over all launches of what they read is what the plan says a step reads, to 1 %."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    said = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    for name, (share, per_layer) in json.loads(said.stdout.splitlines()[-1]).items():
+        assert share == pytest.approx(1.0, abs=0.01), name
+        assert per_layer <= MOST[name], name
