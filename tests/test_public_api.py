@@ -107,8 +107,8 @@ def test_a_recipe_object_can_be_changed_like_a_file():
     assert changed == quantkit.load_recipe("gptq-int4", changes)
     assert changed.description == recipe.description
     assert recipe.scheme.default.weight.group_size == 128
-    with pytest.raises(RecipeError, match=r"gptq-int4: weights\.dtype: unknown number type 'int5'"):
-        quantkit.load_recipe(recipe, ["weights.dtype=int5"])
+    with pytest.raises(RecipeError, match=r"gptq-int4: weights\.dtype: unknown number type 'int7'"):
+        quantkit.load_recipe(recipe, ["weights.dtype=int7"])
 
 
 def test_quantize_passes_on_what_it_is_given(monkeypatch, tmp_path):

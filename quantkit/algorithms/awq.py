@@ -94,10 +94,12 @@ class AWQ:
 
     def _range(self, layer: LayerContext, name: str, seen: _Statistics) -> tuple[Tensor, Tensor | None]:
         weight, scheme, dtype = layer.weight(name), layer.schemes[name].weight, layer.scale_dtype[name]
+        largest = layer.tensor_largest(name)
         if not self.clip:
-            return minmax_parameters(weight, scheme, dtype)
+            return minmax_parameters(weight, scheme, dtype, largest)
         gram = seen.gram(seen.divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
-        return search_parameters(weight, scheme, dtype, importance=seen.mean_square(seen.divisor), gram=gram)
+        importance = seen.mean_square(seen.divisor)
+        return search_parameters(weight, scheme, dtype, importance=importance, gram=gram, tensor_largest=largest)
 
     def _rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: _Statistics | None

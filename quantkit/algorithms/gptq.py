@@ -21,7 +21,8 @@ from quantkit.calibration.layer import LayerContext
 from quantkit.calibration.observers import Gram
 from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.errors import ModelError
-from quantkit.numerics.affine import from_codes, minmax_parameters, round_scale, search_parameters, to_codes
+from quantkit.numerics.affine import from_codes, make_tensor, minmax_parameters, search_parameters, to_codes
+from quantkit.numerics.scales import round_scale
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -88,7 +89,8 @@ class GPTQ:
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
             members = [name for name in names if layer.schemes[name].weight == scheme]
             weights = [layer.weight(name) for name in members]
-            found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]])
+            largest = [layer.tensor_largest(name) for name in members]
+            found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
             for name, part in zip(members, found, strict=True):
                 layer.commit(name, part)
         release_freed_memory()
@@ -100,7 +102,13 @@ class GPTQ:
         return torch.argsort(importance, descending=True, stable=True)
 
     def _solve(
-        self, weights: list[Tensor], factor: Tensor, order: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+        self,
+        weights: list[Tensor],
+        factor: Tensor,
+        order: Tensor,
+        scheme: WeightScheme,
+        scale_dtype: torch.dtype,
+        largest: list[Tensor | None],
     ) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
         width = weights[0].shape[1]
@@ -109,23 +117,26 @@ class GPTQ:
         if columns is not None:
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = search_parameters if self.scale_search else minmax_parameters
-        ranges = [choose(w if columns is None else w[:, columns], scheme, scale_dtype) for w in weights]
+        ranges = [
+            choose(w if columns is None else w[:, columns], scheme, scale_dtype, tensor_largest=of_tensor)
+            for w, of_tensor in zip(weights, largest, strict=True)
+        ]
         codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
-        if self.refit and scheme.group_size is None and scheme.symmetric and scheme.dtype.bits <= 4:
+        if (
+            self.refit
+            and scheme.group_size is None
+            and scheme.block_rows == 1
+            and scheme.symmetric
+            and scheme.dtype.bits <= 4
+        ):
             ranges = [
                 (fit_scale(weight, code, scale, factor, order, scale_dtype), None)
                 for weight, code, (scale, _) in zip(weights, codes, ranges, strict=True)
             ]
             codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
         return [
-            QuantizedTensor(
-                codes=code,
-                scale=scale.to(scale_dtype),
-                zero_point=None if zero is None else zero.to(torch.int8),
-                scheme=scheme,
-                group_index=None if columns is None else index,
-            )
-            for code, (scale, zero) in zip(codes, ranges, strict=True)
+            make_tensor(code, scale, zero, scheme, scale_dtype, of_tensor, None if columns is None else index)
+            for code, (scale, zero), of_tensor in zip(codes, ranges, largest, strict=True)
         ]
 
 

@@ -18,13 +18,16 @@ from quantkit.architectures import LinearSet
 from quantkit.calibration.activations import ActivationStore
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.checkpoint.memory import release_freed_memory
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, SchemeError
 from quantkit.numerics.affine import (
-    fake_quantize_tokens,
+    from_codes,
+    largest_magnitude,
     minmax_parameters,
     round_to_nearest,
     search_parameters,
+    to_codes,
 )
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
@@ -54,6 +57,8 @@ class LayerContext:
         original: the layer as it was, likewise.
         arguments: what the model calls the layer with, besides the hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
+        input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
+            `quantkit.calibration.input_scales`.
     """
 
     name: str
@@ -67,11 +72,13 @@ class LayerContext:
     original: nn.Module | None = None
     arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
+    input_scales: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, LinearRecord] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _largest: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -165,14 +172,23 @@ class LayerContext:
             weight: codes and scales; from here on the layer computes with their decoded values.
         """
         current, scheme = self.weight(name), self.schemes[name]
-        decoded = weight.dequantize(weight.scale.dtype)  # as a loader in the model's dtype computes them
+        if not torch.isfinite(weight.scale.float()).all():
+            raise SchemeError(
+                f"{self.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
+                "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
+            )
+        largest = self.tensor_largest(name)
+        if largest is not None:
+            self._largest[self._mates(name)[0]] = largest
+        decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them
         sample = self.samples.get(self._set_key(name))
-        dtype = self.scale_dtype[name]
+        scale, zero = minmax_parameters(current, scheme.weight, self.scale_dtype[name], largest)
 
-        def plain(rows: Tensor) -> Tensor:
-            return round_to_nearest(
-                rows, scheme.weight, *minmax_parameters(rows, scheme.weight, dtype), dtype
-            ).dequantize()
+        def plain(rows: slice) -> Tensor:
+            groups = current[rows].float().view(-1, scale.shape[1], current.shape[1] // scale.shape[1])
+            step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
+            codes = to_codes(groups, step, offset, scheme.weight.dtype)
+            return from_codes(codes, step, offset).view(-1, current.shape[1])
 
         self.records[name] = LinearRecord(
             name=name,
@@ -191,8 +207,35 @@ class LayerContext:
         for _, names in self.pending():
             for name in names:
                 weight, scheme, dtype = self.weight(name), self.schemes[name].weight, self.scale_dtype[name]
-                scale, zero = self.ranges.get(name) or search_parameters(weight, scheme, dtype)
-                self.commit(name, round_to_nearest(weight, scheme, scale, zero, dtype))
+                largest = self.tensor_largest(name)
+                found = self.ranges.get(name) or search_parameters(weight, scheme, dtype, tensor_largest=largest)
+                self.commit(name, round_to_nearest(weight, scheme, *found, dtype, largest))
+
+    def tensor_largest(self, name: str) -> Tensor | None:
+        """(1,) the largest magnitude of all that shares a scale of the whole tensor with this linear, if it has one.
+
+        Those are the linears of its set and module with the same numbers, which engines fuse; once one of them has
+        codes, it stays what it was then.
+        """
+        scheme = self.schemes[name].weight
+        if not scheme.has_tensor_scale:
+            return None
+        known = self._largest.get(self._mates(name)[0])
+        if known is not None:
+            return known
+        return torch.cat([largest_magnitude(self.weight(mate)) for mate in self._mates(name)]).amax().reshape(1)
+
+    def _mates(self, name: str) -> list[str]:
+        """Linears that share tensor-wide scales with this one, itself included."""
+        module = name.rpartition(".")[0]
+        group = next(group for group in self.sets if name in group.linears)
+        return [
+            other
+            for other in group.linears
+            if other.rpartition(".")[0] == module
+            and other in self.schemes
+            and self.schemes[other].weight == self.schemes[name].weight
+        ]
 
     def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
         """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
@@ -232,14 +275,20 @@ class LayerContext:
 
     @contextmanager
     def _quantized_inputs(self) -> Iterator[None]:
-        """While open, committed linears see their inputs as the runtime will quantize them."""
+        """While open, committed linears see their inputs as the runtime will quantize them.
+
+        Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
+        """
         handles = []
         for name in self.quantized:
-            scheme = self.schemes[name].activation
-            if scheme is not None:
+            scheme, scale = self.schemes[name].activation, self.input_scales.get(name)
+            if scheme is not None and (scale is not None or not scheme.is_calibrated):
                 handles.append(
                     self.linear(name).register_forward_pre_hook(
-                        lambda module, args, scheme=scheme: (fake_quantize_tokens(args[0], scheme), *args[1:])
+                        lambda module, args, scheme=scheme, scale=scale: (
+                            fake_quantize_inputs(args[0], scheme, scale),
+                            *args[1:],
+                        )
                     )
                 )
         try:
@@ -249,20 +298,19 @@ class LayerContext:
                 handle.remove()
 
 
-def relative_error(weight: Tensor, decoded: Tensor | Callable[[Tensor], Tensor], sample: Tensor | None) -> float:
+def relative_error(weight: Tensor, decoded: Tensor | Callable[[slice], Tensor], sample: Tensor | None) -> float:
     """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
 
     Args:
         weight: (N, K).
-        decoded: (N, K), or a function that makes it from rows of `weight`.
+        decoded: (N, K), or a function that makes these rows of it.
         sample: (T, K) float32 inputs, or None.
     """
     wrong = total = 0.0
     step = max(1, _ERROR_BLOCK // weight.shape[1])
     for start in range(0, weight.shape[0], step):
-        rows = weight[start : start + step]
-        values = decoded(rows) if callable(decoded) else decoded[start : start + step]
-        reference = rows.float()
+        rows = slice(start, start + step)
+        values, reference = decoded(rows) if callable(decoded) else decoded[rows], weight[rows].float()
         difference = values.float() - reference
         if sample is not None:
             difference, reference = sample @ difference.T, sample @ reference.T

@@ -7,25 +7,21 @@ vLLM `layers/quantization/compressed_tensors/utils.py` (`find_matched_target`).
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import compressed_tensors
 import torch
-from compressed_tensors.compressors import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from quantkit.errors import SchemeError
-from quantkit.numerics.dtype import DTYPES, FP4, FP8, DType
+from quantkit.formats._compressed_tensors_layout import FLOAT, INTEGER, MICROSCALING, PACKED, find_layout
+from quantkit.numerics.dtype import DTYPES, MXFP4, MXFP8, NVFP4, DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 
-PACKED, _INT, _FLOAT, _MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-_READABLE = (PACKED, _INT, _FLOAT, "naive-quantized", _MIXED, NVFP4, MXFP4)
-_FP4_GROUPS = {16: NVFP4, 32: MXFP4}
-_DENSE_PACKING_SINCE = "0.18"
+_MIXED = "mixed-precision"
+_READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", _MIXED, *MICROSCALING.values())
 _LINEAR = "Linear"  # a target or ignored name that means every linear
 
 
@@ -105,77 +101,40 @@ def read_config(config: Mapping[str, Any]) -> Scheme | None:
     return Scheme(default=default or next(iter(targets.values())), rules=tuple(rules))
 
 
-def find_layout(scheme: LinearScheme) -> str:
-    """Name of the format that holds this scheme.
-
-    Raises:
-        SchemeError: none does; says which recipe field to change.
-    """
-    weight, activation = scheme.weight, scheme.activation
-    if weight.dtype == FP4 and weight.group_size in _FP4_GROUPS and activation is None:
-        return _FP4_GROUPS[weight.group_size]
-    if weight.dtype.kind == "float":
-        if weight.block_rows > 1 and weight.dtype == FP8:
-            return _FLOAT
-        if weight.group_size is not None:
-            raise SchemeError(
-                f"compressed-tensors stores {weight.dtype.name} weights with one scale per channel, "
-                f"not {weight.describe()}; set weights.group_size to 'channel'"
-            )
-        if activation is not None and activation.dtype != weight.dtype:
-            raise SchemeError(
-                f"{activation.dtype.name} activations do not go with {weight.dtype.name} weights; "
-                f"set activations to {weight.dtype.name} or leave them out"
-            )
-        return _FLOAT
-    if weight.dtype.bits == 3 and not _packs_densely():
-        raise SchemeError(
-            f"3-bit weights need compressed-tensors>={_DENSE_PACKING_SINCE}, which packs them without unused bits; "
-            f"installed: {compressed_tensors.__version__}; pip install -U compressed-tensors"
-        )
-    if activation is None:
-        return PACKED
-    if activation.dtype.kind == "float":
-        raise SchemeError(
-            f"{activation.dtype.name} activations need {activation.dtype.name} weights, not {weight.describe()}; "
-            f"set weights.dtype to {activation.dtype.name} or leave activations out"
-        )
-    if activation.dtype.bits != 8 or weight.dtype.bits != 8 or weight.group_size is not None or not weight.symmetric:
-        raise SchemeError(
-            f"{activation.dtype.name} activations need symmetric int8 weights with one scale per channel, "
-            f"not {weight.describe()}; set weights.dtype to int8, weights.group_size to 'channel' and "
-            "weights.symmetric to true, or leave activations out"
-        )
-    return _INT
-
-
-@functools.cache
-def _packs_densely() -> bool:
-    """Whether the installed library packs 64 codes of 3 bits into 6 words; older ones leave bits unused and take 7."""
-    return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)
-
-
 def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
     """One config group in the library's own classes, which check it."""
     weight = scheme.weight
-    layout = find_layout(scheme)
     shared: dict[str, Any] = {"type": weight.dtype.kind, "symmetric": weight.symmetric, "dynamic": False}
-    if weight.block_rows > 1:
+    if weight.block_rows is None:
+        shared |= {"strategy": "tensor"}
+    elif weight.block_rows > 1:
         shared |= {"strategy": "block", "block_structure": [weight.block_rows, weight.group_size]}
-    elif layout == NVFP4:
-        shared |= {"strategy": "tensor_group", "group_size": weight.group_size, "scale_dtype": torch.float8_e4m3fn}
     else:
-        strategy = "channel" if weight.group_size is None else "group"
-        shared |= {"strategy": strategy, "group_size": weight.group_size}
-        shared |= {"scale_dtype": torch.uint8} if layout == MXFP4 else {}
+        shared |= _groups(weight.dtype, weight.group_size) or {"strategy": "channel"}
     weights = QuantizationArgs(num_bits=weight.dtype.bits, **shared)
-    inputs = None
-    if scheme.activation is not None:
-        dtype = scheme.activation.dtype
-        size = scheme.activation.group_size
-        kind = {"strategy": "token"} if size is None else {"strategy": "group", "group_size": size}
-        inputs = QuantizationArgs(num_bits=dtype.bits, type=dtype.kind, symmetric=True, dynamic=True, **kind)
-    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs, format=layout)
+    inputs = None if scheme.activation is None else _input_arguments(scheme.activation)
+    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs, format=find_layout(scheme))
+
+
+def _input_arguments(activation: ActivationScheme) -> QuantizationArgs:
+    dtype = activation.dtype
+    kind: dict[str, Any] = {"type": dtype.kind, "symmetric": True, "dynamic": activation.dynamic}
+    if activation.granularity == "tensor":
+        kind |= {"strategy": "tensor"}
+    else:
+        kind |= _groups(dtype, activation.group_size) or {"strategy": "token"}
+    if dtype.scale == "e4m3":
+        kind["dynamic"] = "local"  # the global scale is calibrated, the others are not
+    return QuantizationArgs(num_bits=dtype.bits, **kind)
+
+
+def _groups(dtype: DType, size: int | None) -> dict[str, Any]:
+    """Arguments of numbers in groups; none without."""
+    if size is None:
+        return {}
+    if dtype.scale == "e4m3":
+        return {"strategy": "tensor_group", "group_size": size, "scale_dtype": torch.float8_e4m3fn}
+    return {"strategy": "group", "group_size": size} | ({"scale_dtype": torch.uint8} if dtype.scale == "e8m0" else {})
 
 
 def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
@@ -220,43 +179,55 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
     if weights is None or group.output_activations is not None:
         raise SchemeError(f"config group {name!r} has no weights or quantizes outputs; it cannot be decoded")
     strategy = _plain(weights.strategy)
-    if strategy not in ("channel", "group", "block", "tensor_group") or weights.dynamic:
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group") or weights.dynamic:
         raise SchemeError(
-            f"config group {name!r} has weights of strategy {strategy!r}; only channel, group, block and tensor_group "
-            "can be decoded"
+            f"config group {name!r} has weights of strategy {strategy!r}; only tensor, channel, group, block and "
+            "tensor_group can be decoded"
         )
     if weights.actorder is not None and _plain(weights.actorder) in ("group", "dynamic"):
         raise SchemeError(f"config group {name!r} has actorder 'group'; groups in activation order cannot be decoded")
-    activation = None
-    if inputs is not None:
-        size = inputs.group_size if _plain(inputs.strategy) == "group" else None
-        known = _plain(inputs.strategy) == "token" or size is not None
-        if not known or inputs.dynamic is not True or not inputs.symmetric:
-            raise SchemeError(
-                f"config group {name!r} has input activations of strategy {_plain(inputs.strategy)!r}, "
-                f"dynamic={inputs.dynamic}, symmetric={inputs.symmetric}; only dynamic symmetric per token is known"
-            )
-        activation = ActivationScheme(dtype=_dtype(name, inputs), group_size=size)
-    block, group_size = weights.block_structure, weights.group_size if strategy != "channel" else None
+    block, rows = weights.block_structure, 1 if strategy != "tensor" else None
+    group_size = weights.group_size if strategy in ("group", "tensor_group") else None
     if strategy == "block":
         if not block or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
             raise SchemeError(f"config group {name!r} has block_structure {block!r}; expected rows and columns")
-        group_size = block[1]
+        rows, group_size = block
     weight = WeightScheme(
-        dtype=_dtype(name, weights),
-        group_size=group_size,
-        symmetric=weights.symmetric,
-        block_rows=block[0] if strategy == "block" else 1,
+        dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric, block_rows=rows
     )
-    scheme = LinearScheme(weight=weight, activation=activation)
+    scheme = LinearScheme(weight=weight, activation=None if inputs is None else _activation(name, inputs))
     find_layout(scheme)
     return scheme
 
 
+def _activation(name: str, inputs: QuantizationArgs) -> ActivationScheme:
+    """Our scheme of a config group's input activations."""
+    strategy, dtype = _plain(inputs.strategy), _dtype(name, inputs)
+    local = dtype.scale == "e4m3" and strategy == "tensor_group" and _plain(inputs.dynamic) == "local"
+    grouped = strategy == "group" and inputs.dynamic is True and dtype.scale != "e4m3"
+    per_token, static = strategy == "token" and inputs.dynamic is True, strategy == "tensor" and not inputs.dynamic
+    if not inputs.symmetric or not (local or grouped or per_token or static):
+        raise SchemeError(
+            f"config group {name!r} has input activations of strategy {strategy!r}, dynamic={inputs.dynamic}, "
+            f"symmetric={inputs.symmetric}; can be computed: symmetric ones, dynamic per token or group, static per "
+            "tensor"
+        )
+    return ActivationScheme(
+        dtype=dtype,
+        granularity="tensor" if static else "token",
+        dynamic=not static,
+        group_size=inputs.group_size if local or grouped else None,
+    )
+
+
 def _dtype(name: str, args: QuantizationArgs) -> DType:
-    kind, bits = _plain(args.type), args.num_bits
-    for dtype in (*DTYPES.values(), FP4):
-        if (dtype.kind, dtype.bits) == (kind, bits):
+    kind, bits, size = _plain(args.type), args.num_bits, args.group_size
+    if (kind, bits) == ("float", 4) and size in (NVFP4.group, MXFP4.group):
+        return NVFP4 if size == NVFP4.group else MXFP4
+    if (kind, bits, size) == ("float", 8, MXFP8.group) and args.scale_dtype == torch.uint8:
+        return MXFP8
+    for dtype in DTYPES.values():
+        if (dtype.kind, dtype.bits, dtype.group) == (kind, bits, None):
             return dtype
     known = ", ".join(DTYPES)
     raise SchemeError(f"config group {name!r} has {kind} numbers of {bits} bits; only these can be decoded: {known}")

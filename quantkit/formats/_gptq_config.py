@@ -106,7 +106,7 @@ def integer_dtype(bits: Any, where: str) -> DType:
         SchemeError: there is none.
     """
     for dtype in DTYPES.values():
-        if dtype.kind == "int" and type(bits) is int and dtype.bits == bits:
+        if dtype.kind == "int" and type(bits) is int and dtype.bits == bits in (2, 3, 4, 8):
             return dtype
     raise SchemeError(f"{where} is {bits!r}; can be decoded: 2, 3, 4, 8")
 

@@ -39,9 +39,9 @@ def check(scheme: LinearScheme, shape: tuple[int, int], name: str) -> None:
     """
     weight = scheme.weight
     refuse_activations(scheme, name)
-    if weight.dtype.kind != "int" or weight.dtype.bits not in BITS:
+    if weight.dtype.kind != "int" or weight.dtype.bits not in BITS or weight.block_rows != 1:
         raise SchemeError(
-            f"{name} stores integers of 2, 3, 4 or 8 bits, not {weight.dtype.name}; set weights.dtype to one of "
+            f"{name} stores integers of 2, 3, 4 or 8 bits, not {weight.describe()}; set weights.dtype to one of "
             "int2, int3, int4, int8, or set format=compressed-tensors"
         )
     check_groups(scheme, shape)

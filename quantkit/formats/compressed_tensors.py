@@ -1,13 +1,15 @@
-"""The compressed-tensors layout, which transformers and vLLM load. Five of its formats, chosen by the scheme:
+"""The compressed-tensors layout, which transformers and vLLM load. Six of its formats, chosen by the scheme:
 
-    pack-quantized    integer weights only     weight_packed, weight_scale, weight_shape, weight_zero_point
-    int-quantized     int8 weights and inputs  weight (int8), weight_scale
-    float-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale; also per block of 128 x 128
-    nvfp4-pack-...    fp4 weights              weight_packed (uint8), weight_scale (e4m3), weight_global_scale
-    mxfp4-pack-...    fp4 weights              weight_packed (uint8), weight_scale (uint8, exponents)
+    pack-quantized    integer weights          weight_packed, weight_scale, weight_shape, weight_zero_point
+    int-quantized     int8 or int4 weights and int8 inputs  weight (int8), weight_scale
+    float-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale; per tensor, channel or block
+    nvfp4-pack-...    fp4 weights (and inputs) weight_packed (uint8), weight_scale (e4m3), weight_global_scale
+    mxfp4-pack-...    fp4 weights (and inputs) weight_packed (uint8), weight_scale (uint8, exponents)
+    mxfp8-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale (uint8, exponents)
 
+Inputs with a calibrated scale have it as input_scale, or input_global_scale for nvfp4, (1,) each.
 Configuration classes and bit packing are the library's own; what is ours is the choice between them and the checks.
-Not handled: other mxfp, per-tensor scales, fp4 activations, static activations, sparsity, activation-ordered groups.
+Not handled: mxfp6, asymmetric activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +26,13 @@ from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._blocks import decode_fp8_blocks, encode_fp8_blocks, pack_fp4, unpack_fp4
-from quantkit.formats._compressed_tensors_config import NVFP4, PACKED, find_layout, make_config, read_config
+from quantkit.formats._blocks import decode_fp8_blocks, encode_fp8_blocks
+from quantkit.formats._compressed_tensors_config import make_config, read_config
+from quantkit.formats._compressed_tensors_layout import PACKED, find_layout
+from quantkit.formats._microscaling import decode_microscaling, encode_microscaling
 from quantkit.formats._tensors import check_groups, matrix_shape, take
 from quantkit.formats.base import FLOAT_DTYPES
-from quantkit.numerics.dtype import FP4
-from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 # Codes packed at once: the library widens them to int32 several times over.
@@ -51,7 +54,7 @@ class CompressedTensors:
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
-        """Refuse schemes that no format of compressed-tensors holds, and groups that do not divide K.
+        """Refuse schemes that no format of compressed-tensors holds, and groups or blocks that do not divide N and K.
 
         Args:
             scheme: of one linear.
@@ -60,8 +63,8 @@ class CompressedTensors:
             SchemeError: says which recipe field to change.
         """
         find_layout(scheme)
-        if scheme.weight.block_rows == 1:
-            check_groups(scheme, shape)
+        check_groups(scheme, shape)
+        _check_blocks(scheme, shape)
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
         """(N, K) of a linear from the shapes of its tensors; see `quantkit.formats.base.Format`."""
@@ -71,7 +74,7 @@ class CompressedTensors:
         if groups is None or words is None:
             return None
         size = scheme.weight.group_size
-        if scheme.weight.dtype == FP4:
+        if scheme.weight.dtype.kind == "float":
             return words[0], words[1] * 2
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
@@ -87,24 +90,14 @@ class CompressedTensors:
             SchemeError: activation-ordered groups, or a scheme that `check` refuses.
         """
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
-        if scheme.weight.block_rows > 1:
-            return encode_fp8_blocks(weight)
-        if weight.group_index is not None:
+        if weight.group_index is not None and scheme.weight.block_rows == 1:
             raise SchemeError(_NO_GROUP_ORDER)
-        if scheme.weight.dtype == FP4:
-            return _encode_fp4(weight, find_layout(scheme))
-        if find_layout(scheme) != PACKED:
-            return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
-        bits = weight.scheme.dtype.bits
-        tensors = {
-            "weight_packed": _pack_rows(weight.codes, bits),  # (N, ceil(K * bits / 32))
-            "weight_scale": weight.scale.contiguous(),
-            "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
-        }
-        if weight.zero_point is not None:
-            packed = pack_to_int32(weight.zero_point, bits, packed_dim=0)  # (ceil(N * bits / 32), G)
-            tensors["weight_zero_point"] = packed.contiguous()
-        return tensors
+        tensors = _encode_weight(weight, find_layout(scheme))
+        if scheme.activation is None or not scheme.activation.is_calibrated:
+            return tensors
+        if weight.input_scale is None:
+            raise SchemeError(f"{scheme.activation.describe()} activations need a calibrated scale, there is none")
+        return {**tensors, _input_name(scheme.activation): weight.input_scale.contiguous()}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         """Exactly what `encode` was given; also reads what other tools wrote in these formats.
@@ -119,20 +112,10 @@ class CompressedTensors:
         find_layout(scheme)
         if "weight_g_idx" in tensors:
             raise SchemeError(_NO_GROUP_ORDER)
-        if scheme.weight.block_rows > 1:
-            return decode_fp8_blocks(tensors, scheme.weight, "weight_scale")
-        if scheme.weight.dtype == FP4:
-            return _decode_fp4(tensors, scheme.weight, find_layout(scheme))
-        packed = "weight_packed" in tensors
-        codes = _packed_codes(tensors, scheme.weight) if packed else _plain_codes(tensors, scheme.weight)
-        rows, groups = codes.shape[0], scheme.weight.num_groups(codes.shape[1])
-        scale = take(tensors, "weight_scale", (rows, groups))
-        zero_point = None
-        if not scheme.weight.symmetric and packed:
-            zero_point = _packed_zero_point(tensors, scheme.weight.dtype.bits, (rows, groups))
-        elif not scheme.weight.symmetric:
-            zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
-        return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme.weight)
+        weight = _decode_weight(tensors, scheme.weight)
+        if scheme.activation is None or not scheme.activation.is_calibrated:
+            return weight
+        return replace(weight, input_scale=_input_scale(tensors, _input_name(scheme.activation)))
 
     def config(
         self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
@@ -161,41 +144,78 @@ class CompressedTensors:
 FORMAT = CompressedTensors()
 
 
-def _decode_fp4(tensors: Mapping[str, Tensor], scheme: WeightScheme, layout: str) -> QuantizedTensor:
-    """FP4 weights with scales of two levels (nvfp4) or powers of two (mxfp4); scales come out as float32."""
-    packed = take(tensors, "weight_packed", None)
-    if packed.ndim != 2 or packed.dtype != torch.uint8:
-        raise CheckpointError(f"tensor 'weight_packed' is {packed.dtype} {tuple(packed.shape)}, not a matrix of bytes")
-    codes = unpack_fp4(packed)
-    stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
-    if layout != NVFP4:
-        if stored.dtype != torch.uint8:
-            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}, exponents are uint8")
-        scale = torch.exp2(stored.to(torch.float64) - 127).float()
-        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
-    outer = take(tensors, "weight_global_scale", (1,)).float()
-    scale = stored.float() / outer
-    return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme, global_scale=outer)
+def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
+    """Refuse what engines cannot split into blocks and groups."""
+    weight, activation = scheme.weight, scheme.activation
+    if weight.block_rows is not None and shape[0] % weight.block_rows:
+        raise SchemeError(
+            f"weights.group_size: blocks of {weight.block_rows} outputs do not divide {shape[0]}; engines join linears "
+            "block by block: add this linear to ignore, or set 'channel'"
+        )
+    if activation is not None and activation.group_size is not None and shape[1] % activation.group_size:
+        raise SchemeError(f"activations.group_size {activation.group_size} does not divide {shape[1]} inputs")
+    in_blocks = weight.group_size is not None and weight.block_rows != 1
+    if in_blocks and activation is not None and activation.group_size != weight.group_size:
+        raise SchemeError(
+            f"engines multiply blocks of {weight.group_size} inputs with activations in groups of as many: "
+            f"set activations.group_size to {weight.group_size}"
+        )
 
 
-def _encode_fp4(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
-    """Inverse of `_decode_fp4`.
+def _input_name(activation: ActivationScheme) -> str:
+    """Of the tensor that holds the calibrated scale."""
+    return "input_global_scale" if activation.dtype.scale == "e4m3" else "input_scale"
 
-    Raises:
-        SchemeError: scales that the layout does not hold.
-    """
-    tensors = {"weight_packed": pack_fp4(weight.codes)}
-    if layout != NVFP4:
-        exponents = torch.log2(weight.scale.to(torch.float64)) + 127
-        if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
-            raise SchemeError("mxfp4 has powers of two as scales, these are not")
-        return {**tensors, "weight_scale": exponents.to(torch.uint8)}
-    if weight.global_scale is None:
-        raise SchemeError("nvfp4 has scales of two levels, this weight has one")
-    local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
-    if not torch.equal(local.float() / weight.global_scale, weight.scale):
-        raise SchemeError("nvfp4 has 8-bit scales under a common one, these are others")
-    return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
+
+def _input_scale(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    scale = take(tensors, name, None).reshape(-1)
+    if scale.numel() != 1 or not bool(torch.isfinite(scale.float()).all()) or not bool((scale.float() > 0).all()):
+        raise CheckpointError(f"tensor {name!r} is {scale.tolist()[:3]}, expected one positive number")
+    return scale
+
+
+def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
+    scheme = weight.scheme
+    if scheme.dtype.scale != "float":
+        return encode_microscaling(weight)
+    if scheme.block_rows is None:
+        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale[:1].reshape(1)}
+    if scheme.block_rows > 1:
+        return encode_fp8_blocks(weight)
+    if layout != PACKED:
+        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
+    tensors = {
+        "weight_packed": _pack_rows(weight.codes, scheme.dtype.bits),  # (N, ceil(K * bits / 32))
+        "weight_scale": weight.scale.contiguous(),
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+    if weight.zero_point is not None:
+        packed = pack_to_int32(weight.zero_point, scheme.dtype.bits, packed_dim=0)  # (ceil(N * bits / 32), G)
+        tensors["weight_zero_point"] = packed.contiguous()
+    return tensors
+
+
+def _decode_weight(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> QuantizedTensor:
+    if scheme.dtype.scale != "float":
+        return decode_microscaling(tensors, scheme)
+    if scheme.block_rows is not None and scheme.block_rows > 1:
+        return decode_fp8_blocks(tensors, scheme, "weight_scale")
+    packed = "weight_packed" in tensors
+    codes = _packed_codes(tensors, scheme) if packed else _plain_codes(tensors, scheme)
+    rows, groups = codes.shape[0], scheme.num_groups(codes.shape[1])
+    if scheme.block_rows is None:
+        scale = take(tensors, "weight_scale", None)
+        if scale.numel() != 1:
+            raise CheckpointError(f"tensor 'weight_scale' has {scale.numel()} values, expected one for the tensor")
+        scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+    else:
+        scale = take(tensors, "weight_scale", (rows, groups))
+    zero_point = None
+    if not scheme.symmetric and packed:
+        zero_point = _packed_zero_point(tensors, scheme.dtype.bits, (rows, groups))
+    elif not scheme.symmetric:
+        zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
+    return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme)
 
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._blocks import unpack_fp4
+from quantkit.formats._microscaling import unpack_fp4
 from quantkit.formats._read_only import ReadOnly
 from quantkit.formats._tensors import take
-from quantkit.numerics.dtype import FP4, FP8, INT4
+from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -31,8 +31,8 @@ _ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme(dtype=FP8),
     "INT4_AWQ": WeightScheme(dtype=INT4, group_size=128),
     "W4A16_AWQ": WeightScheme(dtype=INT4, group_size=128),
-    "NVFP4": WeightScheme(dtype=FP4, group_size=16),
-    "W4A16_NVFP4": WeightScheme(dtype=FP4, group_size=16),
+    "NVFP4": WeightScheme(dtype=NVFP4, group_size=16),
+    "W4A16_NVFP4": WeightScheme(dtype=NVFP4, group_size=16),
 }
 
 

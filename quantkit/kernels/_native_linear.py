@@ -158,7 +158,8 @@ def can_quantized(weight: QuantizedTensor) -> bool:
     groups = weight.scale.shape[1]
     if weight.group_index is not None or (groups > 1 and (width // groups) % 2):
         return False
-    return weight.scheme.dtype.name != "fp8" or not bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
+    is_fp8 = weight.scheme.dtype.storage == torch.float8_e4m3fn
+    return not is_fp8 or not bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
 
 
 def quantized(
@@ -176,10 +177,12 @@ def quantized(
     groups = weight.scale.shape[1]
     name = weight.scheme.dtype.name
     group = _even(width) if groups == 1 else width // groups
-    storage = {"int8": _W8, "fp8": _FP8}.get(name, _W4)
+    kind, wide = weight.scheme.dtype, weight.scheme.dtype.kind == "int" and weight.scheme.dtype.bits > 4
+    # FP4 codes are kept in e4m3, which holds them exactly.
+    storage = _FP8 if kind.storage == torch.float8_e4m3fn else _W8 if wide else _W4
     if name == "int8" and activation is not None and activation.dtype.name == "int8" and _fits_integers(width, groups):
         storage, group = _U8, -(-width // 4) * 4 if groups == 1 else group
-    elif name == "int8" and (dtype == torch.bfloat16 or activation is not None):
+    elif wide and (dtype == torch.bfloat16 or activation is not None):
         storage = _H8
     return NativeLinear(
         (rows, width),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.numerics.affine import fake_quantize_tokens
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -42,7 +42,7 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
-        inputs = x if self._activation is None else fake_quantize_tokens(x, self._activation)
+        inputs = x if self._activation is None else fake_quantize_inputs(x, self._activation)
         return functional.linear(inputs.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
@@ -106,7 +106,7 @@ def can_int8(weight: QuantizedTensor, activation: ActivationScheme | None, devic
 
 
 def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `fake_quantize_tokens`.
+    """Codes and scales of `fake_quantize_inputs`, a scale per token.
 
     Args:
         x: (T, K) float; not modified.

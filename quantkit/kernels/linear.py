@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import _native_linear, _torch_linear, triton
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -58,6 +59,19 @@ class _Permuted:
         return self._linear(x.index_select(1, self._order))
 
 
+class _RoundedInputs:
+    """A linear whose input is rounded first, in a way that its kernel does not do by itself."""
+
+    def __init__(self, linear: Linear, activation: ActivationScheme, scale: Tensor | None) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.stored_bytes = linear.stored_bytes
+        self.description = f"{linear.description}, activations {activation.describe()}"
+        self._linear, self._activation, self._scale = linear, activation, scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(fake_quantize_inputs(x, self._activation, self._scale))
+
+
 def make_linear(
     weight: Tensor | QuantizedTensor,
     *,
@@ -71,12 +85,16 @@ def make_linear(
     Args:
         weight: (N, K); not to be used afterwards, its memory may be taken over.
         bias: (N,), added after the product.
-        activation: the input is rounded to this number type at run time, one scale per token.
+        activation: the input is rounded to this number type at run time; a calibrated scale comes with the weight.
         dtype: of the computation; accumulation is in float32, and integers are multiplied exactly.
         device: where the layer runs.
     """
     if isinstance(weight, Tensor):
         return _make_dense(weight, bias, activation, dtype, device, "dense")
+    if activation is not None and activation != ActivationScheme(dtype=activation.dtype):
+        scale = None if weight.input_scale is None else weight.input_scale.to(device)
+        linear = make_linear(weight, bias=bias, activation=None, dtype=dtype, device=device)
+        return _RoundedInputs(linear, activation, scale)
     if weight.group_index is not None:
         ordered = _sort_groups(weight)
         if ordered is None:
@@ -190,7 +208,8 @@ def _join_tensors(weights: Sequence[Tensor]) -> Tensor | None:
 def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
     first = weights[0]
     kinds = {(w.scheme, w.scale.dtype, w.scale.shape[1], w.shape[1], w.zero_point is None) for w in weights}
-    if len(kinds) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
+    inputs = {None if w.input_scale is None else w.input_scale.item() for w in weights}
+    if len(kinds) != 1 or len(inputs) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
         return None
     codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
     zeros = [w.zero_point for w in weights if w.zero_point is not None]
@@ -200,6 +219,7 @@ def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | Non
         zero_point=torch.cat(zeros) if zeros else None,
         scheme=first.scheme,
         group_index=first.group_index,
+        input_scale=first.input_scale,
     )
 
 

@@ -5,11 +5,11 @@ Arithmetic of its own beside `kernels.linear`, see `predict`. N outputs, K input
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme
 
 _PANEL = 64  # outputs that the native kernels lay out together
 _TORCH_GROUPS = (32, 64, 128, 256)
@@ -50,6 +50,8 @@ def quantized_bytes(
         scale_dtype: of the scales in the checkpoint.
         place: where it runs.
     """
+    if scheme.activation is not None and scheme.activation != ActivationScheme(dtype=scheme.activation.dtype):
+        scheme = replace(scheme, activation=None)  # rounded before the product, not by its kernel
     groups = scheme.weight.num_groups(width)
     group, kind = width // groups, scheme.weight.dtype
     if not place.native:
@@ -58,7 +60,7 @@ def quantized_bytes(
         return dense_bytes(rows, width, bias, place.dtype, place)
     integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"
     integer = integer and (groups == 1 or group % 4 == 0)
-    codes = padded(width, 4 if integer else 2) * (4 if kind.bits <= 4 else 8) // 8
+    codes = padded(width, 4 if integer else 2) * (4 if kind.kind == "int" and kind.bits <= 4 else 8) // 8
     scales = groups * (2 if scale_dtype == torch.bfloat16 else 4)
     zeros = 0 if scheme.weight.symmetric else groups
     return padded(rows, _PANEL) * (codes + scales + zeros + 4 * bias)

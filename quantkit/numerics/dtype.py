@@ -23,6 +23,11 @@ class DType:
         bits: bits of one code.
         minimum, maximum: smallest and largest code value.
         storage: torch dtype that holds one unpacked code.
+        group: inputs that share one scale, for types that fix it; None = as the scheme says.
+        scale: what a scale is stored as: "float" (a dtype of the model's), "e4m3" (8-bit floats under one float32
+            scale of the whole tensor) or "e8m0" (powers of two).
+        spacing: distance between the values below 2, for floats that no torch dtype rounds to; it doubles from there
+            at every power of two.
     """
 
     name: str
@@ -31,6 +36,9 @@ class DType:
     minimum: float
     maximum: float
     storage: torch.dtype
+    group: int | None = None
+    scale: Literal["float", "e4m3", "e8m0"] = "float"
+    spacing: float | None = None
 
     @property
     def half_range(self) -> float:
@@ -48,15 +56,34 @@ def _integer(bits: int) -> DType:
     return DType(name=f"int{bits}", kind="int", bits=bits, minimum=-half, maximum=half - 1, storage=torch.int8)
 
 
-INT2, INT3, INT4, INT8 = _integer(2), _integer(3), _integer(4), _integer(8)
-FP8 = DType(name="fp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=torch.float8_e4m3fn)
+INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))
+_E4M3 = torch.float8_e4m3fn
+FP8 = DType(name="fp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=_E4M3)
 
-# Numbers that checkpoints of other tools have; recipes cannot ask for them. The codes of FP4 (e2m1) are kept as the
-# values they mean, which e4m3 holds exactly; those of NF4 as the entries of its table.
-FP4 = DType(name="fp4", kind="float", bits=4, minimum=-6.0, maximum=6.0, storage=torch.float8_e4m3fn)
+
+def _e2m1(name: str, group: int, scale: Literal["e4m3", "e8m0"]) -> DType:
+    """FP4. Its codes are kept as the values they mean, which e4m3 holds exactly."""
+    return DType(
+        name=name,
+        kind="float",
+        bits=4,
+        minimum=-6.0,
+        maximum=6.0,
+        storage=_E4M3,
+        group=group,
+        scale=scale,
+        spacing=0.5,
+    )
+
+
+# Microscaling types.
+NVFP4, MXFP4 = _e2m1("nvfp4", 16, "e4m3"), _e2m1("mxfp4", 32, "e8m0")
+MXFP8 = DType(name="mxfp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=_E4M3, group=32, scale="e8m0")
+
+# Of checkpoints of other tools; recipes cannot ask for it. Codes are kept as the entries of its table.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)
 
-DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT8, FP8)}
+DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT5, INT6, INT8, FP8, NVFP4, MXFP4, MXFP8)}
 
 
 def find_dtype(name: str) -> DType:

@@ -17,21 +17,32 @@ class WeightScheme:
 
     Args:
         dtype: number type of the codes.
-        group_size: inputs that share one scale; None = one scale per output channel.
+        group_size: inputs that share one scale; None = all of a row.
         symmetric: no zero point is stored; always so for float types.
-        block_rows: outputs that share their scales; 1 = each has its own.
+        block_rows: outputs that share their scales; 1 = each has its own, None = all, one scale for the tensor.
     """
 
     dtype: DType
     group_size: int | None = None
     symmetric: bool = True
-    block_rows: int = 1
+    block_rows: int | None = 1
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:
             raise SchemeError(f"group_size {self.group_size} is not a positive number; use 'channel' for one per row")
+        if self.dtype.group is not None and (self.group_size, self.block_rows) != (self.dtype.group, 1):
+            raise SchemeError(
+                f"{self.dtype.name} has a scale per {self.dtype.group} inputs; "
+                f"set weights.group_size to {self.dtype.group}, or leave it out"
+            )
         if self.dtype.kind == "float" and not self.symmetric:
             raise SchemeError(f"{self.dtype.name} has no zero point: set weights.symmetric=true")
+        if self.block_rows != 1 and not self.symmetric:
+            raise SchemeError("a scale that rows share has no zero points beside it: set weights.symmetric=true")
+        if self.block_rows is None and self.group_size is not None:
+            raise SchemeError(f"one scale for the tensor has no groups, found group_size {self.group_size}")
+        if self.block_rows is not None and self.block_rows < 1:
+            raise SchemeError(f"blocks of {self.block_rows} outputs are not possible; write 128x128")
 
     def group_width(self, in_features: int) -> int:
         """Inputs per scale, g, for a weight with this many inputs.
@@ -54,29 +65,59 @@ class WeightScheme:
         """Scales per row, G."""
         return in_features // self.group_width(in_features)
 
+    def num_scale_rows(self, out_features: int) -> int:
+        """Rows of scales that are stored for this many outputs."""
+        return 1 if self.block_rows is None else -(-out_features // self.block_rows)
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether something of the whole tensor goes into its scales: its only one, or the upper of two levels."""
+        return self.block_rows is None or self.dtype.scale == "e4m3"
+
     def describe(self) -> str:
         """Short form for tables, e.g. `int4 g128 asym`."""
         size = "channel" if self.group_size is None else f"g{self.group_size}"
-        if self.block_rows > 1:
+        if self.block_rows is None:
+            size = "tensor"
+        elif self.block_rows > 1:
             size = f"{self.block_rows}x{self.group_size}"
         return f"{self.dtype.name} {size}" + ("" if self.symmetric else " asym")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationScheme:
-    """Number type of a linear's input, always symmetric and chosen at run time for each token.
+    """Number type of a linear's input, always symmetric.
 
     Args:
         dtype: number type.
-        granularity: "token": one scale per token.
-        dynamic: the scale is computed from the token itself; static scales are not offered.
+        granularity: "token": a scale for each token, or for each group of it; "tensor": one for all inputs.
+        dynamic: the scales are computed from the inputs at run time; False: one found by calibration, per tensor.
         group_size: inputs of a token that share one scale; None = all of them.
     """
 
     dtype: DType
-    granularity: Literal["token"] = "token"
-    dynamic: Literal[True] = True
+    granularity: Literal["token", "tensor"] = "token"
+    dynamic: bool = True
     group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.granularity == "tensor") == self.dynamic:
+            raise SchemeError(
+                "activations have a scale per token at run time, or a calibrated one per tensor: "
+                "set activations.dynamic=true, or false without a group_size"
+            )
+        if self.dtype.group is not None and self.group_size != self.dtype.group:
+            raise SchemeError(
+                f"{self.dtype.name} activations have a scale per {self.dtype.group} inputs; "
+                f"set activations.group_size to {self.dtype.group}, or leave it out"
+            )
+        if self.group_size is not None and (self.group_size < 1 or not self.dynamic):
+            raise SchemeError(f"activations in groups of {self.group_size} are not possible; set activations.dynamic")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the checkpoint has a scale for the input: its only one, or the upper of two levels."""
+        return not self.dynamic or self.dtype.scale == "e4m3"
 
     def describe(self) -> str:
         """Short form for tables, e.g. `int8 per token`."""

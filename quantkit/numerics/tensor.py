@@ -24,6 +24,9 @@ class QuantizedTensor:
         scheme: number type and granularity.
         group_index: (K,) int64, the group of each input; None = inputs in order, k // g.
         global_scale: (1,) float32, already in `scale`; only to write scales of two levels as they were.
+        value_dtype: in which loaders compute the values; None = that of the scale.
+        input_scale: (1,) of the linear's input, where that is calibrated: its scale, or the global one of two levels.
+            Not of the weight, but formats keep them together.
     """
 
     codes: Tensor
@@ -32,6 +35,8 @@ class QuantizedTensor:
     scheme: WeightScheme
     group_index: Tensor | None = None
     global_scale: Tensor | None = None
+    value_dtype: torch.dtype | None = None
+    input_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,9 +46,17 @@ class QuantizedTensor:
     @property
     def stored_bytes(self) -> int:
         """Bytes that codes, scales and zero points take when densely packed."""
-        zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * self.scheme.dtype.bits
-        code_bits = self.codes.numel() * self.scheme.dtype.bits
-        return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + self.scale.numel() * self.scale.element_size()
+        scheme = self.scheme
+        zero_bits = 0 if self.zero_point is None else self.zero_point.numel() * scheme.dtype.bits
+        code_bits = self.codes.numel() * scheme.dtype.bits
+        scales = scheme.num_scale_rows(self.scale.shape[0]) * self.scale.shape[1]
+        scale_bytes = scales * (self.scale.element_size() if scheme.dtype.scale == "float" else 1)
+        return (code_bits + 7) // 8 + (zero_bits + 7) // 8 + scale_bytes + (0 if self.global_scale is None else 4)
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """In which loaders compute the values, usually the model's."""
+        return self.value_dtype or self.scale.dtype
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values that the codes stand for.

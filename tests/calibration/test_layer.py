@@ -10,8 +10,9 @@ import torch
 from quantkit.calibration.layer import relative_error, signal_to_noise_db
 from quantkit.calibration.observers import Magnitude
 from quantkit.errors import CheckpointError
-from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT8
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
 
@@ -81,7 +82,7 @@ def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
     hidden = layer.store[0]
     found = layer.forward(hidden)
     for name in layer.schemes:
-        layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_tokens(args[0], scheme),))
+        layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_inputs(args[0], scheme),))
     with torch.no_grad():
         by_hand = layer.block(hidden, **layer.arguments(hidden))
     assert torch.equal(found, by_hand)

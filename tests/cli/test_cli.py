@@ -448,7 +448,7 @@ def test_recipes_check(run, tmp_path):
     data = json.loads(run("recipes", "check", str(path), "--json").stdout)
     assert data["valid"]
     assert len(data["remarks"]) == 1
-    path.write_text("weights: {dtype: int5}")
+    path.write_text("weights: {dtype: int7}")
     answer = run("recipes", "check", str(path), "--json")
     assert answer.exit_code == 4
     assert "weights.dtype" in json.loads(answer.stdout)["error"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import compressed_tensors
 import pytest
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, is_preset_scheme, preset_name_to_scheme
 
 from quantkit.errors import SchemeError
 from quantkit.formats.compressed_tensors import FORMAT
@@ -74,6 +74,21 @@ FP8_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tok
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 
 
+W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+ASYMMETRIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
+PRESETS = {
+    "FP8": ("float-quantized", linear("fp8", inputs="fp8", rows=None, static=True)),
+    "FP8_BLOCK": ("float-quantized", linear("fp8", 128, inputs="fp8", rows=128, input_group=128)),
+    "NVFP4": ("nvfp4-pack-quantized", linear("nvfp4", inputs="nvfp4")),
+    "NVFP4A16": ("nvfp4-pack-quantized", linear("nvfp4")),
+    "MXFP4": ("mxfp4-pack-quantized", linear("mxfp4", inputs="mxfp4")),
+    "MXFP8": ("mxfp8-quantized", linear("mxfp8", inputs="mxfp8")),
+    "W4A8": ("int-quantized", linear("int4", 128, inputs="int8")),
+    "W4AFP8": ("pack-quantized", linear("int4", 128, inputs="fp8")),
+    "W5A16": ("pack-quantized", linear("int5", 128)),
+}
+
+
 def section(groups: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     basis = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     return {"quantization_config": {**basis, "config_groups": groups, **fields}}
@@ -86,6 +101,21 @@ def test_recognise_presets_by_name():
     scheme = FORMAT.recognise(section({"FP8_DYNAMIC": ["Linear"]}, format="float-quantized"))
     assert scheme is not None
     assert scheme.default == linear("fp8", inputs="fp8")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if is_preset_scheme(name)])
+def test_schemes_are_those_of_the_presets(name):
+    """Presets read as our schemes, and what we write for a scheme says what the preset says."""
+    layout, expected = PRESETS[name]
+    scheme = FORMAT.recognise(section({name: ["Linear"]}, format=layout))
+    assert scheme is not None
+    assert scheme.default == expected
+    written = FORMAT.config({"a": expected}, [])["quantization_config"]["config_groups"]["group_0"]
+    preset = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+    assert written["format"] == layout
+    for part in ("weights", "input_activations"):
+        wanted = {key: value for key, value in (preset[part] or {}).items() if key not in ("observer", "zp_dtype")}
+        assert {key: value for key, value in (written[part] or {}).items() if key in wanted} == wanted
 
 
 def test_recognise_channel_written_as_minus_one():
@@ -126,11 +156,12 @@ def test_recognise_without_a_class_leaves_the_rest_alone():
 @pytest.mark.parametrize(
     "config, part",
     [
-        (section({"NVFP4": ["Linear"]}, format="nvfp4-pack-quantized"), "tensor_group"),
-        (section({"MXFP8": ["Linear"]}, format="mxfp8-quantized"), "mxfp8-quantized"),
-        (section({"FP8": ["Linear"]}, format="float-quantized"), "strategy 'tensor'"),
-        (section({"g": {"targets": ["Linear"], "weights": W4, "input_activations": FP8_TOKEN}}), "fp8 activations"),
-        (section({"g": {"targets": ["Linear"], "weights": {**W4, "num_bits": 5}}}), "int numbers of 5 bits"),
+        (
+            section({"g": {"targets": ["Linear"], "weights": W8, "input_activations": FP8_TOKEN}}),
+            "fp8 per token activa",
+        ),
+        (section({"g": {"targets": ["Linear"], "weights": {**W4, "num_bits": 7}}}), "int numbers of 7 bits"),
+        (section({"g": {"targets": ["Linear"], "weights": W8, "input_activations": ASYMMETRIC}}), "symmetric=False"),
         (section({"g": {"targets": ["Linear"], "weights": {**W4, "actorder": "group"}}}), "actorder"),
         (section({"g": {"targets": ["Linear"], "weights": {**W4, "colour": 1}}}), "colour"),
         (section({"g": {"targets": ["Linear"]}}), "no weights"),

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from quantkit.checkpoint.writer import write_json, write_shard
 from quantkit.errors import SchemeError
 from quantkit.formats.compressed_tensors import FORMAT
-from quantkit.numerics.affine import fake_quantize_tokens
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
-from tests.formats.schemes import SCHEMES, quantize
+from tests.formats.schemes import SCHEMES, quantize, with_input
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,15 @@ def write_checkpoint(folder: Path, model: LlamaForCausalLM, schemes: Mapping[str
     expected = copy.deepcopy(model)
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, scheme in schemes.items():
-        weight = quantize(tensors.pop(f"{name}.weight"), scheme.weight, model.dtype)
+        weight = with_input(quantize(tensors.pop(f"{name}.weight"), scheme.weight, model.dtype), scheme)
         tensors.update({f"{name}.{local}": tensor for local, tensor in FORMAT.encode(weight, scheme).items()})
         child = expected.get_submodule(name)
         child.weight.data = weight.dequantize(model.dtype)
         if scheme.activation is not None:
             child.register_forward_pre_hook(
-                lambda _, inputs, activation=scheme.activation: (fake_quantize_tokens(inputs[0], activation),)
+                lambda _, inputs, activation=scheme.activation, scale=weight.input_scale: (
+                    fake_quantize_inputs(inputs[0], activation, scale),
+                )
             )
     left_alone = [name for name in linears_of(model) if name not in schemes]
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]} | FORMAT.config(schemes, left_alone)
@@ -67,22 +69,41 @@ def assert_loads(folder: Path, expected: nn.Module) -> None:
     assert difference <= 1e-4
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+MICROSCALING = [name for name, scheme in SCHEMES.items() if scheme.weight.dtype.scale != "float"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in MICROSCALING])
 def test_transformers_loads_every_scheme(tmp_path, model, name):
     schemes = {linear_name: SCHEMES[name] for linear_name in linears_of(model) if linear_name != "lm_head"}
     assert_loads(tmp_path, write_checkpoint(tmp_path, model, schemes))
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "int2-g16", "int8-channel", "fp8"])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if SCHEMES[name].activation is None])
 def test_a_loader_decodes_the_very_values_that_were_measured(tmp_path, model, name):
     """In the model's own dtype, bit for bit: a code times its scale is rounded once, there as here."""
-    schemes = {linear_name: SCHEMES[name] for linear_name in linears_of(model) if linear_name != "lm_head"}
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    expected = write_checkpoint(tmp_path, half, schemes)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    loaded, expected = load_half(tmp_path, model, name)
     loaded(torch.arange(4).view(1, 4))  # decodes what is still packed
-    for linear_name in schemes:
+    for linear_name in linears_of(model):
         assert torch.equal(loaded.get_submodule(linear_name).weight, expected.get_submodule(linear_name).weight)
+
+
+@pytest.mark.parametrize("name", [name for name in MICROSCALING if SCHEMES[name].activation is not None])
+def test_transformers_rounds_microscaled_inputs_as_we_do(tmp_path, model, name):
+    """In bfloat16, which is what the library decodes these to; both round inputs to 4 or 8 bits."""
+    loaded, expected = load_half(tmp_path, model, name)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        found, wanted = loaded(tokens).logits.float(), expected(tokens).logits.float()
+        plain = model(tokens).logits
+    assert (found - wanted).std() <= 0.1 * wanted.std()
+    assert (wanted - plain).std() > (found - wanted).std()
+
+
+def load_half(folder: Path, model: LlamaForCausalLM, name: str) -> tuple[nn.Module, nn.Module]:
+    """As transformers loads it and as it should be, in bfloat16."""
+    schemes = {linear_name: SCHEMES[name] for linear_name in linears_of(model) if linear_name != "lm_head"}
+    expected = write_checkpoint(folder, copy.deepcopy(model).to(torch.bfloat16), schemes)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), expected
 
 
 def test_transformers_loads_a_mixed_model(tmp_path, model):

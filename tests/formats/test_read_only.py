@@ -11,14 +11,14 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats import REGISTRY, recognise
-from quantkit.numerics.affine import fake_quantize_tokens
-from quantkit.numerics.dtype import FP4, FP8, INT8
+from quantkit.numerics.dtype import FP8, INT8, MXFP4, NVFP4
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from tests.formats.schemes import linear
 
 CT = REGISTRY.load("compressed-tensors")
-NVFP4 = LinearScheme(weight=WeightScheme(dtype=FP4, group_size=16))
-MXFP4 = LinearScheme(weight=WeightScheme(dtype=FP4, group_size=32))
+FOUR_16 = LinearScheme(weight=WeightScheme(dtype=NVFP4, group_size=16))
+FOUR_32 = LinearScheme(weight=WeightScheme(dtype=MXFP4, group_size=32))
 BLOCKS = LinearScheme(
     weight=WeightScheme(dtype=FP8, group_size=128, block_rows=128),
     activation=ActivationScheme(dtype=FP8, group_size=128),
@@ -167,19 +167,19 @@ def test_fine_grained_fp8(shape):
 
 def test_inputs_in_groups_are_quantized_group_by_group():
     values = noise(3, 256) * torch.tensor([1.0, 100.0]).repeat_interleave(128)
-    found = fake_quantize_tokens(values, ActivationScheme(dtype=INT8, group_size=128))
+    found = fake_quantize_inputs(values, ActivationScheme(dtype=INT8, group_size=128))
     whole = ActivationScheme(dtype=INT8)
-    assert torch.equal(found[:, :128], fake_quantize_tokens(values[:, :128], whole))
-    assert torch.equal(found[:, 128:], fake_quantize_tokens(values[:, 128:], whole))
+    assert torch.equal(found[:, :128], fake_quantize_inputs(values[:, :128], whole))
+    assert torch.equal(found[:, 128:], fake_quantize_inputs(values[:, 128:], whole))
 
 
 # FP4
 
 
-@pytest.mark.parametrize(("preset", "scheme"), [("NVFP4A16", NVFP4), ("MXFP4A16", MXFP4)])
+@pytest.mark.parametrize(("preset", "scheme"), [("NVFP4A16", FOUR_16), ("MXFP4A16", FOUR_32)])
 def test_fp4_packs_are_the_library_s(preset, scheme):
     section = {"quant_method": "compressed-tensors", "config_groups": {preset: ["Linear"]}, "format": None}
-    section["format"] = "nvfp4-pack-quantized" if scheme is NVFP4 else "mxfp4-pack-quantized"
+    section["format"] = "nvfp4-pack-quantized" if scheme is FOUR_16 else "mxfp4-pack-quantized"
     section |= {"quantization_status": "compressed", "ignore": ["lm_head"]}
     assert scheme_of({"quantization_config": section})[2] == scheme
     written = CT.config({"a": scheme}, ["lm_head"])
@@ -189,7 +189,7 @@ def test_fp4_packs_are_the_library_s(preset, scheme):
     weight = noise(8, 64)
     scale = 2.0 ** weight.view(8, -1, scheme.weight.group_size).abs().amax(-1).log2().floor() / 4
     state = {"weight": weight, "weight_scale": scale}
-    if scheme is NVFP4:
+    if scheme is FOUR_16:
         outer = torch.tensor([100.0])
         state |= {"weight_scale": (scale * 100).to(torch.float8_e4m3fn).float(), "weight_global_scale": outer}
     stored = compressor.compress(dict(state), QuantizationScheme(**group))

@@ -9,8 +9,9 @@ import torch
 
 from quantkit.kernels import native
 from quantkit.kernels.linear import join, make_linear
-from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -60,7 +61,7 @@ def check(linear, x, weight, bias=None, activation=None, *, slack=2.0**-21):
     """
     actual = linear(x)
     assert actual.dtype == x.dtype
-    values = (x.float() if activation is None else fake_quantize_tokens(x.float(), activation)).double()
+    values = (x.float() if activation is None else fake_quantize_inputs(x.float(), activation)).double()
     decoded = (weight if isinstance(weight, torch.Tensor) else weight.dequantize()).double()
     expected = values @ decoded.T + (0 if bias is None else bias.double())
     unit = torch.finfo(x.dtype).eps
@@ -239,7 +240,7 @@ def test_inputs_are_rounded_to_the_very_same_values(weight_name, name, dtype):
     )
     linear = make_linear(weight, activation=activation, dtype=dtype, device=CPU)
     x = (inputs(40, 128) * torch.logspace(-9, 9, 40).unsqueeze(1)).to(dtype)
-    assert torch.equal(linear(x), fake_quantize_tokens(x, activation))
+    assert torch.equal(linear(x), fake_quantize_inputs(x, activation))
 
 
 def test_float8_weights_may_hold_nan():

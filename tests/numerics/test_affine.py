@@ -7,15 +7,15 @@ import torch
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.affine import (
-    fake_quantize_tokens,
     minmax_parameters,
+    range_grid,
     range_parameters,
     round_scale,
     round_to_nearest,
     search_parameters,
-    shrink_grid,
 )
 from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, find_dtype
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
 INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
@@ -83,7 +83,7 @@ def test_search_equals_exhaustive_search():
     for row in range(5):
         for group in range(3):
             values, weights = weight[row, group * 8 : group * 8 + 8], importance[group * 8 : group * 8 + 8]
-            trials = [values.abs().max() / 7.5 * fraction for fraction in shrink_grid(INT4)]
+            trials = [values.abs().max() / 7.5 * fraction for fraction in range_grid(INT4)]
             errors = [(weights * ((values / s).round().clamp(-8, 7) * s - values) ** 2).sum() for s in trials]
             torch.testing.assert_close(scale[row, group], trials[int(torch.stack(errors).argmin())])
 
@@ -132,7 +132,7 @@ def test_tiny_scales_do_not_underflow_in_float16():
 def test_fp8_uses_the_whole_range():
     weight = torch.linspace(-3, 3, 64).view(2, 32)
     scheme = WeightScheme(dtype=FP8)
-    scale, zero = search_parameters(weight, scheme, torch.float32)
+    scale, zero = minmax_parameters(weight, scheme, torch.float32)
     back = round_to_nearest(weight, scheme, scale, zero, torch.float32)
     assert zero is None
     assert back.codes.dtype == torch.float8_e4m3fn
@@ -152,11 +152,11 @@ def test_one_sided_groups_keep_zero_representable():
 def test_token_quantization_scales_each_token_alone(dtype):
     torch.manual_seed(5)
     values = torch.randn(2, 3, 64) * torch.tensor([1.0, 100.0, 0.01]).view(1, 3, 1)
-    back = fake_quantize_tokens(values, ActivationScheme(dtype=dtype))
-    alone = fake_quantize_tokens(values[:, 1:2], ActivationScheme(dtype=dtype))
+    back = fake_quantize_inputs(values, ActivationScheme(dtype=dtype))
+    alone = fake_quantize_inputs(values[:, 1:2], ActivationScheme(dtype=dtype))
     assert torch.equal(back[:, 1:2], alone)
     assert ((back - values).norm(dim=-1) / values.norm(dim=-1) < 0.05).all()
-    assert torch.equal(fake_quantize_tokens(torch.zeros(1, 4), ActivationScheme(dtype=dtype)), torch.zeros(1, 4))
+    assert torch.equal(fake_quantize_inputs(torch.zeros(1, 4), ActivationScheme(dtype=dtype)), torch.zeros(1, 4))
 
 
 def test_group_size_that_does_not_divide_names_the_nearest():

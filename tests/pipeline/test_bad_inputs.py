@@ -144,7 +144,7 @@ RECIPES: list[tuple[str, str, str]] = [
     ("misspelt option", RECIPE + "steps:\n  - gptq: {dampning: 0.1}\n", r"dampning.*did you mean 'damping'"),
     ("wrong type of option", RECIPE + "steps:\n  - gptq: {damping: much}\n", r"steps.*damping"),
     ("option out of range", RECIPE + "steps:\n  - smoothquant: {alpha: 2}\n", r"alpha 2.* is not in \[0, 1\]"),
-    ("unknown number type", RECIPE.replace("int4", "int5"), r"int5"),
+    ("unknown number type", RECIPE.replace("int4", "int7"), r"int7"),
     ("unknown format", RECIPE.replace("compressed-tensors", "compresed-tensors"), r"compressed-tensors"),
     ("not YAML", "name: [", r"mine\.yaml"),
     ("empty recipe", "", r"mine\.yaml.*empty"),

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import quantkit
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.numerics.affine import fake_quantize_tokens
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.recipe import shipped
 from tests.helpers import FAMILIES, edit_config, edit_tensors, load_tensors, make_model, transformers_logits
 
@@ -47,7 +47,7 @@ def decoded_logits(source, output):
         module.weight.data = decoded.dequantize(asked).float()
         if linear.activation is not None:
             module.register_forward_pre_hook(
-                lambda module, args, scheme=linear.activation: (fake_quantize_tokens(args[0], scheme),)
+                lambda module, args, scheme=linear.activation: (fake_quantize_inputs(args[0], scheme),)
             )
     for name, parameter in model.named_parameters():
         if name in reader and not name.endswith("proj.weight"):

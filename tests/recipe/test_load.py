@@ -131,7 +131,7 @@ MISTAKES = {
     "name: mine": "weights: is required but missing",
     "weights: int4": "weights: expected a mapping with the keys dtype, group_size, symmetric, found 'int4'",
     "weights: {}": "weights.dtype: is required but missing",
-    "weights: {dtype: int5}": "weights.dtype: unknown number type 'int5'",
+    "weights: {dtype: int7}": "weights.dtype: unknown number type 'int7'",
     "weights: {dtype: 4}": "weights.dtype: expected text, found 4",
     "weights: {dtype: int4, goup_size: 8}": "weights: unknown key 'goup_size' (did you mean 'group_size'?)",
     "weights: {dtype: int4, group_size: -1}": "expected a positive whole number or 'channel', found -1",

@@ -18,8 +18,9 @@ from quantkit.kernels.triton import linear as packed_linear
 from quantkit.kernels.triton import norms, w4a16, w8a8
 from quantkit.kernels.triton.attention import TritonAttention, can
 from quantkit.kernels.triton.layout import find_span, natural, pack
-from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
@@ -122,7 +123,7 @@ def test_what_make_linear_and_attention_choose(monkeypatch):
         linear = make_linear(made, activation=activation, dtype=torch.float16, device=CPU)
         assert linear.description.endswith("(Triton)")
         assert kind is None or isinstance(linear, kind)
-        inputs = x if activation is None else fake_quantize_tokens(x.float(), activation)
+        inputs = x if activation is None else fake_quantize_inputs(x.float(), activation)
         check(linear(x), inputs, made.dequantize())
     assert "Triton" not in make_linear(weight, dtype=torch.float32, device=CPU).description
     views = Sequences(layout(dim=32, page_size=16, dtype=torch.float16), (3,)).cache()._views[0]

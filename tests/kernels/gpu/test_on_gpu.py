@@ -10,8 +10,9 @@ import torch
 
 from quantkit.kernels import ops, reference
 from quantkit.kernels.linear import make_linear
-from quantkit.numerics.affine import fake_quantize_tokens, minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
@@ -55,7 +56,7 @@ def test_linears(scheme, shape, dtype):
         found = linear(x.to(CUDA))
         assert found.dtype == dtype
         assert found.shape == (count, shape[0])
-        inputs = x.double() if activation is None else fake_quantize_tokens(x.float(), activation).double()
+        inputs = x.double() if activation is None else fake_quantize_inputs(x.float(), activation).double()
         expected = inputs @ decoded.T + bias.double()
         bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T + bias.abs()) / shape[1] ** 0.5 * 4
         assert ((found.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"

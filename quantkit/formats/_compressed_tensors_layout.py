@@ -1,0 +1,124 @@
+"""Which of compressed-tensors' formats holds a scheme, and why none does: pure rules, no tensors.
+
+The rules are those of the library and of the engines that read it: what only the library could compute is refused.
+Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
+`layers/quantization/compressed_tensors/compressed_tensors.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import compressed_tensors
+import torch
+from compressed_tensors.compressors import pack_to_int32
+from compressed_tensors.config import CompressionFormat
+
+from quantkit.errors import SchemeError
+from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+
+PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+MICROSCALING = {
+    NVFP4.name: "nvfp4-pack-quantized",
+    MXFP4.name: "mxfp4-pack-quantized",
+    MXFP8.name: "mxfp8-quantized",
+}
+_DENSE_PACKING_SINCE = "0.18"
+
+
+def find_layout(scheme: LinearScheme) -> str:
+    """Name of the format that holds this scheme.
+
+    Raises:
+        SchemeError: none does; says which recipe field to change.
+    """
+    weight, activation = scheme.weight, scheme.activation
+    if weight.dtype.scale != "float":
+        _check_microscaling(scheme)
+        return MICROSCALING[weight.dtype.name]
+    if weight.dtype.kind == "float":
+        _check_float(scheme)
+        return FLOAT
+    _check_integer(weight)
+    if activation is None:
+        return PACKED
+    four_bits = weight.dtype == INT4 and weight.symmetric and weight.block_rows == 1
+    if four_bits and activation == ActivationScheme(dtype=FP8):
+        return PACKED
+    eight_bits = weight.dtype == INT8 and weight.group_size is None and weight.symmetric
+    if (
+        (eight_bits or (four_bits and activation.dynamic))
+        and activation.dtype == INT8
+        and activation.group_size is None
+    ):
+        return INTEGER
+    raise SchemeError(
+        f"{activation.describe()} activations do not go with {weight.describe()}; set weights.dtype to int8 with "
+        "weights.group_size 'channel' (int8 activations) or to symmetric int4 (int8 or fp8 activations, dynamic), "
+        f"or leave activations out{_float_hint(activation)}"
+    )
+
+
+def _float_hint(activation: ActivationScheme) -> str:
+    name = activation.dtype.name
+    return f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
+
+
+def _check_microscaling(scheme: LinearScheme) -> None:
+    """Refuse other activations than those of the weight's own type, and libraries that do not know the type yet."""
+    name, activation = scheme.weight.dtype.name, scheme.activation
+    if activation is not None and activation.dtype != scheme.weight.dtype:
+        raise SchemeError(
+            f"{activation.dtype.name} activations do not go with {name} weights; "
+            f"set activations.dtype to {name} or leave activations out"
+        )
+    if MICROSCALING[name] not in library_formats():
+        raise SchemeError(
+            f"{name} needs a newer compressed-tensors, installed: {compressed_tensors.__version__}; "
+            "pip install -U compressed-tensors"
+        )
+
+
+def _check_float(scheme: LinearScheme) -> None:
+    """Refuse what engines have no FP8 products for."""
+    weight, activation = scheme.weight, scheme.activation
+    if weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1):
+        raise SchemeError(
+            f"compressed-tensors stores {weight.dtype.name} weights with one scale per channel, tensor or block, "
+            f"not {weight.describe()}; set weights.group_size to 'channel', 'tensor' or 128x128"
+        )
+    if activation is not None and activation.dtype != weight.dtype:
+        raise SchemeError(
+            f"{activation.dtype.name} activations do not go with {weight.dtype.name} weights; "
+            f"set activations to {weight.dtype.name} or leave them out"
+        )
+    if activation is not None and activation.group_size is not None and weight.block_rows == 1:
+        raise SchemeError(
+            f"activations in groups of {activation.group_size} go with weights in blocks; set weights.group_size to "
+            f"{activation.group_size}x{activation.group_size}, or leave activations.group_size out"
+        )
+
+
+def _check_integer(weight: WeightScheme) -> None:
+    if weight.block_rows != 1 and (weight.dtype != INT8 or weight.block_rows is not None):
+        raise SchemeError(
+            f"compressed-tensors stores {weight.dtype.name} weights in groups or per channel, not {weight.describe()}; "
+            "set weights.group_size to a number or 'channel'"
+        )
+    if 32 % weight.dtype.bits and not packs_densely():
+        raise SchemeError(
+            f"{weight.dtype.bits}-bit weights need compressed-tensors>={_DENSE_PACKING_SINCE}, which packs them "
+            f"without unused bits; installed: {compressed_tensors.__version__}; pip install -U compressed-tensors"
+        )
+
+
+def library_formats() -> tuple[str, ...]:
+    """Names of the formats that the installed library knows."""
+    return tuple(item.value for item in CompressionFormat)
+
+
+@functools.cache
+def packs_densely() -> bool:
+    """Whether the installed library packs 64 codes of 3 bits into 6 words; older ones leave bits unused and take 7."""
+    return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)

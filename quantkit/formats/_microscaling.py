@@ -1,0 +1,96 @@
+"""Tensors of weights with a scale per 16 or 32 inputs: FP4 in pairs, scales of 8 bits under a common one, exponents.
+
+    nvfp4   weight_packed uint8 (N, K / 2), weight_scale float8_e4m3fn (N, G), weight_global_scale float32 (1,)
+    mxfp4   weight_packed uint8 (N, K / 2), weight_scale uint8 (N, G), 127 more than the exponent
+    mxfp8   weight float8_e4m3fn (N, K), weight_scale uint8 (N, G)
+
+Shapes: N outputs, K inputs, G groups.
+Source: compressed-tensors `compressors/{nvfp4,mxfp4,mxfp8}`; OCP Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._tensors import take
+from quantkit.numerics.dtype import MXFP8
+from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_BIAS = 127
+
+
+def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> QuantizedTensor:
+    """A weight of one of these types; its scales come out as float32.
+
+    Args:
+        tensors: of one linear, by local name.
+        scheme: of its weight.
+    Raises:
+        CheckpointError: a tensor is missing or has the wrong dtype or shape.
+    """
+    if scheme.dtype == MXFP8:
+        codes = take(tensors, "weight", None)
+        if codes.ndim != 2 or codes.dtype != torch.float8_e4m3fn:
+            raise CheckpointError(f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of FP8 codes")
+    else:
+        packed = take(tensors, "weight_packed", None)
+        if packed.ndim != 2 or packed.dtype != torch.uint8:
+            found = f"{packed.dtype} {tuple(packed.shape)}"
+            raise CheckpointError(f"tensor 'weight_packed' is {found}, not a matrix of bytes")
+        codes = unpack_fp4(packed)
+    stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
+    if scheme.dtype.scale == "e8m0":
+        if stored.dtype != torch.uint8:
+            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}, exponents are uint8")
+        scale = torch.exp2(stored.to(torch.float64) - _BIAS).float()
+        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+    outer = take(tensors, "weight_global_scale", (1,)).float()
+    scale = stored.float() / outer
+    return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme, global_scale=outer)
+
+
+def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """Inverse of `decode_microscaling`.
+
+    Raises:
+        SchemeError: scales that cannot be stored exactly.
+    """
+    name = weight.scheme.dtype.name
+    is_fp8 = weight.scheme.dtype == MXFP8
+    tensors = {"weight": weight.codes.contiguous()} if is_fp8 else {"weight_packed": pack_fp4(weight.codes)}
+    if weight.scheme.dtype.scale == "e8m0":
+        exponents = torch.log2(weight.scale.to(torch.float64)) + _BIAS
+        if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
+            raise SchemeError(f"{name} has powers of two as scales, these are not")
+        return {**tensors, "weight_scale": exponents.to(torch.uint8)}
+    if weight.global_scale is None:
+        raise SchemeError(f"{name} has scales of two levels, this weight has one")
+    local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
+    if not torch.equal(local.float() / weight.global_scale, weight.scale):
+        raise SchemeError(f"{name} has 8-bit scales under a common one, these are others")
+    return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """FP4 codes of bytes (N, K / 2), even inputs in the low nibble: (N, K) float8_e4m3fn, which holds them exactly."""
+    pairs = torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1)
+    return _E2M1.to(packed.device)[pairs.long()].to(torch.float8_e4m3fn)
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Inverse of `unpack_fp4`."""
+    pairs = fp4_indices(codes).view(codes.shape[0], -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def fp4_indices(codes: Tensor) -> Tensor:
+    """Nibbles of FP4 codes, any shape: sign, then the place among 0, 0.5, 1, 1.5, 2, 3, 4, 6; uint8."""
+    values = codes.float()
+    index = torch.searchsorted(_E2M1[:8].to(codes.device), values.abs()) + 8 * torch.signbit(values)
+    return index.to(torch.uint8)

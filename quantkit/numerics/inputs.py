@@ -1,0 +1,73 @@
+"""Activations: what a linear sees when its input is quantized, and the calibrated scales of inputs.
+
+Not here: how the kernels compute the same; they are tested against this.
+Source: compressed-tensors `quantization/lifecycle/forward.py` and `quantization/utils/helpers.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.numerics.affine import to_codes
+from quantkit.numerics.dtype import DType
+from quantkit.numerics.scales import global_scale, round_scale, storable_scale
+from quantkit.numerics.scheme import ActivationScheme
+
+
+def fake_quantize_inputs(values: Tensor, scheme: ActivationScheme, scale: Tensor | None = None) -> Tensor:
+    """What a linear sees when its input is quantized at run time.
+
+    Args:
+        values: (..., K); not modified.
+        scheme: number type and granularity.
+        scale: (1,) calibrated: the scale, or the global one of two levels; only where `scheme.is_calibrated`.
+    Returns:
+        Same shape and dtype.
+    Raises:
+        CheckpointError: the scale is missing.
+    """
+    if scheme.is_calibrated and scale is None:
+        raise CheckpointError(f"{scheme.describe()} activations need a calibrated scale of the input, there is none")
+    if scheme.group_size is not None and values.shape[-1] % scheme.group_size == 0:
+        groups = values.reshape(*values.shape[:-1], -1, scheme.group_size)
+        return _fake_quantize(groups, scheme, scale).flatten(-2)
+    return _fake_quantize(values, replace(scheme, group_size=scheme.dtype.group), scale)
+
+
+def _fake_quantize(values: Tensor, scheme: ActivationScheme, scale: Tensor | None) -> Tensor:
+    dtype, single = scheme.dtype, values.float()
+    if not scheme.dynamic and scale is not None:
+        step = scale.float()
+    else:
+        step = _dynamic_scale(single.abs().amax(dim=-1, keepdim=True), dtype, scale)
+    return (to_codes(single, step, None, dtype) * step).to(values.dtype)
+
+
+def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tensor:
+    """Scales from the largest magnitudes (..., 1); `outer` is the global one of two levels."""
+    if dtype.scale == "float":
+        scale = largest / dtype.half_range
+        return torch.where(scale > 0, scale, torch.finfo(torch.float32).eps)
+    if outer is None:
+        return storable_scale(largest, dtype, torch.float32, None)
+    local = (largest / dtype.half_range * outer.float()).clamp_max(448.0).to(torch.float8_e4m3fn).float()
+    return torch.where(local == 0, 0.125, local) / outer.float()
+
+
+def input_scale(largest: Tensor, scheme: ActivationScheme, scale_dtype: torch.dtype) -> Tensor:
+    """The calibrated scale of an input, from the largest magnitude that it is to hold.
+
+    Args:
+        largest: one element, float32, > 0.
+        scheme: for which `is_calibrated` holds.
+        scale_dtype: in which scales are stored; the global one of two levels is always float32.
+    Returns:
+        (1,) in the dtype that is stored.
+    """
+    if scheme.dtype.scale == "e4m3":
+        return global_scale(largest, scheme.dtype)
+    return round_scale(largest.float() / scheme.dtype.half_range, scale_dtype).to(scale_dtype).reshape(1)

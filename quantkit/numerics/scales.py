@@ -1,0 +1,86 @@
+"""Scales as they will read back from disk: in a float dtype, as 8-bit floats under a common one, or as powers of two.
+
+Shapes: N outputs, G groups per row. Two levels (nvfp4): scale = e4m3 / global_scale, with global_scale = 448 * 6 / the
+tensor's largest magnitude. Powers of two (mxfp4, mxfp8): the largest magnitude's own, less that of the type's largest
+value; one up where the magnitude's first two mantissa bits are set, as compressed-tensors does and OCP MX leaves open.
+Source: OCP Microscaling Formats (MX) 1.0, section 6.3; compressed-tensors `quantization/utils/{helpers,mxfp_utils}.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.dtype import DType
+
+_E4M3_MAXIMUM = 448.0
+_E4M3_FLOOR = 0.125  # what compressed-tensors puts in place of a scale that rounds to zero
+_EXPONENTS = (-127, 127)
+# A mantissa from 1.75 on is carried to the next power of two by adding a quarter of it.
+_CARRY, _EXPONENT_BITS = 1 << 21, 0x7F800000
+
+
+def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale as it will read back from disk, never zero.
+
+    Args:
+        scale: any shape, float32, >= 0.
+        dtype: what is stored.
+    Returns:
+        float32 tensor whose values `dtype` holds exactly; where it would be zero it is the dtype's epsilon.
+    """
+    stored = scale.to(dtype).float()
+    return torch.where(stored > 0, stored, torch.finfo(dtype).eps)
+
+
+def global_scale(largest: Tensor, dtype: DType) -> Tensor:
+    """The upper of two levels of scales, which maps the largest magnitude to the largest scale times the largest code.
+
+    Args:
+        largest: one element, float32, the tensor's largest magnitude.
+        dtype: of the codes.
+    Returns:
+        (1,) float32; 1 when `largest` is zero.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    value = _E4M3_MAXIMUM * dtype.maximum / largest.float().clamp_min(tiny)
+    return torch.where(torch.isfinite(value), value, torch.ones_like(value)).reshape(1)
+
+
+def storable_scale(largest: Tensor, dtype: DType, scale_dtype: torch.dtype, tensor_largest: Tensor | None) -> Tensor:
+    """The scale that maps the largest magnitudes to the largest code, as near as it can be stored.
+
+    Args:
+        largest: (N, G) float32, >= 0, of each group.
+        dtype: of the codes, symmetric.
+        scale_dtype: in which scales are stored, unless the type says otherwise.
+        tensor_largest: one element, the largest magnitude of all that shares a global scale; only for such types.
+    Returns:
+        As `largest`, float32, > 0.
+    """
+    if dtype.scale == "e8m0":
+        return power_of_two(largest, dtype)
+    scale = largest / dtype.half_range
+    if dtype.scale == "float":
+        return round_scale(scale, scale_dtype)
+    assert tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
+    outer = global_scale(tensor_largest, dtype)
+    local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
+    return torch.where(local == 0, _E4M3_FLOOR, local) / outer
+
+
+def power_of_two(largest: Tensor, dtype: DType) -> Tensor:
+    """The power of two that takes these magnitudes into the range of a type's codes.
+
+    Args:
+        largest: any shape, float32, >= 0.
+        dtype: of the codes.
+    Returns:
+        float32, between 2**-127 and 2**127; NaN for what is not finite.
+    """
+    carried = (largest.contiguous().view(torch.int32) + _CARRY & _EXPONENT_BITS).view(torch.float32)
+    exponent = torch.floor(torch.log2(carried)) - math.floor(math.log2(dtype.maximum))
+    scale = torch.exp2(exponent.clamp(*_EXPONENTS).double()).float()
+    return torch.where(torch.isfinite(largest), scale, torch.nan)
