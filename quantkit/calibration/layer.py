@@ -57,6 +57,7 @@ class LayerContext:
         original: the layer as it was, likewise.
         arguments: what the model calls the layer with, besides the hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
+        cache_scales: tensors of the KV cache to write beside the weights, by relative name.
         input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
             `quantkit.calibration.input_scales`.
     """
@@ -78,6 +79,7 @@ class LayerContext:
     samples: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, LinearRecord] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    cache_scales: dict[str, Tensor] = field(default_factory=dict)
     _largest: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -143,17 +145,18 @@ class LayerContext:
             left -= kept.shape[0] * kept.shape[1]
         return calls
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, **more: Any) -> Tensor:
         """Output of the layer with its present weights; inputs of committed linears are quantized if the scheme says.
 
         Args:
             hidden: (B, T, D), any device.
+            more: arguments for the layer besides those that the model gives it.
         Returns:
             (B, T, D) on the layer's device.
         """
         hidden = hidden.to(self.device)
         with torch.inference_mode(), self._quantized_inputs():
-            output: Tensor | tuple[Tensor, ...] = self.block(hidden, **self.arguments(hidden))
+            output: Tensor | tuple[Tensor, ...] = self.block(hidden, **{**self.arguments(hidden), **more})
         return output[0] if isinstance(output, tuple) else output
 
     def original_forward(self, hidden: Tensor) -> Tensor:

@@ -82,9 +82,10 @@ def _table(found: dict[str, Recipe]) -> Table:
     table.add_column("description")
     for name, recipe in found.items():
         default = recipe.scheme.default
-        activations = "" if default.activation is None else default.activation.dtype.name
+        activations = "" if default is None or default.activation is None else default.activation.dtype.name
         steps = ", ".join(recipe.step_names)
-        table.add_row(name, default.weight.describe(), activations, steps, _first_sentence(recipe.description))
+        weights = "as they are" if default is None else default.weight.describe()
+        table.add_row(name, weights, activations, steps, _first_sentence(recipe.description))
     return table
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantkit.checkpoint.source import resolve
+from quantkit.runtime.cache_choice import follows_checkpoint
 from quantkit.runtime.llm import LLM
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
@@ -21,6 +23,8 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
     """
     given = {name: value for name, value in settings.items() if value is not None}
     # Scales of quantized keys may be per page, so there the page is the one that serving uses.
-    pages = {"page_size": PAGE_SIZE} if given.get("kv_cache", "auto") in UNQUANTIZED else {}
+    asked = given.get("kv_cache", "auto")
+    quantized = asked not in UNQUANTIZED or (asked == "auto" and path is not None and follows_checkpoint(resolve(path)))
+    pages = {} if quantized else {"page_size": PAGE_SIZE}
     defaults = {"max_sequences": MAX_SEQUENCES, "token_budget": TOKEN_BUDGET, **pages}
     return LLM(path, **{**defaults, **given})

@@ -150,7 +150,7 @@ def logits(llm: LLM, windows: Windows) -> list[Tensor]:
     what the cache costs would not show.
     """
     size = min(max(map(len, windows)), llm.engine.options.token_budget)
-    return llm.score(windows, chunk_size=size if llm.kv_cache in UNQUANTIZED else 1)
+    return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
 
 
 @torch.inference_mode()

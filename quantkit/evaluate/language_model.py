@@ -119,7 +119,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval notes about the model."""
         model = self.llm.model
-        return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_cache}
+        return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_type}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
         """Token ids of a text."""

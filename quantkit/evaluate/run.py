@@ -147,7 +147,7 @@ def _settings(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int) -> 
         "few-shot examples": "as each task says" if options.num_fewshot is None else str(options.num_fewshot),
         "chat template": "applied" if options.chat_template else "not applied",
         "BOS": "added" if bos else "not added",
-        "KV cache": llm.kv_cache,
+        "KV cache": llm.kv_type,
         "seed": str(seed),
     }
 

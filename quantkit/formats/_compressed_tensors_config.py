@@ -71,6 +71,22 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
     return {"quantization_config": {**fields, **constants}}
 
 
+def cache_only_config() -> dict[str, Any]:
+    """A `quantization_config` that quantizes no linear, to hold the `kv_cache_scheme` of a model whose weights stay."""
+    fields = QuantizationConfig(config_groups={}, format="dense", quantization_status="compressed").model_dump(
+        mode="json"
+    )
+    fields.pop("moe_sparsity_config", None)
+    return {**fields, "version": compressed_tensors.__version__, "sparsity_config": {}, "transform_config": {}}
+
+
+def fp8_cache_args(strategy: str) -> dict[str, Any]:
+    """The `kv_cache_scheme` of FP8 keys and values with fixed scales: strategy "tensor" or "attn_head"."""
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, dynamic=False, symmetric=True)
+    fields: dict[str, Any] = args.model_dump(mode="json")
+    return fields
+
+
 def read_config(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme that a config.json describes; None when it is not of compressed-tensors.
 
@@ -89,6 +105,8 @@ def read_config(config: Mapping[str, Any]) -> Scheme | None:
     targets = {
         target: _linear_scheme(name, group) for name, group in parsed.config_groups.items() for target in group.targets
     }
+    if not targets and parsed.kv_cache_scheme is not None:
+        return Scheme(default=None)
     if not targets:
         raise SchemeError("quantization_config has no config_groups with targets: nothing says how weights are stored")
     default = targets.pop(_LINEAR, None)
@@ -145,7 +163,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise SchemeError(f"quantization_config is not one that compressed-tensors accepts: {reason}") from error
-    formats = [parsed.format] if "format" in section else []
+    formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]
     for name in map(_plain, formats):
         if name not in _READABLE:

@@ -23,13 +23,13 @@ from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
 _PLAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODE_TYPES: dict[DType, int] = {FP8: 3, INT8: 4, INT4: 5}
-_GRANULARITIES = {"tensor": 1, "token": 2, "channel": 3}
+_GRANULARITIES = {"tensor": 1, "head": 1, "token": 2, "channel": 3}
 
 
 class _Array(Structure):
     _fields_ = (
         *[(name, c_int64) for name in ("type", "granularity", "width", "codes", "scale", "zero")],
-        ("fixed_scale", c_double),
+        ("fixed", c_void_p),
     )
 
 
@@ -108,7 +108,7 @@ class NativeAttention:
         assert function is not None
         self._attend = function
         self._plain = TorchAttention(views)
-        self._structure = _layer(views)
+        self._structure = _layer(views)  # which points into what the plain version holds
         self._layer = byref(self._structure)
         self._same_width = views.layout.head_dim == views.layout.value_width
         self._value_width = views.layout.value_width
@@ -182,7 +182,7 @@ def _layer(views: KVViews) -> _Layer:
             type=_PLAIN_TYPES[side.codes.dtype] if dtype is None else _CODE_TYPES[dtype],
             granularity=0 if dtype is None else _GRANULARITIES[side.scheme.granularity],
             width=width,
-            fixed_scale=side.fixed_scale,
+            fixed=None if side.fixed is None else side.fixed.data_ptr(),
             **offsets,
         )
 

@@ -8,7 +8,7 @@ C tokens already cached, L new tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +51,27 @@ class TorchAttention:
         out = attend(query, key, value, self._views, batch, options)
         store(key, value, self._views, batch)
         return out
+
+
+class RotatedAttention:
+    """Attention whose queries and keys are multiplied by one orthogonal matrix first; see `ops.PagedAttention`.
+
+    Their products stay what they are; what is stored of the keys is spread over all channels.
+
+    Args:
+        inner: attends and stores.
+        matrix: (D, D) float32, on the device of the pages.
+    """
+
+    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor) -> None:
+        self._inner, self._matrix = inner, matrix
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+    ) -> Tensor:
+        """See `ops.PagedAttention`."""
+        query, key = ((states.float() @ self._matrix).to(states.dtype) for states in (query, key))
+        return self._inner(query, key, value, batch, options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +146,9 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     if array.scheme.dtype is None:
         values = codes.to(dtype)
     else:
-        values = dequantize(codes, scale, zero, array.scheme, dtype, array.fixed_scale)
+        values = dequantize(
+            codes, scale, zero, array.scheme, dtype, 1.0 if array.fixed is None else array.fixed[:, None, None]
+        )
     return values.transpose(0, 1).flatten(1, 2)
 
 
@@ -217,7 +240,7 @@ def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> 
     if array.scheme.dtype is None:
         array.codes[pages, :, offsets] = fresh.to(array.codes.dtype)
         return
-    codes, scale, zero = quantize(fresh, array.scheme, array.fixed_scale)
+    codes, scale, zero = quantize(fresh, array.scheme, 1.0 if array.fixed is None else array.fixed[:, None])
     for target, stored in ((array.codes, codes), (array.scale, scale), (array.zero, zero)):
         if target is not None and stored is not None:
             target[pages, :, offsets] = stored

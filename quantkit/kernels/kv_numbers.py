@@ -33,22 +33,22 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def quantize(
-    values: Tensor, scheme: CacheScheme, fixed_scale: float = 1.0
+    values: Tensor, scheme: CacheScheme, fixed: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Codes, scale and zero of keys or values.
 
     Args:
         values: (..., D), for granularity "channel" (..., S, D) with all tokens of a page; not modified.
         scheme: must be quantized.
-        fixed_scale: of granularity "tensor".
+        fixed: scale of granularity "tensor" and "head"; broadcast over `values`.
     Returns:
         codes: (..., D) uint8, or (..., D/2) for INT4.
         scale, zero: (...) fp16 per token, (..., D) per channel (the token axis reduced), or None.
     """
     axis = -2 if scheme.granularity == "channel" else -1
     single = values.float()
-    if scheme.dtype is FP8 and scheme.granularity == "tensor":
-        return _to_fp8(single / fixed_scale), None, None
+    if scheme.is_fixed:
+        return _to_fp8(single / fixed), None, None
     if scheme.symmetric:
         limit = FP8.maximum if scheme.dtype is FP8 else INT8.maximum
         scale = _round_up(single.abs().amax(axis, keepdim=True) / limit)
@@ -68,21 +68,21 @@ def dequantize(
     zero: Tensor | None,
     scheme: CacheScheme,
     dtype: torch.dtype,
-    fixed_scale: float = 1.0,
+    fixed: float | Tensor = 1.0,
 ) -> Tensor:
     """Values of codes; the inverse of `quantize` up to rounding.
 
     Args:
         codes, scale, zero: as returned by `quantize`.
-        scheme, fixed_scale: as given to it.
+        scheme, fixed: as given to it.
         dtype: of the result.
     Returns:
         (..., D) values, computed in float32 and rounded once.
     """
     axis = -2 if scheme.granularity == "channel" else -1
     single = _decode(codes, scheme.dtype)
-    if scheme.granularity == "tensor":
-        return (single if fixed_scale == 1.0 else single * fixed_scale).to(dtype)
+    if scheme.is_fixed:
+        return (single * fixed).to(dtype)
     assert scale is not None
     single = single * scale.float().unsqueeze(axis)
     return (single if zero is None else single.add_(zero.float().unsqueeze(axis))).to(dtype)

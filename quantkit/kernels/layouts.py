@@ -31,7 +31,17 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.dtype import INT4
+from quantkit.numerics.kv_cache import (
+    FP8_TENSOR,
+    INT4_CHANNEL,
+    INT4_TOKEN,
+    INT8_TOKEN,
+    KEY_SCHEMES,
+    VALUE_SCHEMES,
+    LayerCache,
+    Scales,
+)
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
 ALIGNMENT = 16
@@ -43,23 +53,14 @@ MAX_ROLLBACK = 16
 
 SCALE_DTYPE = torch.float16
 
-_INT4_TOKEN = CacheScheme(dtype=INT4, granularity="token", symmetric=False)
-_INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
-_INT8_TOKEN = CacheScheme(dtype=INT8, granularity="token")
-_FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
-_FP8_TOKEN = CacheScheme(dtype=FP8, granularity="token")
-
-_VALUE_SCHEMES = (_INT4_TOKEN, _INT8_TOKEN, _FP8_TENSOR, _FP8_TOKEN)
-_KEY_SCHEMES = (*_VALUE_SCHEMES, _INT4_CHANNEL)
-
 _PRESETS: dict[str, KVScheme | None] = {
     "auto": None,
     "bf16": None,
     "fp16": None,
     "fp32": None,
-    "fp8": KVScheme(key=_FP8_TENSOR, value=_FP8_TENSOR),
-    "int8": KVScheme(key=_INT8_TOKEN, value=_INT8_TOKEN),
-    "int4": KVScheme(key=_INT4_CHANNEL, value=_INT4_TOKEN),
+    "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
+    "int8": KVScheme(key=INT8_TOKEN, value=INT8_TOKEN),
+    "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
 }
 _PRESET_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,14 +86,14 @@ class PagedArray:
         scheme: how they are quantized, if at all.
         codes: (N, H, S, D) in the model's dtype, or uint8 codes, D/2 bytes for INT4.
         scale, zero: (N, H, S) fp16 per token, (N, H, D) per channel; None where the scheme has none.
-        fixed_scale: of granularity "tensor".
+        fixed: (H,) float32, scales of granularity "tensor" and "head"; None = all are 1.
     """
 
     scheme: CacheScheme
     codes: Tensor
     scale: Tensor | None
     zero: Tensor | None
-    fixed_scale: float
+    fixed: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +126,10 @@ class KVLayout:
         dtype: of keys and values that are not quantized, of the tail, and of what is computed.
         scheme: number types; the default keeps both in `dtype`.
         value_dim: channels of a value; None = head_dim.
-        key_scale, value_scale: of granularity "tensor", from the checkpoint or 1.0.
+        key_scale, value_scale: of granularity "tensor" and "head", from the checkpoint or 1.0.
     Raises:
-        SchemeError: a scheme that no kernel reads, or INT4 with an odd number of channels.
+        SchemeError: a scheme that no kernel reads, INT4 with an odd number of channels, or scales that are not positive
+            numbers, one for all heads or one for each.
     """
 
     num_heads: int
@@ -136,18 +138,24 @@ class KVLayout:
     dtype: torch.dtype
     scheme: KVScheme = field(default_factory=KVScheme)
     value_dim: int | None = None
-    key_scale: float = 1.0
-    value_scale: float = 1.0
+    key_scale: Scales = 1.0
+    value_scale: Scales = 1.0
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
-        for what, scheme, known, width in (
-            ("keys", self.scheme.key, _KEY_SCHEMES, self.head_dim),
-            ("values", self.scheme.value, _VALUE_SCHEMES, self.value_width),
+        for what, scheme, known, width, scales in (
+            ("keys", self.scheme.key, KEY_SCHEMES, self.head_dim, self.key_scale),
+            ("values", self.scheme.value, VALUE_SCHEMES, self.value_width, self.value_scale),
         ):
             if scheme.dtype is not None and scheme not in known:
-                raise SchemeError(f"no KV cache keeps {what} as {_name(scheme)}; use {', '.join(map(_name, known))}")
+                names = ", ".join(other.describe() for other in known)
+                raise SchemeError(f"no KV cache keeps {what} as {scheme.describe()}; use {names}")
+            found = (scales,) if isinstance(scales, float) else scales
+            if len(found) not in (1, self.num_heads) or not all(0 < scale < math.inf for scale in found):
+                raise SchemeError(
+                    f"the fixed scales of {what} are {scales}; expected a positive number, or {self.num_heads} of them"
+                )
             if scheme.dtype is INT4 and width % 2:
                 raise SchemeError(f"int4 {what} need an even number of channels, not {width}; use int8")
 
@@ -159,7 +167,7 @@ class KVLayout:
     @property
     def is_quantized(self) -> bool:
         """Whether keys or values are."""
-        return self.scheme.key.dtype is not None or self.scheme.value.dtype is not None
+        return self.scheme.is_quantized
 
     @property
     def has_tail(self) -> bool:
@@ -215,14 +223,20 @@ class KVLayout:
                 codes=arrays[name],
                 scale=arrays.get(f"{name}_scale"),
                 zero=arrays.get(f"{name}_zero"),
-                fixed_scale=fixed_scale,
+                fixed=self._fixed(scheme, scales, pool.device),
             )
-            for name, scheme, fixed_scale in (
+            for name, scheme, scales in (
                 ("key", self.scheme.key, self.key_scale),
                 ("value", self.scheme.value, self.value_scale),
             )
         )
         return KVViews(layout=self, pool=pool, key=key, value=value, key_tail=tail)
+
+    def _fixed(self, scheme: CacheScheme, scales: Scales, device: torch.device) -> Tensor | None:
+        """(H,) float32; None where there is nothing to multiply with."""
+        if not scheme.is_fixed or scales == 1.0:
+            return None
+        return torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads).contiguous().to(device)
 
     def _codes(self, scheme: CacheScheme, width: int) -> tuple[tuple[int, ...], torch.dtype]:
         if scheme.dtype is None:
@@ -234,7 +248,7 @@ def _scales(
     name: str, scheme: CacheScheme, by_token: tuple[int, int], by_channel: tuple[int, int]
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """The scale arrays of keys or values: none, a scale, or a scale and a zero."""
-    if scheme.dtype is None or scheme.granularity == "tensor":
+    if scheme.dtype is None or scheme.is_fixed:
         return []
     shape = by_token if scheme.granularity == "token" else by_channel
     kinds = ("scale",) if scheme.symmetric else ("scale", "zero")
@@ -243,12 +257,6 @@ def _scales(
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _name(scheme: CacheScheme) -> str:
-    if scheme.dtype is None:
-        return "unquantized"
-    return f"{scheme.dtype.name} per {scheme.granularity}" + ("" if scheme.symmetric else " asymmetric")
 
 
 def kv_scheme(name: str) -> KVScheme | None:
@@ -277,7 +285,8 @@ def make_layout(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
-    scheme: KVScheme | None,
+    scheme: KVScheme | None = None,
+    cache: LayerCache | None = None,
     window: int | None = None,
     quantize: bool = True,
     value_dim: int | None = None,
@@ -289,17 +298,21 @@ def make_layout(
     Args:
         num_heads, head_dim, page_size, dtype, value_dim: see `KVLayout`.
         scheme: what the user asked for; None = not quantized.
+        cache: the same with scales, in place of `scheme`.
         window: the layer's sliding window, if it has one.
         quantize: False keeps this layer unquantized, e.g. where keys have a large bias.
     """
-    keep = window is not None or not quantize
+    wanted = cache or LayerCache(scheme=scheme or KVScheme())
+    kept = wanted if quantize and window is None else LayerCache()
     return KVLayout(
         num_heads=num_heads,
         head_dim=head_dim,
         page_size=page_size,
         dtype=dtype,
-        scheme=KVScheme() if scheme is None or keep else scheme,
+        scheme=kept.scheme,
         value_dim=value_dim,
+        key_scale=kept.key_scale,
+        value_scale=kept.value_scale,
     )
 
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from quantkit.kernels import _native_ops, reference, triton
 from quantkit.kernels._native_attention import NativeAttention
 from quantkit.kernels._native_attention import is_available as _has_native_attention
-from quantkit.kernels.attention import AttentionOptions, TorchAttention
+from quantkit.kernels.attention import AttentionOptions, RotatedAttention, TorchAttention
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
+from quantkit.numerics.kv_cache import hadamard
 
 __all__ = [
     "AttentionOptions",
@@ -64,6 +65,13 @@ class PagedAttention(Protocol):
 
 def attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages; chosen once, when they are allocated."""
+    found = _fastest(views)
+    if views.layout.scheme.rotation == "none":
+        return found
+    return RotatedAttention(found, hadamard(views.layout.head_dim).to(views.pool.device))
+
+
+def _fastest(views: KVViews) -> PagedAttention:
     if triton.is_used(views.pool.device):
         from quantkit.kernels.triton import attention as on_gpu
 

@@ -239,7 +239,7 @@ def _finish(
         runs=runs,
         memory=_memory(target, options),
         roofline=tuple(records.values()),
-        kv_cache=target.llm.kv_cache,
+        kv_cache=target.llm.kv_type,
         capacity_tokens=pages * engine.options.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),

@@ -19,10 +19,11 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.source import resolve
 from quantkit.errors import InputError
 from quantkit.kernels import native
-from quantkit.kernels.layouts import kv_dtype, kv_scheme, page_bytes, tail_bytes
+from quantkit.kernels.layouts import kv_dtype, page_bytes, tail_bytes
 from quantkit.measure._linear_bytes import Place, dense_bytes, quantized_bytes
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.runtime.cache_choice import read_stored_cache
 from quantkit.runtime.config import ModelConfig, read_config
 from quantkit.runtime.llm import DEMO
 from quantkit.runtime.loader import find_format, pick_dtype
@@ -107,7 +108,8 @@ def predict(
         scheme=scheme if format_ is not None else None,
         place=Place(device=place, dtype=chosen, native=on_cpu),
     )
-    layouts = config_layouts(config, kv_scheme(kv_cache), page_size, kv_dtype(kv_cache, chosen))
+    caches = read_stored_cache(reader, config).choose(kv_cache)
+    layouts = config_layouts(config, caches, page_size, kv_dtype(kv_cache, chosen))
     return Prediction(
         weight_bytes=sizes.total(head_dtype),
         page_bytes=page_bytes(layouts),

@@ -159,9 +159,9 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """The scheme of every linear of a model: a default and rules; the last rule that matches wins."""
+    """The scheme of every linear of a model: a default, None = left alone, and rules; the last that matches wins."""
 
-    default: LinearScheme
+    default: LinearScheme | None
     rules: tuple[Rule, ...] = ()
 
     def find(self, name: str) -> LinearScheme | None:
@@ -179,20 +179,48 @@ class CacheScheme:
 
     Args:
         dtype: number type; None = as computed, 16 or 32 bits.
-        granularity: what shares one scale: "tensor" (fixed, 1.0 unless the checkpoint has one), "token" (a token's
-            values of one head) or "channel" (a channel of one head over the tokens of a page; the page is quantized
-            once, when it is complete).
+        granularity: what shares one scale: "tensor" or "head" (fixed, found by calibration, 1.0 where a checkpoint has
+            none), "token" (a token's values of one head) or "channel" (a channel of one head over the tokens of a
+            page; the page is quantized once, when it is complete).
         symmetric: no zero point; always so for float types.
     """
 
     dtype: DType | None = None
-    granularity: Literal["tensor", "token", "channel"] = "token"
+    granularity: Literal["tensor", "head", "token", "channel"] = "token"
     symmetric: bool = True
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the scales are known before the first token."""
+        return self.dtype is not None and self.granularity in ("tensor", "head")
+
+    def describe(self) -> str:
+        """Short form for tables and messages, e.g. `int4 per channel asymmetric`."""
+        if self.dtype is None:
+            return "unquantized"
+        return f"{self.dtype.name} per {self.granularity}" + ("" if self.symmetric else " asymmetric")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVScheme:
-    """How keys and values are kept in the cache."""
+    """How keys and values are kept in the cache.
+
+    Args:
+        key, value: number types.
+        rotation: "hadamard": keys, and queries alike, are multiplied by a Hadamard matrix after the position embedding,
+            which leaves their products as they are and spreads what one channel has over all of them.
+    """
 
     key: CacheScheme = CacheScheme()
     value: CacheScheme = CacheScheme()
+    rotation: Literal["none", "hadamard"] = "none"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are."""
+        return self.key.dtype is not None or self.value.dtype is not None
+
+    def describe(self) -> str:
+        """Short form for tables and messages, e.g. `keys int4 per channel asymmetric, values int8 per token`."""
+        rotated = " (rotated)" if self.rotation != "none" else ""
+        return f"keys {self.key.describe()}{rotated}, values {self.value.describe()}"

@@ -119,7 +119,7 @@ def _check_format(plan: Plan, folder: Path) -> None:
     """The config as a loader will read it gives each linear the scheme that it was quantized with."""
     scheme = plan.format.recognise(json.loads((folder / "config.json").read_text()))
     if scheme is None:
-        if plan.format.keeps_codes:
+        if plan.format.keeps_codes and plan.linears:
             raise AuditError("config.json does not describe the format it was written in")
         return
     for name, linear in plan.linears.items():

@@ -17,6 +17,7 @@ from quantkit.errors import InputError, ModelError, OutputError, RecipeError, Sc
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
+from quantkit.pipeline.kv_cache import check_cache
 from quantkit.recipe import Recipe
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,6 +107,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     short = name if model is None or not Path(model).is_dir() else reader.path.resolve().name
     if "quantization_config" in reader.config:
         raise ModelError(f"{reader.path} is already quantized (config.json has quantization_config); give the original")
+    check_cache(recipe, reader.config)
     architecture = find_compressible(reader.config)
     place = pick_device(device)
     dtype = _source_dtype(reader, architecture)
@@ -214,7 +216,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     for rule in scheme.rules:
         if not any(rule.matches(name) for name in every):
             raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
-    if not any(layers):
+    if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
     return tuple(layers), (*left_alone, skeleton.architecture.head)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.calibration.activations import ActivationStore, Mode
 from quantkit.calibration.dataset import Samples
@@ -26,6 +25,13 @@ from quantkit.pipeline.audit import check_checkpoint, check_weight, check_writte
 from quantkit.pipeline.events import SILENT, Listener
 from quantkit.pipeline.file import write_file
 from quantkit.pipeline.inputs import embed, read_samples
+from quantkit.pipeline.kv_cache import (
+    check_cache,
+    check_cache_written,
+    check_scales,
+    find_cache,
+    with_cache,
+)
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
 from quantkit.recipe import Recipe
@@ -61,6 +67,7 @@ def quantize(
     """
     run = partial(_quantize, device=device, activations=activations, resume=resume, listener=listener)
     if recipe.format == "gguf":
+        check_cache(recipe, {})
         return write_file(model, recipe, output, overwrite=overwrite, run=run)
     return run(model, recipe, output, overwrite=overwrite)
 
@@ -178,6 +185,10 @@ class _Run:
                 step.apply(layer)
         with self._phase("round", seconds):
             layer.finish()
+        cache = None
+        if plan.recipe.kv_cache is not None:
+            with self._phase("kv cache", seconds):
+                cache = find_cache(plan.recipe.kv_cache, plan.architecture, layer)
         with self._phase("write", seconds):
             shard, digest, names = self._write(index, layer)
         snr, states = None, list[str]()
@@ -194,6 +205,7 @@ class _Run:
             notes=tuple(layer.notes),
             seconds={phase: round(value, 3) for phase, value in seconds.items()},
             peak_bytes=peak_bytes(),
+            kv_cache=cache,
         )
         self.state.finish_layer(record, shard, digest, names, states)
         for store in (self.store, self.original_store):
@@ -227,7 +239,8 @@ class _Run:
     def _write(self, index: int, layer: LayerContext) -> tuple[str, str, list[str]]:
         """Write and read back one layer's shard; its name, SHA-256 and tensor names."""
         plan = self.plan
-        tensors: dict[str, Tensor] = {}
+        scales = {f"{layer.name}.{key}": value for key, value in layer.cache_scales.items()}
+        tensors = dict(scales)
         for linear, weight in layer.quantized.items():
             prefix = f"{layer.name}.{linear}"
             check_weight(prefix, weight)
@@ -247,6 +260,7 @@ class _Run:
         digest = write_shard(path, tensors)
         for linear, weight in layer.quantized.items():
             check_written(path, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
+        check_scales(path, scales)
         return shard, digest, sorted(tensors)
 
     def finish(self) -> CompressionResult:
@@ -259,11 +273,12 @@ class _Run:
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
         described = plan.format.config(plan.linears, plan.left_alone, group_order=plan.group_order)
-        config = {**plan.reader.config, **described}
+        config = {**plan.reader.config, **with_cache(plan.recipe, described, self.state.records)}
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():
             shutil.copyfile(path, folder / path.name)
         check_checkpoint(folder, plan, self.state.records)
+        check_cache_written(folder, plan.recipe, config, self.state.records)
         self.timer["finish"] = time.perf_counter() - started
         result = self._result(size)
         self._write_manifest(result, digests)
@@ -288,7 +303,7 @@ class _Run:
             num_layers=len(records),
             num_quantized=len(linears),
             left_alone=plan.left_alone,
-            bits_per_weight=bits / weights,
+            bits_per_weight=bits / weights if weights else 8.0 * plan.compute_dtype.itemsize,
             source_bytes=plan.reader.num_bytes,
             output_bytes=size,
             layers=records,

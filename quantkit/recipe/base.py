@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class Recipe:
         name: short name, also part of the default output directory.
         description: what it does, when to use it, what it costs.
         scheme: which numbers each linear is stored in.
+        kv_cache: what keys and values are stored in; None = nothing is said about them.
         steps: how well the numbers are chosen, in running order; none = plain rounding.
         step_names: of `steps`, as written in the file.
-        calibration: None when there are no steps.
+        calibration: None when nothing looks at data.
         format: on-disk format.
         seed: of everything that draws random numbers.
         source: the same as plain data with every default filled in, without description and gates; two recipes with
@@ -58,3 +60,4 @@ class Recipe:
     seed: int
     source: dict[str, Any]
     gates: tuple[str, ...] = ()
+    kv_cache: CacheGoal | None = None

@@ -11,9 +11,11 @@ from quantkit.errors import GateError, RecipeError, SchemeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.gates import parse_gates
 from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.recipe.base import CalibrationPlan, Recipe
 from quantkit.recipe.document import parse
+from quantkit.recipe.kv_cache import build_cache, cache_source
 from quantkit.recipe.override import Overrides, patched
 from quantkit.recipe.schema import Calibration, Document, Override, validate
 from quantkit.recipe.steps import build_steps
@@ -51,9 +53,11 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         RecipeError: as `load`.
     """
     document = validate(Document, data, where)
+    _check_parts(document, where)
     steps, options = build_steps(document.steps, where)
     overrides = [_completed(document, index, where) for index in range(len(document.overrides))]
-    calibration = _calibration(document, bool(steps), where)
+    kv_cache = build_cache(document, where)
+    calibration = _calibration(document, bool(steps), kv_cache, where)
     return Recipe(
         name=document.name,
         description=" ".join(document.description.split()),
@@ -65,6 +69,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         seed=document.seed,
         source=_source(document, overrides, options, calibration, where),
         gates=_gates(document.gates, where),
+        kv_cache=kv_cache,
     )
 
 
@@ -80,11 +85,13 @@ def check(path: str | Path) -> list[str]:
     """
     recipe = load(path)
     names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
-    if "smoothquant" in names and scheme.activation is None:
+    if "smoothquant" in names and scheme is not None and scheme.activation is None:
         remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
     if "gptq" in names and names[-1] != "gptq":
         late = ", ".join(names[names.index("gptq") + 1 :])
         remarks.append(f"gptq fixes the codes, so the steps after it ({late}) come too late; move gptq to the end")
+    if scheme is None:
+        return remarks
     if scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind:
         pair = f"{scheme.weight.dtype.name} weights with {scheme.activation.dtype.name} activations"
         remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
@@ -124,6 +131,8 @@ def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
         raise RecipeError(f"{where}: overrides[{index}].modules: the list is empty; name at least one pattern")
     if override.weights is None:
         return {"modules": modules, "skip": True}
+    if document.weights is None:
+        raise RecipeError(f"{where}: overrides[{index}].weights: changes 'weights', which the recipe does not have")
     return {
         "modules": modules,
         "weights": {**document.weights.model_dump(), **override.weights.model_dump(exclude_none=True)},
@@ -134,7 +143,9 @@ def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> 
     activation = None
     if document.activations is not None:
         activation = ActivationScheme(dtype=find_dtype(document.activations.dtype))
-    default = LinearScheme(weight=_weight(document.weights.model_dump(), where, "weights"), activation=activation)
+    default = None
+    if document.weights is not None:
+        default = LinearScheme(weight=_weight(document.weights.model_dump(), where, "weights"), activation=activation)
     rules: list[Rule] = []
     for index, override in enumerate(overrides):
         linear = None
@@ -159,8 +170,19 @@ def _weight(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
         raise RecipeError(f"{where}: {path}: {error}") from None
 
 
-def _calibration(document: Document, has_steps: bool, where: str) -> Calibration | None:
-    if has_steps:
+def _check_parts(document: Document, where: str) -> None:
+    """Weights may only be missing from a recipe that is about the KV cache alone."""
+    if document.weights is not None:
+        return
+    if document.kv_cache is None:
+        raise RecipeError(f"{where}: weights: is required but missing")
+    for name in ("activations", "steps"):
+        if getattr(document, name):
+            raise RecipeError(f"{where}: {name}: has no effect without 'weights'; add them or remove it")
+
+
+def _calibration(document: Document, has_steps: bool, kv_cache: CacheGoal | None, where: str) -> Calibration | None:
+    if has_steps or (kv_cache is not None and kv_cache.needs_data):
         return document.calibration or Calibration()
     if document.calibration is not None:
         raise RecipeError(f"{where}: calibration has no effect without steps; remove it, or add a step such as gptq")
@@ -189,9 +211,12 @@ def _source(
     calibration: Calibration | None,
     where: str,
 ) -> dict[str, Any]:
-    source: dict[str, Any] = {"name": document.name, "weights": document.weights.model_dump()}
-    if document.activations is not None:
-        source["activations"] = document.activations.model_dump()
+    source: dict[str, Any] = {"name": document.name}
+    for name in ("weights", "activations"):
+        section = getattr(document, name)
+        if section is not None:
+            source[name] = section.model_dump()
+    source |= cache_source(document, where)
     source["ignore"] = list(document.ignore)
     source["overrides"] = overrides
     source["steps"] = [{name: given} for name, given in options.items()]

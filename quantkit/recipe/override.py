@@ -11,14 +11,19 @@ from typing import Any
 
 from quantkit.errors import RecipeError, suggestion
 from quantkit.recipe.document import parse_value
-from quantkit.recipe.schema import Activations, Calibration, Document, Section, Weights
+from quantkit.recipe.schema import Activations, Calibration, Document, KVCache, Section, Weights
 from quantkit.recipe.steps import option_names, step_name
 
 __all__ = ["Overrides", "patched"]
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
-SECTIONS: dict[str, type[Section]] = {"weights": Weights, "activations": Activations, "calibration": Calibration}
+SECTIONS: dict[str, type[Section]] = {
+    "weights": Weights,
+    "activations": Activations,
+    "kv_cache": KVCache,
+    "calibration": Calibration,
+}
 
 
 def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:

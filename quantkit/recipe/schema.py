@@ -15,7 +15,18 @@ from quantkit.errors import RecipeError, SchemeError, suggestion
 from quantkit.numerics.dtype import find_dtype
 from quantkit.recipe.document import shorten
 
-__all__ = ["Activations", "Calibration", "Document", "Override", "Section", "WeightChanges", "Weights", "validate"]
+__all__ = [
+    "Activations",
+    "CacheSide",
+    "Calibration",
+    "Document",
+    "KVCache",
+    "Override",
+    "Section",
+    "WeightChanges",
+    "Weights",
+    "validate",
+]
 
 DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"
 
@@ -115,6 +126,29 @@ class Activations(Section):
     dtype: DTypeName
 
 
+Granularity = Literal["tensor", "head", "token", "channel"]
+
+
+class CacheSide(Section):
+    """`keys:` or `values:` of `kv_cache:`; None = as is said for both, else what suits the number type."""
+
+    dtype: DTypeName | None = None
+    granularity: Granularity | None = None
+
+
+class KVCache(Section):
+    """`kv_cache:` of the file."""
+
+    dtype: DTypeName
+    granularity: Granularity | None = None
+    keys: CacheSide = CacheSide()
+    values: CacheSide = CacheSide()
+    rotation: Literal["none", "hadamard"] = "none"
+    outliers: Literal["detect", "off"] = "detect"
+    remedy: Literal["auto", "channel", "int8", "fp8", "leave"] = "auto"
+    clip: Literal["absmax", "mse"] = "absmax"
+
+
 class Override(Section):
     """One entry of `overrides:`: other weights for some modules, or none."""
 
@@ -144,8 +178,9 @@ class Document(Section):
 
     name: Annotated[str, AfterValidator(_name)]
     description: str = ""
-    weights: Weights
+    weights: Weights | None = None
     activations: Activations | None = None
+    kv_cache: KVCache | None = None
     ignore: Patterns = ()
     overrides: list[Override] = []
     steps: list[Any] = []

@@ -12,6 +12,7 @@ from quantkit.results.benchmark import (
 )
 from quantkit.results.compression import (
     SCHEMA_VERSION,
+    CacheRecord,
     CheckpointSummary,
     CompressionResult,
     LayerRecord,
@@ -45,6 +46,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "BenchmarkResult",
     "BenchmarkRun",
+    "CacheRecord",
     "CheckpointSummary",
     "Comparison",
     "CompressionResult",

@@ -33,6 +33,28 @@ class LinearRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheRecord:
+    """What the KV cache of one layer is to be.
+
+    Args:
+        scheme: of keys and values, as config.json has it under `quantkit_kv_cache`.
+        key_scale, value_scale: fixed scales as written, one or one per head; none where each token has its own.
+        largest_key, typical_key: the largest magnitude seen, and the root mean square of an ordinary channel of the
+            head whose is smallest; None without data.
+        noise_asked: what rounding as the recipe asks adds to an ordinary key channel, as a share of its mean square.
+        noise: the same as decided.
+    """
+
+    scheme: dict[str, Any]
+    key_scale: tuple[float, ...] = ()
+    value_scale: tuple[float, ...] = ()
+    largest_key: float | None = None
+    typical_key: float | None = None
+    noise_asked: float | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRecord:
     """What happened to one decoder layer.
 
@@ -44,6 +66,7 @@ class LayerRecord:
         notes: everything out of the ordinary, e.g. raised damping; one sentence each.
         seconds: wall time by phase ("load", "steps", "write", ...).
         peak_bytes: resident memory of the process at its highest so far.
+        kv_cache: what keys and values are kept in; None where the recipe says nothing about them.
     """
 
     index: int
@@ -53,6 +76,7 @@ class LayerRecord:
     notes: tuple[str, ...]
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
+    kv_cache: CacheRecord | None = None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerRecord:
@@ -60,7 +84,11 @@ class LayerRecord:
         linears = tuple(
             LinearRecord(**{**linear, "shape": (linear["shape"][0], linear["shape"][1])}) for linear in data["linears"]
         )
-        return cls(**{**data, "linears": linears, "notes": tuple(data["notes"])})
+        kept = data.get("kv_cache")
+        if kept is not None:
+            scales = {name: tuple(kept[name]) for name in ("key_scale", "value_scale")}
+            kept = CacheRecord(**{**kept, **scales})
+        return cls(**{**data, "linears": linears, "notes": tuple(data["notes"]), "kv_cache": kept})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme
+from quantkit.kernels.layouts import KVLayout, kv_dtype
 from quantkit.runtime.context import size_pool
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.kv_cache import KVCache
@@ -52,7 +52,8 @@ def make_engine(
     """
     if not model.paged and kv_cache != "auto":
         raise RequestError(f"kv_cache {kv_cache!r} is only for models that run natively; leave it out")
-    layouts = model.layouts(kv_scheme(kv_cache), options.page_size, kv_dtype(kv_cache, model.dtype))
+    caches = model.stored_cache.choose(kv_cache)
+    layouts = model.layouts(caches, options.page_size, kv_dtype(kv_cache, model.dtype))
     draft_layouts = [] if draft is None else draft.layouts(None, options.page_size)
     pages = size_pool(
         [*layouts, *draft_layouts],

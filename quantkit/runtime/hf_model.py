@@ -18,9 +18,10 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout
-from quantkit.numerics.scheme import KVScheme
+from quantkit.runtime.cache_choice import StoredCache
 from quantkit.runtime.kv_cache import KVCache
 from quantkit.runtime.memory import check_memory
+from quantkit.runtime.model import Caches
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,6 +46,7 @@ class TransformersModel:
     """
 
     paged = False
+    stored_cache = StoredCache(num_layers=0)
 
     def __init__(self, model: Any, max_length: int, eos_ids: tuple[int, ...], notes: tuple[str, ...]) -> None:
         self.max_length, self.eos_ids, self.notes = max_length, eos_ids, notes
@@ -70,7 +72,7 @@ class TransformersModel:
             )
         self._states: dict[int, _State] = {}
 
-    def layouts(self, kv: KVScheme | None, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
         """None: keys and values are transformers' own."""
         return []
 

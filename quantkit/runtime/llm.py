@@ -17,6 +17,7 @@ from quantkit.kernels import native
 from quantkit.kernels.layouts import kv_scheme, page_bytes
 from quantkit.runtime import scoring
 from quantkit.runtime.assembly import make_engine
+from quantkit.runtime.cache_choice import cache_type
 from quantkit.runtime.context import check_settings, parse_bytes, pick_device
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loader import load_model
@@ -46,7 +47,7 @@ class LLM:
         path: model directory or hub id; None = the demo model that comes with quantkit.
         dtype: to compute in: auto, float32, bfloat16, float16.
         device: auto, cpu, cuda or cuda:<i>.
-        kv_cache: auto, bf16, fp16, fp32, fp8, int8 or int4.
+        kv_cache: auto (what the checkpoint says, else the model's dtype), bf16, fp16, fp32, fp8, int8 or int4.
         max_length: tokens of a sequence at most; None = what the model can.
         memory: of the KV pool, bytes or a text such as "4GiB"; None = enough for max_sequences of max_length, as far
             as memory is free.
@@ -217,6 +218,12 @@ class LLM:
         return scoring.score(self.engine, sequences, chunk_size)
 
     @property
+    def kv_type(self) -> str:
+        """Number type of the cache: as asked for, or what the checkpoint says where that was `auto`."""
+        cache = self.engine.runner.cache
+        return self.kv_cache if cache is None else cache_type(cache.layouts, self.kv_cache)
+
+    @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of keys and values that one token takes, all layers; 0 when the model keeps its own."""
         cache = self.engine.runner.cache
@@ -231,7 +238,7 @@ class LLM:
             "kv_tokens": engine.pool.num_pages * engine.options.page_size,
             "kv_pages": engine.pool.num_pages,
             "kv_free_pages": engine.pool.num_free,
-            "kv_cache": self.kv_cache,
+            "kv_cache": self.kv_type,
             "prefix_hit_tokens": engine.prefix.num_hit_tokens,
             "prefix_asked_tokens": engine.prefix.num_asked_tokens,
             "preemptions": engine.scheduler.num_preemptions,

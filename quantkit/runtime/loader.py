@@ -26,6 +26,7 @@ from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime._settings import NotNative
 from quantkit.runtime._weights import Weights, make_block
+from quantkit.runtime.cache_choice import read_stored_cache
 from quantkit.runtime.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.manifest import check_tensors, head_name, make_manifest
 from quantkit.runtime.memory import check_memory
@@ -114,6 +115,7 @@ def load_native(
     manifest = make_manifest(config, reader)
     tied = head_name(config.architecture, reader) if config.tied else None
     check_tensors(manifest, reader, scheme, tied)
+    stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device, memory)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
@@ -140,7 +142,8 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=notes,
+        notes=(*notes, stored_cache.note) if stored_cache.note else notes,
+        stored_cache=stored_cache,
     )
 
 

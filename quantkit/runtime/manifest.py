@@ -17,7 +17,9 @@ from quantkit.numerics.scheme import Scheme
 from quantkit.runtime.config import ExpertsConfig, ModelConfig
 
 # Buffers that old checkpoints carry, and scales of a KV cache, which belong to no weight.
-_IGNORED = re.compile(r".*(rotary_emb\.inv_freq|\.attention\.(masked_)?bias|\.[qkv]_scale|\.(q|k|v|prob)_zero_point)")
+_IGNORED = re.compile(
+    r".*(rotary_emb\.inv_freq|\.attention\.(masked_)?bias|\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

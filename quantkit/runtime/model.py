@@ -15,11 +15,15 @@ from torch.nn.functional import embedding
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, make_layout
 from quantkit.kernels.linear import Linear
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
+from quantkit.runtime.cache_choice import StoredCache
 from quantkit.runtime.config import ModelConfig
 from quantkit.runtime.kv_cache import KVCache
 from quantkit.runtime.layers import Block, Norm, enter
 from quantkit.runtime.rope import RopeConfig, RopeTable
+
+Caches = KVScheme | Sequence[LayerCache] | None
 
 
 class Model(Protocol):
@@ -34,6 +38,7 @@ class Model(Protocol):
         dtype: of the computation.
         device: where it runs.
         notes: what was decided at load and a user should know.
+        stored_cache: what the checkpoint says about its KV cache.
     """
 
     vocab_size: int
@@ -45,12 +50,13 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]
+    stored_cache: StoredCache
 
-    def layouts(self, kv: KVScheme | None, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
         """How each layer keeps keys and values.
 
         Args:
-            kv: number types; None = as computed.
+            kv: number types, for all layers or for each; None = as computed.
             page_size: tokens per page.
             dtype: of what is not quantized; None = the model's.
         """
@@ -76,7 +82,7 @@ class NativeModel:
         final_norm: before the head.
         head: (R, H) -> (R, V).
         num_bytes, stored_bytes: see `Model`.
-        eos_ids, dtype, device, notes: see `Model`.
+        eos_ids, dtype, device, notes, stored_cache: see `Model`.
     """
 
     paged = True
@@ -96,7 +102,9 @@ class NativeModel:
         dtype: torch.dtype,
         device: torch.device,
         notes: tuple[str, ...],
+        stored_cache: StoredCache,
     ) -> None:
+        self.stored_cache = stored_cache
         self.config, self.dtype, self.device, self.notes, self.eos_ids = config, dtype, device, notes, eos_ids
         self.vocab_size, self.max_length = config.vocab_size, config.max_length
         self.num_bytes, self.stored_bytes = num_bytes, stored_bytes
@@ -110,7 +118,7 @@ class NativeModel:
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._logits_scale, self._softcap = config.logits_scale, config.logits_softcap
 
-    def layouts(self, kv: KVScheme | None, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
         """See `Model`."""
         return config_layouts(self.config, kv, page_size, dtype or self.dtype)
 
@@ -159,23 +167,24 @@ class NativeModel:
         return logits
 
 
-def config_layouts(config: ModelConfig, kv: KVScheme | None, page_size: int, dtype: torch.dtype) -> list[KVLayout]:
+def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch.dtype) -> list[KVLayout]:
     """How each layer of a model keeps keys and values.
 
     Args:
         config: of the model.
-        kv: number types; None = as computed.
+        kv: number types, for all layers or for each; None = as computed.
         page_size: tokens per page.
         dtype: of what is not quantized.
     """
+    caches = kv if isinstance(kv, Sequence) else [LayerCache(scheme=kv or KVScheme())] * len(config.layers)
     return [
         make_layout(
             num_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,
             dtype=dtype,
-            scheme=kv,
+            cache=cache,
             window=layer.window,
         )
-        for layer in config.layers
+        for layer, cache in zip(config.layers, caches, strict=True)
     ]

@@ -8,8 +8,9 @@ import torch
 
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, kv_dtype, kv_scheme
+from quantkit.kernels.layouts import KVLayout, kv_dtype
 from quantkit.runtime._settings import NotNative
+from quantkit.runtime.cache_choice import StoredCache, read_stored_cache
 from quantkit.runtime.config import ModelConfig, read_config
 from quantkit.runtime.context import size_pool
 from quantkit.runtime.loader import find_format, find_native, pick_dtype
@@ -45,10 +46,10 @@ def find_room(
     found = _read(path, dtype, device)
     if found is None:
         return None
-    config, computed = found
+    config, computed, stored = found
     if max_length is not None and max_length > config.max_length:
         raise RequestError(f"max_length is {max_length}, but the model's context is {config.max_length} tokens")
-    layouts = config_layouts(config, kv_scheme(kv_cache), page_size, kv_dtype(kv_cache, computed))
+    layouts = config_layouts(config, stored.choose(kv_cache), page_size, kv_dtype(kv_cache, computed))
     layouts += _draft_layouts(draft, config, dtype, device, page_size)
     length = max_length or config.max_length
     pages = size_pool(
@@ -78,12 +79,14 @@ def _draft_layouts(
     return config_layouts(found[0], None, page_size, found[1])
 
 
-def _read(path: Path, dtype: str | torch.dtype, device: torch.device) -> tuple[ModelConfig, torch.dtype] | None:
-    """Config and dtype of the computation; None when the model does not run natively."""
+def _read(
+    path: Path, dtype: str | torch.dtype, device: torch.device
+) -> tuple[ModelConfig, torch.dtype, StoredCache] | None:
+    """Config, dtype of the computation and what is said of the KV cache; None when the model does not run natively."""
     reader = CheckpointReader(path)
     try:
         config = read_config(reader.config, find_native(reader))
         find_format(reader)
     except NotNative:
         return None
-    return config, pick_dtype(dtype, reader, config, device)[0]
+    return config, pick_dtype(dtype, reader, config, device)[0], read_stored_cache(reader, config)

@@ -125,7 +125,7 @@ def test_fp8_clamps_instead_of_overflowing():
     assert dequantize(codes, None, None, FP8_TENSOR, torch.float32).tolist() == [[448.0, -448.0, 448.0, 448.0]]
 
 
-def test_fixed_scale_of_the_checkpoint_is_used():
+def test_fixed_of_the_checkpoint_is_used():
     values = torch.tensor([[1000.0, -3.0]])
     codes, _, _ = quantize(values, FP8_TENSOR, 4.0)
     assert dequantize(codes, None, None, FP8_TENSOR, torch.float32, 4.0).tolist() == [[1024.0, -3.0]]

@@ -15,7 +15,7 @@ from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.recipe import CalibrationPlan, check, load
 from quantkit.recipe.load import build
-from quantkit.recipe.schema import Activations, Calibration, Document, Weights
+from quantkit.recipe.schema import Activations, Calibration, Document, KVCache, Weights
 
 DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
 INT4_G32 = "weights: {dtype: int4, group_size: 32}\n"
@@ -290,8 +290,9 @@ def test_the_documentation_names_every_field_and_every_option():
             default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
             assert re.search(rf"`{field.name}` \(`?{re.escape(default)}`?[;)]", row), field.name
     sections = {"": Document, "weights.": Weights, "activations.": Activations, "calibration.": Calibration}
+    sections["kv_cache."] = KVCache
     for prefix, section in sections.items():
-        for name in section.model_fields.keys() - {"weights", "activations", "calibration"}:
+        for name in section.model_fields.keys() - {"weights", "activations", "calibration", "kv_cache"}:
             assert f"\n| `{prefix}{name}` |" in text, prefix + name
 
 

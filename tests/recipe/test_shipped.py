@@ -8,12 +8,20 @@ from quantkit.recipe import check, load, shipped
 
 MEANING = {
     "awq-int4": ("int4 g128 asym", ("awq",)),
+    "awq-int4-kv4": ("int4 g128 asym", ("awq",)),
+    "awq-int4-kv8": ("int4 g128 asym", ("awq",)),
     "fp8-dynamic": ("fp8 channel, activations fp8 per token", ()),
     "gptq-int4": ("int4 g128", ("gptq",)),
     "gptq-int8": ("int8 channel", ("gptq",)),
+    "kv-fp8": (None, ()),
     "rtn-int4": ("int4 g128", ()),
     "rtn-int8": ("int8 channel", ()),
     "w8a8-int8": ("int8 channel, activations int8 per token", ("smoothquant", "gptq")),
+}
+CACHES = {
+    "awq-int4-kv4": "keys int4 per channel asymmetric, values int4 per token asymmetric",
+    "awq-int4-kv8": "keys int8 per token, values int8 per token",
+    "kv-fp8": "keys fp8 per tensor, values fp8 per tensor",
 }
 
 
@@ -24,9 +32,11 @@ def test_these_are_shipped():
 @pytest.mark.parametrize("name", MEANING)
 def test_it_stores_and_does_what_its_name_promises(name):
     recipe = load(name)
-    assert (recipe.scheme.default.describe(), recipe.step_names) == MEANING[name]
+    weights = recipe.scheme.default
+    assert (weights and weights.describe(), recipe.step_names) == MEANING[name]
+    assert (recipe.kv_cache and recipe.kv_cache.scheme.describe()) == CACHES.get(name)
     assert recipe.name == name == recipe.source["name"]
-    assert (recipe.calibration is None) == (not recipe.steps)
+    assert (recipe.calibration is None) == (not recipe.steps and name not in CACHES)
     assert check(name) == []
 
 
@@ -45,7 +55,9 @@ def test_the_format_can_hold_it(name):
     from quantkit.formats import REGISTRY
 
     recipe = load(name)
-    REGISTRY.load(recipe.format).check(recipe.scheme.default, (256, 384))
+    format_ = REGISTRY.load(recipe.format)
+    if recipe.scheme.default is not None:
+        format_.check(recipe.scheme.default, (256, 384))
 
 
 @pytest.mark.parametrize("name", MEANING)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.runtime.cache_choice import StoredCache
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.scheduler import SchedulerOptions
 from quantkit.runtime.speculation_governor import Governor
@@ -42,6 +43,7 @@ class ToyModel:
     eos_ids: tuple[int, ...] = ()
     stored_bytes = num_bytes = 0
     notes = ()
+    stored_cache = StoredCache(num_layers=0)
     device = torch.device("cpu")
     dtype = torch.float32
 

@@ -143,7 +143,7 @@ static void soften_row(const state *s, int64_t row, const block *keys, const blo
 /* Scales and zeros of a block of a page; unused lanes are 0 so that 0 * garbage cannot appear. */
 static void find_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
                         int64_t token) {
-    b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed_scale != 1);
+    b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed);
     b->has_zero = array->granularity == KV_TOKEN && array->zero >= 0;
     for (int64_t at = 0; at < b->tokens; at += 16) {
         __mmask16 lanes = qk_lanes(at, b->tokens);
@@ -151,7 +151,7 @@ static void find_scales(block *b, const kv_layer *layer, const kv_array *array, 
             _mm512_storeu_ps(b->scale + at, qk_load_state(kv_scales(layer, array, array->scale, page, head, token), at,
                                                           QK_F16, lanes));
         else if (b->has_scale)
-            _mm512_storeu_ps(b->scale + at, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps((float)array->fixed_scale)));
+            _mm512_storeu_ps(b->scale + at, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps(array->fixed[head])));
         if (b->has_zero)
             _mm512_storeu_ps(b->zero + at, qk_load_state(kv_scales(layer, array, array->zero, page, head, token), at,
                                                          QK_F16, lanes));

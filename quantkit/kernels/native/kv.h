@@ -10,7 +10,7 @@ enum { KV_NONE, KV_TENSOR, KV_TOKEN, KV_CHANNEL };
 typedef struct {
     int64_t type, granularity, width; /* channels of a head */
     int64_t codes, scale, zero;       /* where the blocks start in a page, in bytes; -1: there is none */
-    double fixed_scale;
+    const float *fixed;               /* of KV_TENSOR, one per head; NULL: all are 1 */
 } kv_array;
 
 typedef struct {

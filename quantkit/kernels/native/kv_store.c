@@ -118,7 +118,7 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
                         const uint8_t *from, int type) {
     uint8_t *to = kv_codes(layer, array, page, head, token);
     int64_t width = array->width;
-    __m512 scale = _mm512_set1_ps((float)array->fixed_scale);
+    __m512 scale = _mm512_set1_ps(array->fixed ? array->fixed[head] : 1);
     if (array->type <= KV_F16) {
         store_plain(to, from, width, type, (int)array->type);
         return;

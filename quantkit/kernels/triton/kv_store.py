@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton.pages import KINDS, block, granularity, strides, width
+from quantkit.kernels.triton.pages import KINDS, block, fixed, granularity, strides, width
 
 
 @triton.jit
@@ -113,11 +113,11 @@ def _store_kernel(
     if K_GRANULARITY != 2:
         _store_token(
             key + token * key_strides[0] + head * key_strides[1], k_codes, k_scale, k_zero, page, head, inside,
-            kc_strides, ks_strides, k_fixed, K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
+            kc_strides, ks_strides, tl.load(k_fixed + head), K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
         )  # fmt: skip
     _store_token(
         value + token * value_strides[0] + head * value_strides[1], v_codes, v_scale, v_zero, page, head, inside,
-        vc_strides, vs_strides, v_fixed, V_KIND, V_GRANULARITY, V_WIDTH, V_BLOCK,
+        vc_strides, vs_strides, tl.load(v_fixed + head), V_KIND, V_GRANULARITY, V_WIDTH, V_BLOCK,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
         key, value, batch.slots,
         views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
         key.stride()[:2], value.stride()[:2], *strides(views.key), *strides(views.value),
-        float(views.key.fixed_scale), float(views.value.fixed_scale),
+        fixed(views.key), fixed(views.value),
         K_KIND=KINDS[views.key.scheme.dtype], K_GRANULARITY=granularity(views.key),
         V_KIND=KINDS[views.value.scheme.dtype], V_GRANULARITY=granularity(views.value),
         K_WIDTH=k_width, K_BLOCK=block(k_width), V_WIDTH=v_width, V_BLOCK=block(v_width),

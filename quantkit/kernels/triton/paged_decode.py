@@ -214,7 +214,7 @@ def _part_kernel(
     query, key, value, tail, tail_rows, page_table, query_starts, positions,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, part_out, part_sums,
     query_strides, key_strides, value_strides, tail_strides, table_stride,
-    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_factor, v_factor, softcap, window, num_parts,
+    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window, num_parts,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr,
@@ -234,6 +234,7 @@ def _part_kernel(
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
+    k_factor, v_factor = tl.load(k_fixed + head) * k_unit, tl.load(v_fixed + head) * v_unit
     for start in range(begin, tl.minimum(end, whole), TILE):
         at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, end, PAGE, TILE)
         scores = _scores(
@@ -325,7 +326,8 @@ def attend(
         part_out, part_sums,
         query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
         batch.page_table.stride(0), *pages.strides(views.key), *pages.strides(views.value),
-        float(options.scale), pages.factor(views.key, native), pages.factor(views.value, native),
+        float(options.scale), pages.fixed(views.key), pages.fixed(views.value),
+        pages.unit(views.key, native), pages.unit(views.value, native),
         float(options.softcap or 1.0), int(options.window or 0), parts,
         K_KIND=pages.KINDS[views.key.scheme.dtype], K_GRANULARITY=pages.granularity(views.key),
         V_KIND=pages.KINDS[views.value.scheme.dtype], V_GRANULARITY=pages.granularity(views.value),

@@ -5,7 +5,10 @@ Not here: where arrays lie in a page (`kernels.layouts`) and how numbers are rou
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from torch import Tensor
 
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.kernels.triton import num_processors, power_of_two
@@ -14,7 +17,7 @@ from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 PLAIN, E4M3, BYTE, NIBBLE = range(4)
 FIXED, TOKEN, CHANNEL = range(3)
 KINDS: dict[DType | None, int] = {None: PLAIN, FP8: E4M3, INT8: BYTE, INT4: NIBBLE}
-GRANULARITIES = {"tensor": FIXED, "token": TOKEN, "channel": CHANNEL}
+GRANULARITIES = {"tensor": FIXED, "head": FIXED, "token": TOKEN, "channel": CHANNEL}
 
 FP8_CAPABILITY = 89
 """From which on a chip converts e4m3 itself."""
@@ -39,10 +42,20 @@ def granularity(array: PagedArray) -> int:
     return FIXED if array.scheme.dtype is None else GRANULARITIES[array.scheme.granularity]
 
 
-def factor(array: PagedArray, native_fp8: bool) -> float:
-    """What all numbers of an array are multiplied with."""
-    by_hand = array.scheme.dtype is FP8 and not native_fp8
-    return float(array.fixed_scale) * (_BY_HAND if by_hand else 1.0)
+def unit(array: PagedArray, native_fp8: bool) -> float:
+    """What decoded numbers of an array are too small by."""
+    return _BY_HAND if array.scheme.dtype is FP8 and not native_fp8 else 1.0
+
+
+def fixed(array: PagedArray) -> Tensor:
+    """(H,) float32, what decoded numbers of each head are multiplied with; ones where there is nothing."""
+    return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
+
+
+@functools.cache
+def _ones(heads: int, device: torch.device) -> Tensor:
+    """Made once, so that a recorded graph finds it again."""
+    return torch.ones(heads, dtype=torch.float32, device=device)
 
 
 def strides(array: PagedArray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,110 @@
+"""Running statistics of the keys and values of one layer, for the choice of its KV cache.
+
+Shapes: B samples, H key/value heads, T tokens, D channels, S tokens per page. Sums are kept in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.dtype import FP8
+from quantkit.numerics.kv_cache import hadamard
+
+PAGE_TOKENS = 64
+"""Tokens that share a channel's range, as in the pages of the runtime."""
+
+_SAMPLE_TOKENS = 2048
+_CLIPS = tuple(1 - 0.05 * step for step in range(13))  # of the largest number: 1.0 down to 0.4
+
+
+class HeadStatistics:
+    """What is known of the keys, or of the values. *Mutable*: grows with `update`."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self._num_pages = 0
+        self._sums: dict[str, Tensor] = {}
+        self._sample: list[Tensor] = []
+        self.peak = self.channel_peak = torch.empty(0)
+
+    def update(self, states: Tensor) -> None:
+        """Take in (B, H, T, D), any float dtype; not modified."""
+        single = states.detach().float()
+        size = single.abs()
+        channels = size.amax((0, 2))  # (H, D)
+        self.channel_peak = channels if not self.num_tokens else torch.maximum(self.channel_peak, channels)
+        self.peak = self.channel_peak.amax(1)  # (H,)
+        highest, lowest = single.amax(-1), single.amin(-1)  # (B, H, T)
+        self._add("square", single.double().square().sum((0, 2)))
+        self._add("token_range", (highest - lowest).double().square().sum((0, 2)))
+        self._add("token_peak", size.amax(-1).double().square().sum((0, 2)))
+        for page in torch.split(single, PAGE_TOKENS, dim=2):
+            if page.shape[2] == PAGE_TOKENS or not self._num_pages:
+                self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
+                self._num_pages += page.shape[0]
+        left = _SAMPLE_TOKENS - sum(part.shape[0] for part in self._sample)
+        if left > 0:
+            flat = single.transpose(1, 2).flatten(0, 1)  # (B T, H, D)
+            self._sample.append(flat[:: max(1, len(flat) // 256)][:left].clone())
+        self.num_tokens += single.shape[0] * single.shape[2]
+
+    def mean_square(self) -> Tensor:
+        """(H, D) of each channel."""
+        return self._sums["square"] / self.num_tokens
+
+    def typical(self) -> Tensor:
+        """(H,) mean square of an ordinary channel: the median of each head, never zero."""
+        return self.mean_square().median(1).values.clamp_min(1e-30)
+
+    def mean_square_range(self) -> Tensor:
+        """(H,) of a token's largest less its smallest number."""
+        return self._sums["token_range"] / self.num_tokens
+
+    def mean_square_peak(self) -> Tensor:
+        """(H,) of a token's largest magnitude."""
+        return self._sums["token_peak"] / self.num_tokens
+
+    def page_ranges(self) -> Tensor:
+        """(H,) mean square of a channel's range over a page, over its mean square: that of the median channel."""
+        ranges = self._sums["page_range"] / max(1, self._num_pages)
+        return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values
+
+    def best_clip(self, peaks: Tensor) -> Tensor:
+        """Which share of the largest number the largest FP8 code should be, for the least squared error.
+
+        Args:
+            peaks: (1,) of all heads, or (H,).
+        Returns:
+            as peaks; 1.0 where clipping nothing is best.
+        """
+        sample = torch.cat(self._sample)  # (N, H, D)
+        errors = []
+        for clip in _CLIPS:
+            scale = (peaks * clip / FP8.maximum).reshape(1, -1, 1)
+            codes = (sample / scale).clamp(FP8.minimum, FP8.maximum).to(FP8.storage).float()
+            wrong = (codes * scale - sample).double().square().sum((0, 2))
+            errors.append(wrong if len(peaks) > 1 else wrong.sum().reshape(1))
+        best = torch.stack(errors).argmin(0)
+        return torch.tensor(_CLIPS, device=peaks.device)[best]
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+class CacheStatistics:
+    """Of one layer's keys and values.
+
+    Args:
+        rotate: keys are also looked at as a Hadamard rotation leaves them.
+    """
+
+    def __init__(self, *, rotate: bool = False) -> None:
+        self.rotate = rotate
+        self.keys, self.values, self.rotated = HeadStatistics(), HeadStatistics(), HeadStatistics()
+
+    def update(self, keys: Tensor, values: Tensor) -> None:
+        """Take in (B, H, T, D) keys and (B, H, T, Dv) values; they are not modified."""
+        self.keys.update(keys)
+        self.values.update(values)
+        if self.rotate:
+            self.rotated.update(keys.float() @ hadamard(keys.shape[-1]).to(keys.device))

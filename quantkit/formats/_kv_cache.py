@@ -1,0 +1,163 @@
+"""What a checkpoint says about its KV cache, in both directions: config.json, and the tensors of fixed scales.
+
+FP8 with fixed scales is written as compressed-tensors and vLLM read it: `quantization_config.kv_cache_scheme`, and
+beside each layer's projections `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1]. Number types
+and granularities that no standard holds, and layers that differ from the rest, stand in an entry of config.json of our
+own:
+
+    "quantkit_kv_cache": {"version": 1, "keys": {"dtype": "int4", "granularity": "channel"},
+                          "values": {"dtype": "int4", "granularity": "token"}, "rotation": "none",
+                          "layers": {"3": {"keys": null, "values": {...}, "rotation": "none"}}}
+
+It lies outside `quantization_config`, so other readers pass it over and compute with 16-bit keys and values.
+Source of names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._compressed_tensors_config import cache_only_config, fp8_cache_args
+from quantkit.numerics.kv_cache import (
+    FP8_HEAD,
+    FP8_TENSOR,
+    LayerCache,
+    Scales,
+    scheme_from_dict,
+    scheme_to_dict,
+)
+from quantkit.numerics.scheme import KVScheme
+
+CONFIG_KEY = "quantkit_kv_cache"
+VERSION = 1
+
+_STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
+_FIXED = {"tensor": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR), "attn_head": KVScheme(key=FP8_HEAD, value=FP8_HEAD)}
+# Where tools put the scale of keys; that of values has a v for the k. The last is one scale for both.
+_NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "qkv_proj.{}_scale", "kv_scale")
+
+
+def cache_tensors(attention: str, cache: LayerCache) -> dict[str, Tensor]:
+    """The scales of one layer as they are stored; none where its number types need none.
+
+    Args:
+        attention: name of the attention module.
+        cache: with the scales that calibration found.
+    """
+    return {
+        f"{attention}.{side}_scale": _stored(scales)
+        for side, scales in (("k", cache.key_scale), ("v", cache.value_scale))
+    }
+
+
+def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequence[KVScheme]) -> dict[str, Any]:
+    """Entries of config.json, those for the KV cache added.
+
+    Args:
+        described: what the format says.
+        asked: what the recipe asks for.
+        layers: what each layer got.
+    """
+    entries = dict(described)
+    if asked.key.is_fixed:
+        section = dict(entries.get("quantization_config") or cache_only_config())
+        section["kv_cache_scheme"] = fp8_cache_args(_STRATEGIES[asked.key.granularity])
+        entries["quantization_config"] = section
+    if not asked.key.is_fixed or any(layer != asked for layer in layers):
+        different = {str(index): scheme_to_dict(layer) for index, layer in enumerate(layers) if layer != asked}
+        entries[CONFIG_KEY] = {"version": VERSION, **scheme_to_dict(asked), "layers": different}
+    return entries
+
+
+def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVScheme, ...] | None:
+    """What config.json says each layer's keys and values are kept in; None when it says nothing.
+
+    Args:
+        config: contents of config.json.
+        num_layers: decoder layers.
+    Raises:
+        SchemeError: it says something that cannot be done here; the message gives what.
+    """
+    entry = config.get(CONFIG_KEY)
+    if entry is not None:
+        return _own(entry, num_layers)
+    section = config.get("quantization_config")
+    if not isinstance(section, Mapping):
+        return None
+    given = section.get("kv_cache_scheme")
+    inner = section.get("quantization")
+    algorithm = (inner if isinstance(inner, Mapping) else section).get("kv_cache_quant_algo")
+    if given == "static" or (given is None and algorithm == "FP8"):
+        return (_FIXED["tensor"],) * num_layers
+    if given is None and algorithm is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise SchemeError(f"a KV cache of {given or algorithm!r} is not known")
+    strategy, dynamic = given.get("strategy") or "tensor", bool(given.get("dynamic"))
+    if given.get("type") != "float" or given.get("num_bits") != 8 or dynamic or strategy not in _FIXED:
+        raise SchemeError(
+            f"kv_cache_scheme says {given.get('num_bits')}-bit {given.get('type')} with strategy {strategy!r}, "
+            f"dynamic={dynamic}; known are 8-bit floats with fixed scales, strategy tensor or attn_head"
+        )
+    return (_FIXED[strategy],) * num_layers
+
+
+def read_scales(
+    attention: str, num_heads: int, names: Callable[[str], bool], tensor: Callable[[str], Tensor]
+) -> tuple[Scales, Scales] | None:
+    """The fixed scales of one layer's keys and values; None when the checkpoint has none.
+
+    Args:
+        attention: full name of the attention module.
+        num_heads: key/value heads.
+        names: whether the checkpoint has a tensor of this name.
+        tensor: reads one.
+    Raises:
+        CheckpointError: only one of the two is there, or a scale is no positive number, or their number is wrong.
+    """
+    found: list[Scales] = []
+    for side in ("k", "v"):
+        stored = next((n for n in (f"{attention}.{name.format(side, side)}" for name in _NAMES) if names(n)), None)
+        if stored is not None:
+            found.append(_checked(stored, tensor(stored), num_heads))
+    if len(found) == 1:
+        raise CheckpointError(f"{attention} has a fixed scale for only one of keys and values; download it again")
+    return (found[0], found[1]) if found else None
+
+
+def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
+    if not isinstance(entry, Mapping) or entry.get("version") != VERSION:
+        version = entry.get("version") if isinstance(entry, Mapping) else entry
+        raise SchemeError(f"{CONFIG_KEY} has version {version!r}, and {VERSION} is what can be read; update quantkit")
+    layers = entry.get("layers") or {}
+    if not isinstance(layers, Mapping):
+        raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected layers by number")
+    unknown = [name for name in layers if not str(name).isdecimal() or int(name) >= num_layers]
+    if unknown:
+        raise SchemeError(f"{CONFIG_KEY}.layers names layer {unknown[0]!r}, and there are {num_layers}")
+    default = scheme_from_dict(entry)
+    return tuple(
+        scheme_from_dict(layers[str(index)]) if str(index) in layers else default for index in range(num_layers)
+    )
+
+
+def _stored(scales: Scales) -> Tensor:
+    tensor = torch.tensor(scales, dtype=torch.float32)
+    return tensor.reshape(-1, 1, 1) if isinstance(scales, tuple) else tensor.reshape(1)
+
+
+def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
+    values = stored.float().flatten().tolist()
+    if len(values) not in (1, num_heads):
+        raise CheckpointError(f"{name} has {len(values)} values; expected one, or one for each of {num_heads} heads")
+    if not all(0 < value < float("inf") for value in values):
+        raise CheckpointError(
+            f"{name} is {values[0]:.4g}: a scale of the KV cache must be a positive number; "
+            "download the checkpoint again, or choose another KV type with --kv-cache"
+        )
+    return values[0] if stored.dim() <= 1 and len(values) == 1 else tuple(values)

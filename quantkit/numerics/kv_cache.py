@@ -1,0 +1,142 @@
+"""What one layer's KV cache is quantized to, scales included, and the rotation of its keys. Torch, no I/O.
+
+Not the rounding of keys and values, which is the runtime's (`kernels.kv_numbers`), nor the choice of their scales,
+which is `calibration.kv_cache`. Names of number types and granularities are those of `numerics.scheme`.
+Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys and queries after the position embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import SchemeError, suggestion
+from quantkit.numerics.dtype import FP8, INT4, INT8, find_dtype
+from quantkit.numerics.scheme import CacheScheme, KVScheme
+
+FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
+FP8_HEAD = CacheScheme(dtype=FP8, granularity="head")
+FP8_TOKEN = CacheScheme(dtype=FP8)
+INT8_TOKEN = CacheScheme(dtype=INT8)
+INT4_TOKEN = CacheScheme(dtype=INT4, symmetric=False)
+INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
+VALUE_SCHEMES = (INT4_TOKEN, INT8_TOKEN, FP8_TENSOR, FP8_HEAD, FP8_TOKEN)
+KEY_SCHEMES = (*VALUE_SCHEMES, INT4_CHANNEL)
+"""All that a cache can keep keys in; values likewise but for those per channel."""
+
+Scales = float | tuple[float, ...]
+"""Of fixed granularity: one number for all heads, or one per key/value head."""
+
+UNQUANTIZED = KVScheme()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCache:
+    """How one layer's keys and values are kept.
+
+    Args:
+        scheme: number types; the default keeps both as computed.
+        key_scale, value_scale: of keys or values with fixed scales.
+    """
+
+    scheme: KVScheme = UNQUANTIZED
+    key_scale: Scales = 1.0
+    value_scale: Scales = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGoal:
+    """What a recipe asks of the KV cache of every layer.
+
+    Args:
+        scheme: number types.
+        outliers: whether layers whose keys do not bear them are looked for.
+        remedy: what those keys get instead: "channel" (the same bits, ranges per channel), "int8" or "fp8" per token,
+            "leave" (not quantized), or "auto": the first of these that helps.
+        clip: how fixed scales are chosen: "absmax" covers the largest number seen, "mse" has the least squared error.
+    """
+
+    scheme: KVScheme
+    outliers: bool = True
+    remedy: Literal["auto", "channel", "int8", "fp8", "leave"] = "auto"
+    clip: Literal["absmax", "mse"] = "absmax"
+
+    @property
+    def has_fixed_scales(self) -> bool:
+        """Whether scales have to be stored in the checkpoint."""
+        return self.scheme.key.is_fixed or self.scheme.value.is_fixed
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether keys and values of calibration data have to be looked at."""
+        return self.has_fixed_scales or (self.outliers and self.scheme.key.dtype is not None)
+
+
+def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
+    """The scheme of keys or of values by names.
+
+    Args:
+        side: "keys" or "values".
+        dtype, granularity: see `CacheScheme`.
+    Raises:
+        SchemeError: the cache cannot keep them so; the message says what it can.
+    """
+    number = find_dtype(dtype)
+    known = KEY_SCHEMES if side == "keys" else VALUE_SCHEMES
+    for scheme in known:
+        if scheme.dtype == number and scheme.granularity == granularity:
+            return scheme
+    valid = [scheme.describe() for scheme in known]
+    wanted = f"{number.name} per {granularity}"
+    raise SchemeError(f"no KV cache keeps {side} as {wanted}{suggestion(wanted, valid)}; there are: {', '.join(valid)}")
+
+
+def scheme_to_dict(scheme: KVScheme) -> dict[str, Any]:
+    """Plain data of a scheme, as config.json and recipes' records have it; the inverse is `scheme_from_dict`."""
+
+    def side(kept: CacheScheme) -> dict[str, str] | None:
+        return None if kept.dtype is None else {"dtype": kept.dtype.name, "granularity": kept.granularity}
+
+    return {"keys": side(scheme.key), "values": side(scheme.value), "rotation": scheme.rotation}
+
+
+def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
+    """The inverse of `scheme_to_dict`.
+
+    Raises:
+        SchemeError: it says something that no cache does.
+    """
+
+    def side(name: str) -> CacheScheme:
+        kept = data.get(name)
+        if kept is None:
+            return CacheScheme()
+        if not isinstance(kept, Mapping) or not all(isinstance(kept.get(key), str) for key in ("dtype", "granularity")):
+            raise SchemeError(f"{name} of the KV cache are {kept!r}; expected dtype and granularity, or null")
+        return find_cache_scheme(name, kept["dtype"], kept["granularity"])
+
+    rotation = data.get("rotation", "none")
+    if rotation not in ("none", "hadamard"):
+        raise SchemeError(f"rotation of the KV cache is {rotation!r}; expected none or hadamard")
+    return KVScheme(key=side("keys"), value=side("values"), rotation=rotation)
+
+
+def hadamard(width: int) -> Tensor:
+    """The orthogonal, symmetric matrix that keys and queries of this width are rotated by.
+
+    Blocks of the largest power of two that divides the width, each a Sylvester matrix over the root of its size.
+
+    Args:
+        width: channels of a head, D.
+    Returns:
+        (D, D) float32.
+    """
+    size = width & -width
+    block = torch.ones(1, 1)
+    while block.shape[0] < size:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.kron(torch.eye(width // size), block / size**0.5)

@@ -1,0 +1,139 @@
+"""The KV cache of a recipe in the life of a checkpoint: refused early, calibrated per layer, written, read back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures import Architecture
+from quantkit.calibration.kv_cache import calibrate_cache
+from quantkit.calibration.layer import LayerContext
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.formats._kv_cache import cache_tensors, describe_cache, read_cache_schemes
+from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
+from quantkit.recipe import Recipe
+from quantkit.results import CacheRecord, LayerRecord
+
+_LATENT = "kv_lora_rank"
+_SCALED_FORMAT = "compressed-tensors"
+_NO_ENTRY = ("gguf",)
+
+
+def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse what cannot be done, before any work.
+
+    Args:
+        recipe: with what it says about the KV cache.
+        config: contents of the model's config.json.
+    Raises:
+        ModelError: the model caches something else than keys and values.
+        SchemeError: the format cannot hold what the cache needs.
+    """
+    goal = recipe.kv_cache
+    if goal is None:
+        return
+    if config.get(_LATENT):
+        raise ModelError(
+            f"this model caches a latent ({_LATENT}={config[_LATENT]}) instead of keys and values, which kv_cache does "
+            "not describe; leave kv_cache out of the recipe"
+        )
+    if goal.has_fixed_scales and recipe.format != _SCALED_FORMAT:
+        raise SchemeError(
+            f"format {recipe.format!r} has no place for scales of the KV cache: set format={_SCALED_FORMAT}, "
+            "or kv_cache.granularity=token, which needs none"
+        )
+    if recipe.format in _NO_ENTRY:
+        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={_SCALED_FORMAT}")
+
+
+def find_cache(goal: CacheGoal, architecture: Architecture, layer: LayerContext) -> CacheRecord:
+    """Decide on the KV cache of a layer whose weights are final.
+
+    Args:
+        goal: what the recipe asks for.
+        architecture: of the model.
+        layer: modified: gets the scales to write, and a note where the decision differs from the goal.
+    """
+    found = calibrate_cache(layer, goal)
+    if found.note is not None:
+        layer.notes.append(found.note)
+    if goal.has_fixed_scales:
+        layer.cache_scales = cache_tensors(attention_module(layer.block, architecture), found.cache)
+    return found.record
+
+
+def attention_module(block: nn.Module, architecture: Architecture) -> str:
+    """Relative name of the module of a layer that attends.
+
+    Raises:
+        ModelError: it cannot be told.
+    """
+    name: str = architecture.parts.output.rpartition(".")[0]
+    modules = dict(block.named_modules())
+    if name and name in modules:
+        return name
+    numbered = [other for other, module in modules.items() if other and hasattr(module, "layer_idx")]
+    if len(numbered) != 1:
+        raise ModelError(
+            f"which module of a layer attends cannot be told ({numbered}); leave kv_cache out of the recipe"
+        )
+    return str(numbered[0])
+
+
+def check_scales(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """The scales in a shard are those that calibration found, each a positive number.
+
+    Raises:
+        AuditError: names the tensor.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in expected.items():
+            found = file.get_tensor(name)
+            if not torch.equal(found, tensor) or found.dtype != tensor.dtype:
+                raise AuditError(f"{name} in {path.name} is not the scale that was calibrated")
+            if not bool(((found > 0) & torch.isfinite(found)).all()):
+                raise AuditError(f"{name} is zero, negative or not finite")
+
+
+def with_cache(recipe: Recipe, described: dict[str, Any], records: Sequence[LayerRecord]) -> dict[str, Any]:
+    """Entries of config.json, those for the KV cache added."""
+    if recipe.kv_cache is None:
+        return described
+    layers = [scheme_from_dict(record.kv_cache.scheme) for record in records if record.kv_cache is not None]
+    return describe_cache(described, recipe.kv_cache.scheme, layers)
+
+
+def check_cache_written(
+    folder: Path, recipe: Recipe, config: Mapping[str, Any], records: Sequence[LayerRecord]
+) -> None:
+    """A finished checkpoint says of its cache what was decided, and holds the scales that the records have.
+
+    Args:
+        folder: of the checkpoint.
+        recipe: as given.
+        config: contents of its config.json.
+        records: one per layer.
+    Raises:
+        AuditError: it does not.
+    """
+    if recipe.kv_cache is None:
+        return
+    schemes = read_cache_schemes(config, len(records))
+    reader = CheckpointReader(folder)
+    for index, record in enumerate(records):
+        kept = record.kv_cache
+        if kept is None or schemes is None or schemes[index] != scheme_from_dict(kept.scheme):
+            raise AuditError(f"config.json describes the KV cache of {record.name} differently from what was decided")
+        for side, scales in (("k", kept.key_scale), ("v", kept.value_scale)):
+            names = [n for n in reader.names if n.startswith(f"{record.name}.") and n.endswith(f".{side}_scale")]
+            stored = [value for name in names for value in reader.tensor(name).flatten().tolist()]
+            if len(stored) != len(scales) or not all(map(math.isclose, stored, scales)):
+                raise AuditError(f"{record.name}: the stored {side}_scale is {stored}, calibrated was {list(scales)}")
