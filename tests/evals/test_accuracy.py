@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -12,7 +15,15 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "evals" / "accuracy"))
 
+import bench  # noqa: E402
+import page  # noqa: E402
+import peers  # noqa: E402
+import rows  # noqa: E402
+import run  # noqa: E402
 import score  # noqa: E402
+import store  # noqa: E402
+
+from quantkit.recipe.load import build  # noqa: E402
 
 DEMO = REPOSITORY / "quantkit" / "demo" / "model"
 TEXT = (REPOSITORY / "evals" / "tasks" / "demo" / "demo_text.txt").read_text(encoding="utf-8")
@@ -79,3 +90,111 @@ def test_paired_differences_see_what_the_blocks_share(shift, sign):
     other = [1.0, 5.0, 9.0, 2.0]
     value = [x + shift + e for x, e in zip(other, noise, strict=True)]
     assert score.difference(value, other).sign == sign
+
+
+def make_row(**changes) -> store.Row:
+    about = {"tool": "quantkit", "method": "gptq", "numbers": "w4g32", "symmetric": True, "how": "[gptq]"}
+    found = {"windows": 4, "tokens": 1020, "nll": (1.0, 1.1, 0.9, 1.0), "kl": (0.1, 0.2, 0.1, 0.2), "top1": 0.9}
+    return store.Row(**{**about, **found, **changes})
+
+
+def test_rows_survive_a_file(tmp_path):
+    rows_ = {"b": make_row(tasks={"t": store.pack([True, False, True])}), "a": make_row(cpu_s=1.5, peak_mb=3)}
+    store.save_rows(tmp_path / "deep" / "x.json", rows_)
+    assert store.load_rows(tmp_path / "deep" / "x.json") == rows_
+    assert list(json.loads((tmp_path / "deep" / "x.json").read_text())) == ["a", "b"]
+
+
+def test_answers_are_kept_item_by_item():
+    right = [True, False, False, True, False]
+    assert store.pack(right).scores == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert store.pack([False, False]).scores == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("model", rows.MODELS, ids=lambda model: model.name)
+def test_every_declared_row_is_a_recipe(model):
+    declared = list(rows.wanted(model))
+    assert len({row.key for row in declared}) == len(declared)
+    for row in declared:
+        made = build(rows.recipe(row, "ids.jsonl"), row.key)
+        numbers = rows.NUMBERS[row.numbers]
+        assert made.scheme.default.weight.group_size == numbers.group
+        assert made.scheme.default.weight.symmetric == row.symmetric
+        assert len(made.steps) == len(rows.METHODS[row.method])
+
+
+def test_calibration_is_drawn_as_for_the_peers(original, tmp_path):
+    found = bench.Bench(model=rows.MODELS[0], path=DEMO, data=None, original=original, windows=(), reference=[])
+    bench.write_calibration(found, tmp_path / "ids.jsonl")
+    samples = [json.loads(line)["input_ids"] for line in (tmp_path / "ids.jsonl").read_text().splitlines()]
+    text = (DEMO.parent / "calibration.txt").read_text(encoding="utf-8")
+    ids = original.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    first = random.Random(0).randrange(0, len(ids) - 255)
+    assert len(samples) == 128
+    assert {len(sample) for sample in samples} == {256}
+    assert samples[0] == [original.tokenizer.bos_token_id, *ids[first : first + 255]]
+
+
+@pytest.fixture
+def bed(monkeypatch, tmp_path):
+    """A bed where quantizing and measuring cost nothing and leave a trace."""
+    done = []
+
+    def run_row(opened, row, work, *, tasks):
+        done.append(row.key)
+        return make_row(numbers=row.numbers, method=row.method, symmetric=row.symmetric, identity=run.identity(row))
+
+    monkeypatch.setattr(run, "run_row", run_row)
+    monkeypatch.setattr(run, "open_bench", lambda model, *folders: None)
+    monkeypatch.setattr(run, "write_calibration", lambda opened, path: None)
+    monkeypatch.setattr(run, "original_row", lambda opened, *, tasks: make_row(tool="original"))
+    args = {"results": tmp_path, "work": tmp_path / "work", "models": None, "data": None, "tasks": ""}
+    return argparse.Namespace(**args, only="demo w4g32 *", redo=False, keep=False), done
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(bed):
+    args, done = bed
+    run.run_model(rows.MODELS[0], args)
+    everything = [row.key for row in rows.wanted(rows.MODELS[0]) if row.numbers == "w4g32"]
+    assert done == everything
+    path = args.results / "demo.json"
+    kept = store.load_rows(path)
+    del kept[everything[1]]
+    store.save_rows(path, kept)
+    done.clear()
+    run.run_model(rows.MODELS[0], args)
+    assert done == [everything[1]]
+
+
+def test_other_code_is_measured_again_unless_told_to_keep(bed, monkeypatch):
+    args, done = bed
+    run.run_model(rows.MODELS[0], args)
+    count = len(done)
+    monkeypatch.setattr(run, "code_digest", lambda: "other")
+    args.keep = True
+    run.run_model(rows.MODELS[0], args)
+    assert len(done) == count
+    args.keep = False
+    run.run_model(rows.MODELS[0], args)
+    assert len(done) == 2 * count
+
+
+def test_a_peers_row_is_named_by_all_that_tells_it_apart():
+    line = {"numbers": "w4g32", "tool": "T 1", "method": "m", "symmetric": True}
+    others = [{**line, key: value} for key, value in (("numbers", "w4pc"), ("tool", "T 2"), ("symmetric", False))]
+    assert len({peers.key_of(one) for one in (line, *others)}) == 4
+
+
+def test_the_page_says_which_of_two_is_better(tmp_path):
+    better, worse = make_row(kl=(0.01, 0.02, 0.01, 0.02)), make_row(kl=(0.3, 0.3, 0.3, 0.3), tool="T 1")
+    store.save_rows(tmp_path / "demo.json", {page.ORIGINAL: make_row(kl=(0.0,) * 4), "a": better})
+    store.save_rows(tmp_path / "peers-demo.json", {"b": worse})
+    text = page.render(tmp_path)
+    (line,) = [line for line in text.splitlines() if line.startswith("| 4 bits in groups of 32, symmetric")]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[5] == "=", "the same nll"
+    assert cells[8] == "+", "less KL"
+
+
+def test_the_committed_page_is_what_the_results_give():
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run: python evals/accuracy/page.py"

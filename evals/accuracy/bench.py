@@ -1,0 +1,138 @@
+"""A model of the test bed, ready to be measured against: its text in windows, the original's predictions, its tasks.
+
+Everything is drawn with fixed seeds: the same windows, calibration ids and items for quantkit and for its peers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rows import LENGTH, SAMPLES, Model
+from score import Windows, load, log_probabilities, read_windows, score
+from store import Answers, Row, pack
+from torch import Tensor
+
+from quantkit.evaluate.run import evaluate
+from quantkit.runtime.llm import DEMO, LLM
+
+TEXT_CHARACTERS = 450_000  # of the demo language: more than 400 windows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What rows of one model are measured against.
+
+    Args:
+        model: its declaration.
+        path: of the original.
+        data: folder with texts and items, or None.
+        original: the original in float32.
+        windows: of the text.
+        reference: the original's predictions there; a few hundred MB.
+    """
+
+    model: Model
+    path: Path
+    data: Path | None
+    original: LLM
+    windows: Windows
+    reference: list[Tensor]
+
+
+def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
+    """Load the original and read its text.
+
+    Args:
+        model: which.
+        models, data: folders of models and of data; not needed for the demo model.
+    """
+    path = DEMO if model.text is None else _below(models, model.name, "--models")
+    original = load(path)
+    windows = read_windows(original, _text(model.text, data, "accuracy", TEXT_CHARACTERS), max_windows=model.windows)
+    return Bench(
+        model=model,
+        path=path,
+        data=data,
+        original=original,
+        windows=windows,
+        reference=list(log_probabilities(original, windows)),
+    )
+
+
+def _below(folder: Path | None, name: str, option: str) -> Path:
+    if folder is None or not (folder / name).exists():
+        raise SystemExit(f"{name}: not below {option} ({folder}); give the folder that holds it")
+    return folder / name
+
+
+def _text(name: str | None, data: Path | None, seed: str, characters: int) -> str:
+    if name is not None:
+        return _below(data, name, "--data").read_text(encoding="utf-8")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
+    from make_tasks import calibration_text
+
+    return str(calibration_text(seed, characters))
+
+
+def write_calibration(bench: Bench, path: Path) -> None:
+    """Windows of BOS and LENGTH - 1 ids from random places of the calibration text, seed 0, one a line.
+
+    Args:
+        bench: whose model reads them.
+        path: a .jsonl file, as a recipe's calibration.data takes it.
+    """
+    bundled = DEMO.parent / "calibration.txt"
+    name = bench.model.calibration
+    text = bundled.read_text(encoding="utf-8") if name is None else _text(name, bench.data, "", 0)
+    tokenizer: Any = bench.original.tokenizer
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    draw = random.Random(0)
+    starts = [draw.randrange(0, len(ids) - LENGTH + 1) for _ in range(SAMPLES)]
+    samples = [[tokenizer.bos_token_id, *ids[start : start + LENGTH - 1]] for start in starts]
+    path.write_text("".join(json.dumps({"input_ids": sample}) + "\n" for sample in samples), encoding="utf-8")
+
+
+def measure(bench: Bench, checkpoint: Path, *, tasks: bool, **about: Any) -> Row:
+    """Score a checkpoint on the text and ask it the model's tasks.
+
+    Args:
+        bench: what it is measured against.
+        checkpoint: of any layout that quantkit reads.
+        tasks: whether to ask them.
+        about: the other fields of `Row`.
+    """
+    llm = load(checkpoint)
+    (found,) = score([llm], bench.original, bench.windows, bench.reference)
+    return Row(
+        windows=found.windows,
+        tokens=found.tokens,
+        nll=found.nll,
+        kl=found.kl,
+        top1=found.top1,
+        tasks=ask(bench, llm) if tasks else {},
+        **about,
+    )
+
+
+def ask(bench: Bench, llm: LLM) -> dict[str, Answers]:
+    """Answers to the model's tasks: all items."""
+    if not bench.model.tasks:
+        return {}
+    run = partial(evaluate, llm, tasks=_names(bench))
+    found = run() if bench.data is None else run(data=[bench.data / "benchmarks"])
+    return {task.task: pack([score > 0.5 for score in task.scores]) for task in found.tasks}
+
+
+def _names(bench: Bench) -> list[str]:
+    """Tasks of the model; of BLiMP every paradigm that is there, so that paradigms weigh the same."""
+    names = list(bench.model.tasks)
+    if "local_blimp" in names and bench.data is not None:
+        names.remove("local_blimp")
+        names += [f"local_blimp_{path.stem}" for path in sorted((bench.data / "benchmarks" / "blimp").glob("*.jsonl"))]
+    return names

@@ -1,0 +1,107 @@
+"""Rows of the accuracy table on disk: one JSON file per model, one line per row, written after every row.
+
+A row keeps what pairing needs: nll and KL of every block of windows, and for every task which items were right, as a
+hexadecimal number whose lowest bit is item 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"
+_DIGITS = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Which items of a task were right.
+
+    Args:
+        count: items.
+        right: hexadecimal, bit i set where item i was right.
+    """
+
+    count: int
+    right: str
+
+    @property
+    def scores(self) -> list[float]:
+        """1.0 or 0.0 per item."""
+        number = int(self.right, 16)
+        return [float(number >> at & 1) for at in range(self.count)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One quantized model (or the original) and all that was measured of it.
+
+    Args:
+        tool: quantkit, or a peer with its version.
+        method: name of the method within the tool.
+        numbers: w4g32, w4pc, w8a8, ...
+        symmetric: whether there are no zero points.
+        how: steps or options, as text.
+        cpu_s, peak_mb: process CPU seconds and peak memory of the quantization; None = not measured.
+        windows, tokens: scored.
+        nll, kl: per block of windows; see `score.Score`.
+        top1: share of positions where it prefers what the original prefers.
+        tasks: answers by task.
+        identity: of recipe and code, so that a run knows what is done.
+    """
+
+    tool: str
+    method: str
+    numbers: str
+    symmetric: bool
+    how: str = ""
+    cpu_s: float | None = None
+    peak_mb: int | None = None
+    windows: int
+    tokens: int
+    nll: tuple[float, ...]
+    kl: tuple[float, ...]
+    top1: float
+    tasks: dict[str, Answers] = field(default_factory=dict)
+    identity: str = ""
+
+
+Rows = dict[str, Row]
+
+
+def pack(right: Sequence[bool]) -> Answers:
+    """Answers of a task, item by item, as kept."""
+    return Answers(count=len(right), right=f"{sum(1 << at for at, one in enumerate(right) if one):x}")
+
+
+def load_rows(path: Path) -> Rows:
+    """Rows of a file by key; none where it does not exist."""
+    if not path.is_file():
+        return {}
+    return {key: _row(data) for key, data in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+def save_rows(path: Path, rows: Rows) -> None:
+    """Write a file of rows in one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(_plain(row))}" for key, row in sorted(rows.items())]
+    partial = path.with_suffix(".partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _row(data: dict[str, Any]) -> Row:
+    given = {f.name: data[f.name] for f in fields(Row) if f.name in data}
+    tasks = {name: Answers(**answers) for name, answers in data.get("tasks", {}).items()}
+    return Row(**{**given, "nll": tuple(data["nll"]), "kl": tuple(data["kl"]), "tasks": tasks})
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    data = asdict(row)
+    for key in ("nll", "kl"):
+        data[key] = [float(f"{value:.{_DIGITS}g}") for value in data[key]]
+    data["top1"] = round(row.top1, 6)
+    return data
