@@ -203,7 +203,7 @@ def fit_scale(
 
     Args:
         weight, codes: (N, K); not modified.
-        scale: (N, 1) float32, kept for rows whose fit is not positive.
+        scale: (N, 1) float32, kept for rows whose fit has another sign.
         factor: (K, K) lower triangular L, with its `order`; see `cholesky_factor`.
         scale_dtype: dtype in which the scale is stored.
     Returns:
@@ -213,7 +213,7 @@ def fit_scale(
     target = weight[:, backwards].float() @ factor  # (N, K)
     coded = codes[:, backwards].float() @ factor
     fitted = (target * coded).sum(1) / coded.square().sum(1)
-    usable = torch.isfinite(fitted) & (fitted > 0)
+    usable = torch.isfinite(fitted) & (fitted * scale[:, 0] > 0)
     return round_scale(torch.where(usable, fitted, scale[:, 0]), scale_dtype).unsqueeze(1)
 
 

@@ -8,6 +8,7 @@ Source: Nagel et al. 2021, A White Paper on Neural Network Quantization, section
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -161,6 +162,9 @@ def search_parameters(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point whose rounding error is smallest, tried over shrunken ranges.
 
+    Symmetric integers of few bits reach further down than up (int4: -8 to 7), so a negative scale, which gives the
+    longer end to the group's positive side, is tried as well. Decoders multiply by it like by any other.
+
     The error of a group is e' M e with e = value - decoded: M is the identity, diag(importance), or the
     group's own block of the input Gram matrix, which makes it the error of the layer's output.
 
@@ -205,8 +209,9 @@ def _search_rows(
     low, high = minmax_range(rows, scheme)
     best_error = torch.full_like(low, torch.inf)
     best_scale, best_zero = range_parameters(low, high, scheme, scale_dtype, tensor_largest)
-    for fraction in range_grid(scheme.dtype):
+    for fraction, sign in itertools.product(range_grid(scheme.dtype), _signs(scheme)):
         scale, zero = range_parameters(low * fraction, high * fraction, scheme, scale_dtype, tensor_largest)
+        scale = scale * sign
         error = _over_rows(_group_error(groups, scale, zero, scheme.dtype, weights, gram), scheme, torch.sum)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -214,6 +219,11 @@ def _search_rows(
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
+
+
+def _signs(scheme: WeightScheme) -> tuple[float, ...]:
+    """Signs of a scale worth trying; with 8 bits one code more or less on a side is not worth the time."""
+    return (1.0, -1.0) if scheme.symmetric and scheme.dtype.kind == "int" and scheme.dtype.bits < 8 else (1.0,)
 
 
 def _group_error(

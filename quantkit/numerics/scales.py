@@ -26,13 +26,13 @@ def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale as it will read back from disk, never zero.
 
     Args:
-        scale: any shape, float32, >= 0.
+        scale: any shape, float32.
         dtype: what is stored.
     Returns:
         float32 tensor whose values `dtype` holds exactly; where it would be zero it is the dtype's epsilon.
     """
     stored = scale.to(dtype).float()
-    return torch.where(stored > 0, stored, torch.finfo(dtype).eps)
+    return torch.where(stored != 0, stored, torch.finfo(dtype).eps)
 
 
 def global_scale(largest: Tensor, dtype: DType) -> Tensor:

@@ -41,10 +41,10 @@ def check_written(path: Path, prefix: str, weight: QuantizedTensor, scheme: Line
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
-    """No scale is zero, negative, NaN or infinite, and no code is outside its type."""
+    """No scale is zero, NaN or infinite, and no code is outside its type."""
     scale = weight.scale.float()
-    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
-        raise AuditError(f"{prefix}: a scale is zero, negative or not finite")
+    if not bool(((scale != 0) & torch.isfinite(scale)).all()):
+        raise AuditError(f"{prefix}: a scale is zero or not finite")
     codes, dtype = weight.codes.float(), weight.scheme.dtype
     if not bool(((codes >= dtype.minimum) & (codes <= dtype.maximum)).all()):
         raise AuditError(f"{prefix}: a code is outside {dtype.name}")

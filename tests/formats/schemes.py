@@ -97,4 +97,6 @@ def random_tensor(seed: int, shape: tuple[int, int], scheme: WeightScheme, scale
     if not scheme.symmetric:
         zero = torch.randint(low, high, (shape[0], groups), generator=generator).to(torch.int8)
     scale = (torch.rand(shape[0], groups, generator=generator) + 0.1).to(scale_dtype)
+    if scheme.symmetric and scheme.dtype.kind == "int":
+        scale[1::2] *= -1  # the range search uses both signs
     return QuantizedTensor(codes=codes, scale=scale, zero_point=zero, scheme=scheme)

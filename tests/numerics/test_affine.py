@@ -83,9 +83,19 @@ def test_search_equals_exhaustive_search():
     for row in range(5):
         for group in range(3):
             values, weights = weight[row, group * 8 : group * 8 + 8], importance[group * 8 : group * 8 + 8]
-            trials = [values.abs().max() / 7.5 * fraction for fraction in range_grid(INT4)]
+            trials = [s * values.abs().max() / 7.5 * f for f in range_grid(INT4) for s in (1, -1)]
             errors = [(weights * ((values / s).round().clamp(-8, 7) * s - values) ** 2).sum() for s in trials]
             torch.testing.assert_close(scale[row, group], trials[int(torch.stack(errors).argmin())])
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
+def test_either_sign_of_a_symmetric_scale_is_found(dtype):
+    """Codes reach further down than up; a group whose large values are positive takes a negative scale."""
+    codes = torch.tensor([dtype.minimum, dtype.maximum, 1, 0] * 2)
+    weight, scheme = torch.stack([codes, -codes]) * 0.25, WeightScheme(dtype=dtype, group_size=8)
+    scale, _ = search_parameters(weight, scheme, torch.float32)
+    expected = [[1.0], [1.0]] if dtype is INT8 else [[1.0], [-1.0]]  # half a code in 256 is not worth a sign
+    assert torch.equal(scale.sign(), torch.tensor(expected))
 
 
 def test_gram_search_is_least_output_error():

@@ -91,13 +91,13 @@ def one_weight(plan, folder):
     return prefix, plan.format.decode(tensors, plan.linears[prefix]), plan.linears[prefix]
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
 def test_a_bad_scale_is_found(finished, bad):
     plan, folder, _ = finished
     prefix, weight, _ = one_weight(plan, folder)
     audit.check_weight(prefix, weight)
     weight.scale[2, 1] = bad
-    with pytest.raises(AuditError, match="a scale is zero, negative or not finite"):
+    with pytest.raises(AuditError, match="a scale is zero or not finite"):
         audit.check_weight(prefix, weight)
 
 
