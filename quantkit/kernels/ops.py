@@ -18,8 +18,10 @@ head, R channels that rotate, I width of the feed-forward layer.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.kernels import _native_ops, reference, triton
@@ -68,7 +70,13 @@ def attention(views: KVViews) -> PagedAttention:
     found = _fastest(views)
     if views.layout.scheme.rotation == "none":
         return found
-    return RotatedAttention(found, hadamard(views.layout.head_dim).to(views.pool.device))
+    return RotatedAttention(found, _rotation(views.layout.head_dim, views.pool.device))
+
+
+@functools.cache
+def _rotation(width: int, device: torch.device) -> Tensor:
+    """One matrix for all layers."""
+    return hadamard(width).to(device)
 
 
 def _fastest(views: KVViews) -> PagedAttention:

@@ -25,7 +25,7 @@ __all__ = ["build", "check", "load", "shipped"]
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {path.stem: path for path in sorted(_folder().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_folder().glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,3 +47,15 @@ def plant_outliers(folder: Path, layers: tuple[int, ...] = (1, 2), pair: int = 5
         tensors[f"{prefix}.k_proj.bias"].view(KV_HEADS, WIDTH)[:, slowest] = 0.5 * GROWTH
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def perplexity(llm: Any, windows: int = 4, length: int = 160, chunk: int = 8) -> float:
+    """Of the end of the demo model's text, read through the cache in chunks."""
+    text = (DEMO / "calibration.txt").read_text(encoding="utf-8")[-6000:]
+    ids, step = llm.encode(text)[1:], length - 1
+    given = [[llm.tokenizer.bos_token_id, *ids[n * step : (n + 1) * step]] for n in range(windows)]
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:]))
+        for window, logits in zip(given, llm.score(given, chunk_size=chunk), strict=True)
+    ]
+    return torch.stack(losses).mean().exp().item()
