@@ -180,7 +180,7 @@ def cache_recipe(**section):
 
 
 def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
-    """It computes what the demo model does; with keys naively rounded to 4 bits it does not, found and remedied it does."""
+    """It computes what the demo model does; not so with keys naively in 4 bits, but so once found and remedied."""
     exact = perplexity(LLM(planted, dtype="float32", kv_cache="fp32", threads=1))
     unplanted = perplexity(LLM(None, dtype="float32", kv_cache="fp32", threads=1))
     assert exact == pytest.approx(unplanted, rel=1e-3)
