@@ -91,7 +91,7 @@ def make_linear(
     """
     if isinstance(weight, Tensor):
         return _make_dense(weight, bias, activation, dtype, device, "dense")
-    if activation is not None and activation != ActivationScheme(dtype=activation.dtype):
+    if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(device)
         linear = make_linear(weight, bias=bias, activation=None, dtype=dtype, device=device)
         return _RoundedInputs(linear, activation, scale)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.numerics.scheme import ActivationScheme, LinearScheme
+from quantkit.numerics.scheme import LinearScheme
 
 _PANEL = 64  # outputs that the native kernels lay out together
 _TORCH_GROUPS = (32, 64, 128, 256)
@@ -50,7 +50,7 @@ def quantized_bytes(
         scale_dtype: of the scales in the checkpoint.
         place: where it runs.
     """
-    if scheme.activation is not None and scheme.activation != ActivationScheme(dtype=scheme.activation.dtype):
+    if scheme.activation is not None and not scheme.activation.is_per_token:
         scheme = replace(scheme, activation=None)  # rounded before the product, not by its kernel
     groups = scheme.weight.num_groups(width)
     group, kind = width // groups, scheme.weight.dtype

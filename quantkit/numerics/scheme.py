@@ -115,6 +115,11 @@ class ActivationScheme:
             raise SchemeError(f"activations in groups of {self.group_size} are not possible; set activations.dynamic")
 
     @property
+    def is_per_token(self) -> bool:
+        """Whether each token has one scale, computed from it: what kernels do themselves."""
+        return self.dynamic and self.group_size is None
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether the checkpoint has a scale for the input: its only one, or the upper of two levels."""
         return not self.dynamic or self.dtype.scale == "e4m3"

@@ -38,6 +38,13 @@ def check_written(path: Path, prefix: str, weight: QuantizedTensor, scheme: Line
         decoded = format_.decode(found, scheme)
         if not torch.equal(decoded.dequantize(), weight.dequantize().cpu()):
             raise AuditError(f"{prefix} decodes to other values than calibration used")
+        expected_scale, scale = weight.input_scale, decoded.input_scale
+        if (scale is None) != (expected_scale is None):
+            raise AuditError(
+                f"{prefix} has a scale of its input where there should be none, or none where there should"
+            )
+        if scale is not None and expected_scale is not None and not torch.equal(scale, expected_scale.cpu()):
+            raise AuditError(f"{prefix}: the scale of its input differs from what calibration found")
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
@@ -87,12 +94,21 @@ def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerReco
 def planned_bytes(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> tuple[float, int]:
     """Bytes that a scheme implies for codes, scales and zero points, and the most that a format may add to them.
 
-    That is what packing into words leaves unused, and zero points where a format stores them though they are constant.
+    Scales of inputs count too. What a format adds is what packing into words leaves unused, and zero points where it
+    stores them though they are constant.
     """
-    weight, groups = scheme.weight, scheme.weight.num_groups(shape[1])
-    scale_bits = 8 * torch.empty((), dtype=scale_dtype).element_size() + (0 if weight.symmetric else weight.dtype.bits)
-    constant = weight.dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
-    size = (weight.dtype.bits * shape[1] + scale_bits * groups) * shape[0] / 8
+    weight, activation, groups = scheme.weight, scheme.activation, scheme.weight.num_groups(shape[1])
+    dtype = weight.dtype
+    # Integers beside integer inputs lie a byte each, ready for the product.
+    code_bits = 8 if activation is not None and activation.dtype.kind == "int" else dtype.bits
+    scale_bits = 8 if dtype.scale != "float" else 8 * torch.empty((), dtype=scale_dtype).element_size()
+    scales = weight.num_scale_rows(shape[0]) * groups
+    zeros = 0 if weight.symmetric else dtype.bits * groups * shape[0]
+    constant = dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
+    beside = 4 * (dtype.scale == "e4m3")
+    if activation is not None and activation.is_calibrated:
+        beside += 4 if activation.dtype.scale == "e4m3" else torch.empty((), dtype=scale_dtype).element_size()
+    size = (code_bits * shape[1] * shape[0] + scale_bits * scales + zeros) / 8 + beside
     return size, 4 * (shape[0] + groups) + constant
 
 

@@ -31,7 +31,7 @@ class Listener(Protocol):
         ...
 
     def phase(self, name: str) -> None:
-        """The current layer enters a phase: "load", a step's name, "round", "write" or "advance"."""
+        """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"."""
         ...
 
     def layer_finished(self, record: LayerRecord) -> None:

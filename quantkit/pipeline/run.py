@@ -18,6 +18,7 @@ import torch
 
 from quantkit.calibration.activations import ActivationStore, Mode
 from quantkit.calibration.dataset import Samples
+from quantkit.calibration.input_scales import calibrate_inputs
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
 from quantkit.checkpoint.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
@@ -185,6 +186,9 @@ class _Run:
                 step.apply(layer)
         with self._phase("round", seconds):
             layer.finish()
+        if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
+            with self._phase("inputs", seconds):
+                calibrate_inputs(layer, plan.recipe.input_clip)
         cache = None
         if plan.recipe.kv_cache is not None:
             with self._phase("kv cache", seconds):

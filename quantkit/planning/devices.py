@@ -48,15 +48,27 @@ def _device(
     bf16: float,
     fp8: float | None = None,
     int8: float | None = None,
+    fp4: float | None = None,
 ) -> Device:
-    peaks = {key: value * TFLOP for key, value in (("bf16", bf16), ("fp8", fp8), ("int8", int8)) if value is not None}
+    rates = {"bf16": bf16, "fp8": fp8, "int8": int8, "fp4": fp4}
+    peaks = {key: value * TFLOP for key, value in rates.items() if value is not None}
     return Device(name=name, title=title, memory_bytes=mib * MIB, bandwidth=gb_per_s * GB, peaks=peaks, source=source)
 
 
 _HOPPER, _AMPERE = "NVIDIA {} data sheet", "NVIDIA A100 data sheet"
 _ADA, _GA102 = "NVIDIA Ada architecture white paper, appendix A", "NVIDIA GA102 architecture white paper"
 _ROWS = (
-    _device("b200", "NVIDIA B200 180GB", 183359, 8000, "NVIDIA HGX B200 data sheet", bf16=2250, fp8=4500, int8=4500),
+    _device(
+        "b200",
+        "NVIDIA B200 180GB",
+        183359,
+        8000,
+        "NVIDIA HGX B200 data sheet",
+        bf16=2250,
+        fp8=4500,
+        int8=4500,
+        fp4=9000,
+    ),
     _device("h200", "NVIDIA H200 SXM 141GB", 143771, 4800, _HOPPER.format("H200"), bf16=989.5, fp8=1979, int8=1979),
     _device("gh200", "NVIDIA GH200 96GB", 97871, 4000, _HOPPER.format("GH200"), bf16=989.5, fp8=1979, int8=1979),
     _device("h100", "NVIDIA H100 SXM 80GB", 81559, 3350, _HOPPER.format("H100"), bf16=989.5, fp8=1979, int8=1979),
@@ -73,7 +85,15 @@ _ROWS = (
     _device("t4", "NVIDIA T4 16GB (fp16)", 15360, 320, "NVIDIA T4 data sheet", bf16=65, int8=130),
     _device("v100", "NVIDIA V100 SXM 32GB (fp16)", 32768, 900, "NVIDIA V100 data sheet", bf16=125),
     _device(
-        "5090", "NVIDIA RTX 5090 32GB", 32607, 1792, "NVIDIA RTX Blackwell white paper", bf16=209.5, fp8=419, int8=838
+        "5090",
+        "NVIDIA RTX 5090 32GB",
+        32607,
+        1792,
+        "NVIDIA RTX Blackwell white paper",
+        bf16=209.5,
+        fp8=419,
+        int8=838,
+        fp4=1676,
     ),
     _device("4090", "NVIDIA RTX 4090 24GB", 24564, 1008, _ADA, bf16=165.2, fp8=330.3, int8=660.6),
     _device("4080", "NVIDIA RTX 4080 16GB", 16376, 716.8, _ADA, bf16=97.5, fp8=194.9, int8=389.9),

@@ -89,6 +89,8 @@ def _tensorrt(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
 def _transformers(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
     if family != "compressed-tensors":
         return Reading(loader=loader, reads=True, reason="with gptqmodel installed")
+    if any(form.is_float and form.own_scale_bytes for form in forms):
+        return Reading(loader=loader, reads=True, reason="with compressed-tensors installed, decoded to bfloat16")
     if any(form.bits not in _PACKED_BITS for form in forms):
         return Reading(loader=loader, reads=True, reason="with compressed-tensors of the same packing, decoded at load")
     return Reading(loader=loader, reads=True, reason="with compressed-tensors installed")
@@ -100,6 +102,8 @@ def _server(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightF
         problem = _problem(form, family, shape)
         if problem:
             return Reading(loader=loader, reads=False, reason=problem)
+    if any(form.compute == "fp4" for form in forms):
+        return Reading(loader=loader, reads=True, reason="fp4 products on Blackwell; before, weights only")
     if any(form.compute == "fp8" for form in forms):
         return Reading(loader=loader, reads=True, reason="fp8 products from Ada and Hopper on; before, weights only")
     if any(form.compute == "int8" for form in forms):
@@ -108,7 +112,7 @@ def _server(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightF
 
 
 def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
-    if form.compute != "bf16" or form.name.startswith("fp8"):
+    if form.compute != "bf16" or form.is_float:
         return None
     if form.bits not in _PACKED_BITS:
         return f"no kernel for {form.bits}-bit weights of this format; 4 and 8 bits have one"

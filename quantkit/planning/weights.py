@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
+_FLOATS = ("fp8", "nvfp4", "mxfp4", "mxfp8")
+_PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of the inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +26,13 @@ class WeightForm:
         group_size: inputs that share a scale; None = one scale per output channel.
         symmetric: no zero points.
         scaled: False for numbers that are what they say: bf16, fp32, or codes counted without their scales.
-        compute: numbers that products are made of: "bf16", or "int8" or "fp8" where activations are quantized too.
+        compute: numbers that products are made of: "bf16"; "int8", "fp8" or "fp4" where activations are quantized too.
         layout: on-disk format.
         zero_bits: of one zero point; None = packed like the codes.
+        block_rows: outputs that share their scales; None = all.
+        own_scale_bytes: of one scale, where its type fixes it; None = the size of the model's number type.
+        tensor_bytes: of what comes once with each weight: a global scale.
+        input_scales: calibrated scales of the input, in the model's number type.
     """
 
     name: str
@@ -37,11 +43,20 @@ class WeightForm:
     compute: str = "bf16"
     layout: str = "compressed-tensors"
     zero_bits: int | None = None
+    block_rows: int | None = 1
+    own_scale_bytes: int | None = None
+    tensor_bytes: int = 0
+    input_scales: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floats."""
+        return self.name.startswith(_FLOATS)
 
     @property
     def packed(self) -> bool:
-        """Whether codes lie in 32-bit words: weight-only integers do, int8 with int8 activations and fp8 do not."""
-        return self.scaled and self.compute == "bf16" and not self.name.startswith("fp8")
+        """Whether codes lie in 32-bit words: integers do, unless they are multiplied with int8 inputs."""
+        return self.scaled and self.compute != "int8" and not self.is_float
 
     def fits(self, in_features: int) -> bool:
         """Whether groups divide this many inputs."""
@@ -64,15 +79,17 @@ class WeightForm:
             zeros = math.ceil(out_features * self.bits / 32) * groups
             index = 0 if self.layout == "awq" else 4 * in_features
             return 4 * (words + zeros) + 2 * out_features * groups + index
-        scales = out_features * groups * scale_bytes
+        rows = 1 if self.block_rows is None else math.ceil(out_features / self.block_rows)
+        scales = rows * groups * (self.own_scale_bytes or scale_bytes) + self.tensor_bytes
         if not self.packed:
-            return out_features * in_features * self.bits // 8 + scales
+            return out_features * in_features * (8 if self.compute == "int8" else self.bits) // 8 + scales
         zeros = 0 if self.symmetric else 4 * math.ceil(out_features * (self.zero_bits or self.bits) / 32) * groups
         return out_features * 4 * math.ceil(in_features * self.bits / 32) + scales + zeros
 
     def file_bytes(self, out_features: int, in_features: int, scale_bytes: int = 2) -> int:
         """`matrix_bytes` and what a file holds beside it."""
         extra = _SHAPE_BYTES if self.packed and self.layout == "compressed-tensors" else 0
+        extra += self.input_scales * scale_bytes
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
@@ -80,7 +97,8 @@ class WeightForm:
         if not self.scaled or self.group_size is None:
             return float(self.bits)
         zero = 0 if self.symmetric else self.zero_bits or self.bits
-        return self.bits + (8 * scale_bytes + zero) / self.group_size
+        scale = 8 * (self.own_scale_bytes or scale_bytes) / (self.block_rows or 1)
+        return (self.bits if self.packed or self.is_float else 8) + (scale + zero) / self.group_size
 
 
 FP32 = WeightForm(name="fp32", bits=32, scaled=False)
@@ -101,11 +119,19 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
         layout: on-disk format of the recipe.
     """
     weight, activation = linear.weight, linear.activation
+    two_levels = weight.dtype.scale == "e4m3"
+    calibrated = activation is not None and activation.is_calibrated
+    compute = "bf16" if activation is None else _PRODUCTS.get(activation.dtype.name, activation.dtype.name)
     return WeightForm(
         name=linear.describe(),
         bits=weight.dtype.bits,
         group_size=weight.group_size,
         symmetric=weight.symmetric,
-        compute="bf16" if activation is None else activation.dtype.name,
+        compute=compute,
         layout=layout,
+        block_rows=weight.block_rows,
+        own_scale_bytes=None if weight.dtype.scale == "float" else 1,
+        # The global scale of inputs is a float32 number like that of weights, whatever the model's type.
+        tensor_bytes=4 * two_levels + 4 * (two_levels and calibrated),
+        input_scales=int(calibrated and not two_levels),
     )

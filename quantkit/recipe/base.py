@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import Scheme
@@ -47,6 +47,7 @@ class Recipe:
         seed: of everything that draws random numbers.
         source: the same as plain data with every default filled in, without description and gates; two recipes with
             equal sources give equal checkpoints. Loading it gives this recipe again.
+        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
         gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
     """
 
@@ -59,5 +60,6 @@ class Recipe:
     format: str
     seed: int
     source: dict[str, Any]
+    input_clip: Literal["absmax", "mse"] = "absmax"
     gates: tuple[str, ...] = ()
     kv_cache: CacheGoal | None = None

@@ -7,20 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import GateError, RecipeError, SchemeError, suggestion
+from quantkit.errors import GateError, RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.gates import parse_gates
-from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.kv_cache import CacheGoal
-from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.recipe.base import CalibrationPlan, Recipe
 from quantkit.recipe.document import parse
 from quantkit.recipe.kv_cache import build_cache, cache_source
+from quantkit.recipe.numbers import activation_fields, changed_weights, make_activation, make_weight, weight_fields
 from quantkit.recipe.override import Overrides, patched
 from quantkit.recipe.schema import Calibration, Document, Override, validate
 from quantkit.recipe.steps import build_steps
 
 __all__ = ["build", "check", "load", "shipped"]
+
+_W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
 
 
 def shipped() -> dict[str, Path]:
@@ -56,18 +58,19 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
     _check_parts(document, where)
     steps, options = build_steps(document.steps, where)
     overrides = [_completed(document, index, where) for index in range(len(document.overrides))]
-    kv_cache = build_cache(document, where)
-    calibration = _calibration(document, bool(steps), kv_cache, where)
+    scheme, kv_cache = _scheme(document, overrides, where), build_cache(document, where)
+    calibration = _calibration(document, bool(steps), scheme, kv_cache, where)
     return Recipe(
         name=document.name,
         description=" ".join(document.description.split()),
-        scheme=_scheme(document, overrides, where),
+        scheme=scheme,
         steps=tuple(steps.values()),
         step_names=tuple(steps),
         calibration=None if calibration is None else CalibrationPlan(**calibration.model_dump()),
         format=_format(document.format, where),
         seed=document.seed,
         source=_source(document, overrides, options, calibration, where),
+        input_clip="absmax" if document.activations is None else document.activations.clip,
         gates=_gates(document.gates, where),
         kv_cache=kv_cache,
     )
@@ -92,7 +95,8 @@ def check(path: str | Path) -> list[str]:
         remarks.append(f"gptq fixes the codes, so the steps after it ({late}) come too late; move gptq to the end")
     if scheme is None:
         return remarks
-    if scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind:
+    mixed = scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind
+    if scheme.activation is not None and mixed and (scheme.weight.dtype.name, scheme.activation.dtype.name) != _W4AFP8:
         pair = f"{scheme.weight.dtype.name} weights with {scheme.activation.dtype.name} activations"
         remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
     return remarks
@@ -133,41 +137,24 @@ def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
         return {"modules": modules, "skip": True}
     if document.weights is None:
         raise RecipeError(f"{where}: overrides[{index}].weights: changes 'weights', which the recipe does not have")
-    return {
-        "modules": modules,
-        "weights": {**document.weights.model_dump(), **override.weights.model_dump(exclude_none=True)},
-    }
+    return {"modules": modules, "weights": changed_weights(document.weights, override.weights)}
 
 
 def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> Scheme:
-    activation = None
-    if document.activations is not None:
-        activation = ActivationScheme(dtype=find_dtype(document.activations.dtype))
-    default = None
+    activation, default = make_activation(document.activations, where), None
     if document.weights is not None:
-        default = LinearScheme(weight=_weight(document.weights.model_dump(), where, "weights"), activation=activation)
+        weight = make_weight(weight_fields(document.weights), where, "weights")
+        default = LinearScheme(weight=weight, activation=activation)
     rules: list[Rule] = []
     for index, override in enumerate(overrides):
         linear = None
         if "weights" in override:
-            weight = _weight(override["weights"], where, f"overrides[{index}].weights")
+            weight = make_weight(override["weights"], where, f"overrides[{index}].weights")
             linear = LinearScheme(weight=weight, activation=activation)
         rules += [Rule(pattern=pattern, linear=linear) for pattern in override["modules"]]
     # The last rule wins, and what is to be ignored is ignored whatever an override says.
     rules += [Rule(pattern=pattern, linear=None) for pattern in document.ignore]
     return Scheme(default=default, rules=tuple(rules))
-
-
-def _weight(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
-    size = fields["group_size"]
-    try:
-        return WeightScheme(
-            dtype=find_dtype(fields["dtype"]),
-            group_size=None if size == "channel" else size,
-            symmetric=fields["symmetric"],
-        )
-    except SchemeError as error:
-        raise RecipeError(f"{where}: {path}: {error}") from None
 
 
 def _check_parts(document: Document, where: str) -> None:
@@ -181,11 +168,18 @@ def _check_parts(document: Document, where: str) -> None:
             raise RecipeError(f"{where}: {name}: has no effect without 'weights'; add them or remove it")
 
 
-def _calibration(document: Document, has_steps: bool, kv_cache: CacheGoal | None, where: str) -> Calibration | None:
-    if has_steps or (kv_cache is not None and kv_cache.needs_data):
+def _calibration(
+    document: Document, has_steps: bool, scheme: Scheme, kv_cache: CacheGoal | None, where: str
+) -> Calibration | None:
+    activation = None if scheme.default is None else scheme.default.activation
+    looks = has_steps or (kv_cache is not None and kv_cache.needs_data)
+    if looks or (activation is not None and activation.is_calibrated):
         return document.calibration or Calibration()
     if document.calibration is not None:
-        raise RecipeError(f"{where}: calibration has no effect without steps; remove it, or add a step such as gptq")
+        raise RecipeError(
+            f"{where}: calibration has no effect without steps or calibrated scales; remove it, or add a step such "
+            "as gptq"
+        )
     return None
 
 
@@ -212,10 +206,10 @@ def _source(
     where: str,
 ) -> dict[str, Any]:
     source: dict[str, Any] = {"name": document.name}
-    for name in ("weights", "activations"):
-        section = getattr(document, name)
-        if section is not None:
-            source[name] = section.model_dump()
+    if document.weights is not None:
+        source["weights"] = weight_fields(document.weights)
+    if document.activations is not None:
+        source["activations"] = activation_fields(document.activations)
     source |= cache_source(document, where)
     source["ignore"] = list(document.ignore)
     source["overrides"] = overrides

@@ -39,9 +39,15 @@ def _dtype(name: str) -> str:
 
 
 def _group_size(value: Any) -> int | str:
-    if value == "channel" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f"expected a positive whole number or 'channel', found {shorten(value)}")
+    if value in ("auto", "channel", "tensor") and isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        return value
+    raise ValueError(
+        f"expected a positive whole number, 'channel', 'tensor' or a block such as 128x128, found {shorten(value)}"
+    )
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -108,7 +114,7 @@ class Weights(Section):
     """`weights:` of the file."""
 
     dtype: DTypeName
-    group_size: GroupSize = "channel"
+    group_size: GroupSize = "auto"
     symmetric: bool = True
 
 
@@ -124,6 +130,9 @@ class Activations(Section):
     """`activations:` of the file."""
 
     dtype: DTypeName
+    dynamic: bool = True
+    group_size: Positive | None = None
+    clip: Literal["absmax", "mse"] = "absmax"
 
 
 Granularity = Literal["tensor", "head", "token", "channel"]

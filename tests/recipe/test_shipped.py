@@ -10,12 +10,18 @@ MEANING = {
     "awq-int4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv8": ("int4 g128 asym", ("awq",)),
+    "fp8-block": ("fp8 128x128, activations fp8 per token g128", ()),
     "fp8-dynamic": ("fp8 channel, activations fp8 per token", ()),
+    "fp8-static": ("fp8 tensor, activations fp8 per tensor", ()),
     "gptq-int4": ("int4 g128", ("gptq",)),
     "gptq-int8": ("int8 channel", ("gptq",)),
     "kv-fp8": (None, ()),
+    "mxfp4": ("mxfp4 g32", ("gptq",)),
+    "nvfp4": ("nvfp4 g16", ("gptq",)),
+    "nvfp4-a4": ("nvfp4 g16, activations nvfp4 per token g16", ("gptq",)),
     "rtn-int4": ("int4 g128", ()),
     "rtn-int8": ("int8 channel", ()),
+    "w4a8-fp8": ("int4 g128, activations fp8 per token", ("gptq",)),
     "w8a8-int8": ("int8 channel, activations int8 per token", ("smoothquant", "gptq")),
 }
 CACHES = {
@@ -36,7 +42,9 @@ def test_it_stores_and_does_what_its_name_promises(name):
     assert (weights and weights.describe(), recipe.step_names) == MEANING[name]
     assert (recipe.kv_cache and recipe.kv_cache.scheme.describe()) == CACHES.get(name)
     assert recipe.name == name == recipe.source["name"]
-    assert (recipe.calibration is None) == (not recipe.steps and name not in CACHES)
+    activation = None if weights is None else weights.activation
+    looks_at_data = bool(recipe.steps) or name in CACHES or (activation is not None and activation.is_calibrated)
+    assert (recipe.calibration is not None) == looks_at_data
     assert check(name) == []
 
 
