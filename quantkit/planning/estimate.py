@@ -150,7 +150,7 @@ def estimate(
     plan = _recipe(shape, recipe, overrides, head_form) if recipe is not None else None
     schemes = _schemes(shape, plan, head_form)
     rows = tuple(_weight_row(shape, scheme) for scheme in schemes)
-    forms = _forms(shape, kv_cache)
+    forms = _forms(shape, kv_cache, shape.cache if plan is None else plan.cache)
     return Estimate(
         shape=shape,
         context=length,
@@ -224,13 +224,15 @@ def _shown(schemes: Sequence[Scheme], plan: RecipePlan | None) -> list[Scheme]:
     return [scheme for scheme in schemes if scheme.name in names]
 
 
-def _forms(shape: ModelShape, name: str | None) -> list[KVForm]:
+def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVForm]:
+    """Forms to count: the one that is named, else the recipe's or the checkpoint's own and the usual ones."""
     if not shape.layers:
         return []
     plain = find_kv_form("auto", shape.dtype)
     if name is None:
-        return [form for form in (plain, FP8, INT8, INT4) if offers(shape, form)]
-    form = find_kv_form(name, shape.dtype)
+        first = [] if own is None else [own]
+        return [*first, *(form for form in (plain, FP8, INT8, INT4) if offers(shape, form))]
+    form = own if name == "auto" and own is not None else find_kv_form(name, shape.dtype)
     if not offers(shape, form):
         kind = next(iter(shape.attention_kinds))
         raise InputError(f"no engine keeps this model's cache ({kind}) in {name}; use bf16 or fp8")

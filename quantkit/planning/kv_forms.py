@@ -6,8 +6,9 @@ The bundled runtime allocates by `kernels.layouts`, which needs torch; a test ke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from quantkit.errors import InputError, suggestion
 
@@ -63,16 +64,22 @@ class KVForm:
     Args:
         name: as given to --kv-cache.
         key, value: each side.
+        layers: forms of layers that differ, by number.
     """
 
     name: str
     key: Side
     value: Side
+    layers: tuple[tuple[int, KVForm], ...] = ()
 
     @property
     def bits(self) -> int:
-        """Of one element of a key."""
-        return self.key.bits
+        """Of one element of a key or a value, whichever has fewer."""
+        return min(self.key.bits, self.value.bits)
+
+    def of(self, index: int) -> KVForm:
+        """The form of one layer."""
+        return dict(self.layers).get(index, self)
 
 
 def _both(name: str, side: Side) -> KVForm:
@@ -109,6 +116,31 @@ def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
             f"unknown KV cache type {name!r}{suggestion(name, KV_FORMS)}; there are: {', '.join(KV_FORMS)}"
         )
     return KV_FORMS[name]
+
+
+def from_schemes(name: str, schemes: Sequence[Any], dtype_bytes: int) -> KVForm:
+    """The form of a cache whose layers a recipe or a checkpoint describes.
+
+    Args:
+        name: for tables.
+        schemes: a `KVScheme` per layer, or one for all.
+        dtype_bytes: of keys and values that are not quantized.
+    """
+
+    def side(kept: Any) -> Side:
+        if kept.dtype is None:
+            return Side(bits=8 * dtype_bytes)
+        stored = kept.granularity in ("token", "channel")
+        return Side(
+            bits=kept.dtype.bits,
+            granularity=kept.granularity if stored else "tensor",
+            scale_bytes=2 if stored else 0,
+            zero_bytes=2 if stored and not kept.symmetric else 0,
+        )
+
+    forms = [KVForm(name=name, key=side(scheme.key), value=side(scheme.value)) for scheme in schemes]
+    usual = max(forms, key=forms.count)
+    return replace(usual, layers=tuple((index, form) for index, form in enumerate(forms) if form != usual))
 
 
 def _aligned(size: int) -> int:

@@ -119,31 +119,34 @@ def experts_read(matrix: Matrix, batch: int) -> float:
 
 def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """Bytes that the cache of one sequence of this length holds."""
-    return sum(layer.attention.cached_bytes(tokens, form) for layer in shape.layers)
+    return sum(layer.attention.cached_bytes(tokens, form.of(index)) for index, layer in enumerate(shape.layers))
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """The same in whole pages of the bundled runtime, with the tail of the open page."""
-    return sum(layer.attention.allocated_bytes(tokens, form, shape.dtype_bytes) for layer in shape.layers)
+    return sum(
+        layer.attention.allocated_bytes(tokens, form.of(index), shape.dtype_bytes)
+        for index, layer in enumerate(shape.layers)
+    )
 
 
 def kv_read_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """Bytes of the cache that a decode step of one sequence reads."""
-    return sum(layer.attention.read_bytes(tokens, form) for layer in shape.layers)
+    return sum(layer.attention.read_bytes(tokens, form.of(index)) for index, layer in enumerate(shape.layers))
 
 
 def kv_bytes_per_token(shape: ModelShape, form: KVForm) -> float:
     """Growth of the cache per token of a short context, before any window is full."""
     return sum(
-        layer.attention.entry_bytes(form) * (1 + (1 / layer.attention.ratio if layer.attention.ratio else 0))
-        + layer.attention.index_bytes(form) / (layer.attention.ratio or 1)
-        for layer in shape.layers
+        layer.attention.entry_bytes(form.of(index)) * (1 + (1 / layer.attention.ratio if layer.attention.ratio else 0))
+        + layer.attention.index_bytes(form.of(index)) / (layer.attention.ratio or 1)
+        for index, layer in enumerate(shape.layers)
     )
 
 
 def offers(shape: ModelShape, form: KVForm) -> bool:
     """Whether every layer of the model can be kept in this form."""
-    return all(layer.attention.offers(form) for layer in shape.layers)
+    return all(layer.attention.offers(form.of(index)) for index, layer in enumerate(shape.layers))
 
 
 def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import RecipeError, SchemeError
+from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.memory import Scheme
 from quantkit.planning.shape import Matrix, ModelShape
 from quantkit.planning.weights import WeightForm, from_linear
@@ -36,6 +37,7 @@ class RecipePlan:
         samples: calibration sequences, 0 without steps.
         solves: GPTQ is among the steps.
         conflicts: why it cannot be done, one line each; the first is what an error says.
+        cache: what it makes of the KV cache, outliers aside; None = nothing.
     """
 
     name: str
@@ -46,6 +48,7 @@ class RecipePlan:
     samples: int
     solves: bool
     conflicts: tuple[str, ...]
+    cache: KVForm | None = None
 
 
 def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) -> RecipePlan:
@@ -62,7 +65,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         for matrix in layer.matrices
     }
     found = {linear: from_linear(linear, recipe.format) for linear in set(chosen.values()) if linear is not None}
-    calibration = recipe.calibration
+    calibration, goal = recipe.calibration, recipe.kv_cache
     samples = calibration.samples if calibration else 0
 
     def choose(index: int, matrix: Matrix) -> WeightForm | None:
@@ -78,6 +81,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         samples=samples,
         solves="gptq" in recipe.step_names,
         conflicts=tuple(_conflicts(shape, recipe, chosen)),
+        cache=None if goal is None else from_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
 
 
@@ -101,7 +105,7 @@ def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any
     from quantkit.formats import REGISTRY as FORMATS
 
     yield from _unmatched(shape, recipe)
-    if not any(chosen.values()):
+    if not any(chosen.values()) and recipe.kv_cache is None:
         yield "it leaves every linear alone, so nothing would be quantized; take patterns out of ignore"
     format_, seen = FORMATS.load(recipe.format), set()
     for index, layer in enumerate(shape.layers):

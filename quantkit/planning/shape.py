@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from quantkit.planning.attention import Attention
+from quantkit.planning.kv_forms import KVForm
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 
@@ -82,6 +83,7 @@ class ModelShape:
         stored_bytes: of all tensors, where headers say so.
         quantized: the checkpoint is quantized already, so `stored_bytes` is what its weights take.
         remarks: what the count leaves out or assumes.
+        cache: what the checkpoint says of its KV cache; None = nothing.
     """
 
     name: str
@@ -100,6 +102,7 @@ class ModelShape:
     stored_bytes: int | None = None
     quantized: bool = False
     remarks: tuple[str, ...] = ()
+    cache: KVForm | None = None
 
     @property
     def dtype_bytes(self) -> int:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ModelError, first_line, suggestion
+from quantkit.errors import ModelError, SchemeError, first_line, suggestion
 from quantkit.planning.config import Config
 from quantkit.planning.families import from_config
 from quantkit.planning.headers import Stored, from_headers, read_tensors
+from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.shape import DTYPE_BYTES, ModelShape
 from quantkit.planning.units import human_count, parse_parameters
 
@@ -103,10 +104,33 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
     config = _checked(_read(path), str(path))
     tensors = read_tensors(folder)
     if tensors is None:
-        return from_config(config, name, "config.json")
-    if "quantization_config" in config.data:
-        return _quantized(config, name, tensors)
-    return from_headers(config, name, tensors)
+        shape = from_config(config, name, "config.json")
+    elif _has_codes(config.data):
+        shape = _quantized(config, name, tensors)
+    else:
+        shape = from_headers(config, name, tensors)
+    return replace(shape, cache=_cache(config.data, shape))
+
+
+def _has_codes(data: dict[str, Any]) -> bool:
+    """Whether weights are quantized, and not the KV cache alone."""
+    section = data.get("quantization_config")
+    return section is not None and not (isinstance(section, dict) and section.get("config_groups") == {})
+
+
+def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
+    """What config.json says of the KV cache; torch is only imported where it says something."""
+    section = data.get("quantization_config")
+    said = isinstance(section, dict) and (section.get("kv_cache_scheme") or "kv_cache_quant_algo" in str(section))
+    if not shape.layers or not (said or "quantkit_kv_cache" in data):
+        return None
+    from quantkit.formats._kv_cache import read_cache_schemes
+
+    try:
+        schemes = read_cache_schemes(data, len(shape.layers))
+    except SchemeError:  # which the runtime says and does not follow
+        return None
+    return None if schemes is None else from_schemes("checkpoint", schemes, shape.dtype_bytes)
 
 
 def _quantized(config: Config, name: str, tensors: dict[str, Stored]) -> ModelShape:

@@ -17,6 +17,7 @@ from quantkit.kernels import _native_attention, native
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.kv_numbers import dequantize, quantize
 from quantkit.kernels.layouts import KVLayout, kv_scheme, make_layout
+from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")
@@ -124,7 +125,12 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
     if scheme.dtype is None:
         return states
     if scheme.granularity != "channel":
-        return dequantize(*quantize(states, scheme), scheme, shape.dtype)
+        fixed = torch.tensor(getattr(shape, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
+        turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
+        if turn is not None:
+            states = (states.float() @ turn).to(states.dtype)
+        decoded = dequantize(*quantize(states, scheme, fixed), scheme, shape.dtype, fixed)
+        return decoded if turn is None else (decoded.float() @ turn).to(decoded.dtype)
     complete = length // shape.page_size * shape.page_size
     pages = states[:complete].view(-1, shape.page_size, *states.shape[1:]).transpose(1, 2)  # (P, H, S, D)
     decoded = dequantize(*quantize(pages, scheme), scheme, shape.dtype).transpose(1, 2).reshape(-1, *states.shape[1:])

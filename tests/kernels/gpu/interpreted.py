@@ -21,7 +21,8 @@ from quantkit.kernels.triton.layout import find_span, natural, pack
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
+from quantkit.numerics.scheme import ActivationScheme, KVScheme, WeightScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 CPU = torch.device("cpu")
@@ -184,15 +185,18 @@ def test_e4m3_is_rounded_as_by_torch():
     assert torch.equal(stored, _to_fp8(every[:, 0]))
 
 
+BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
+MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
 OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", KV_TYPES)
+@pytest.mark.parametrize("kind", [*KV_TYPES, BY_HEAD, MIXED], ids=str)
 def test_paged_decode(kind, option, monkeypatch):
     """Decodes over a page border and beside a chunk: outputs, and every byte of pages and tails, as by torch."""
     dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
-    made, options = Sequences(layout(kind, dim=dim, page_size=16, dtype=dtype), (20, 66)), OPTIONS[option]
+    shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
+    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 66)), OPTIONS[option]
     caches, outputs = [], []
     for implementation in (TorchAttention, TritonAttention):
         monkeypatch.setattr(ops, "attention", implementation)
