@@ -31,7 +31,7 @@ from quantkit.formats import _gguf_blocks as blocks
 from quantkit.formats._gguf_blocks import Block
 from quantkit.formats._gguf_file import GGUFWriter, read_gguf
 from quantkit.formats._gguf_kquants import quantize_q4_k, quantize_q6_k
-from quantkit.formats.gguf import FORMAT, decode_blocks, decode_values, encode_blocks
+from quantkit.formats.gguf import FORMAT, decode_blocks, decode_values, encode_blocks, symmetric_block
 from quantkit.numerics.tensor import QuantizedTensor
 
 # ggml's number of a file whose layers are of one type, the type, and what takes its place where blocks do not fit.
@@ -159,7 +159,7 @@ def _block(source: Source, piece: Piece, type_name: str | None, *, has_head: boo
     if piece.local == "weight" and piece.module in source.linears:
         scheme = source.linears[piece.module]
         if scheme.weight.symmetric:
-            return blocks.Q8_0 if scheme.weight.dtype.bits == 8 else blocks.Q4_0
+            return symmetric_block(scheme.weight)
         return _encode(source, piece)[0]  # whether Q4_1 holds it depends on the numbers
     if len(piece.shape) < 2 or piece.is_norm or piece.name == "position_embd.weight":
         return blocks.F32  # llama.cpp adds and multiplies by these in float32
@@ -258,5 +258,5 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
 def _file_type(plan: list[tuple[Piece, Block]]) -> int:
     """ggml's number of the type that most matrices of layers have."""
     common = Counter(block.name for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
-    numbers = {block.name: number for number, block, _ in TYPES.values()} | {"Q5_0": 8}
+    numbers = {block.name: number for number, block, _ in TYPES.values()} | {"Q5_0": 8, "MXFP4": 38}
     return numbers.get(common[0][0], 0) if common else 0

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
@@ -48,6 +50,7 @@ Q8_0 = Block(number=8, name="Q8_0", values=32, size=34)
 Q4_K = Block(number=12, name="Q4_K", values=256, size=144)
 Q6_K = Block(number=14, name="Q6_K", values=256, size=210)
 BF16 = Block(number=30, name="BF16", values=1, size=2, dtype=torch.bfloat16)
+MXFP4 = Block(number=39, name="MXFP4", values=32, size=17)
 
 _OTHERS = (
     Block(number=7, name="Q5_1", values=32, size=24),
@@ -61,9 +64,8 @@ _OTHERS = (
     Block(number=26, name="I32", values=1, size=4, dtype=torch.int32),
     Block(number=27, name="I64", values=1, size=8, dtype=torch.int64),
     Block(number=28, name="F64", values=1, size=8, dtype=torch.float64),
-    Block(number=39, name="MXFP4", values=32, size=17),
 )
-BLOCKS = {block.number: block for block in (F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K, BF16, *_OTHERS)}
+BLOCKS = {block.number: block for block in (F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K, BF16, MXFP4, *_OTHERS)}
 
 
 def from_parts(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
@@ -102,6 +104,48 @@ def to_parts(block: Block, data: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
         bits = data[:, 2:6].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1  # (M, 4, 8)
         return codes + 16 * bits.view(-1, 32).to(torch.int8) - 16, scale, None
     return codes - 8, scale, None
+
+
+def pack_q6_k(codes: Tensor, scale: Tensor) -> Tensor:
+    """Bytes of Q6_K blocks whose sixteen 8-bit scales are all 1.
+
+    Args:
+        codes: (M, 256) whole numbers, -32..31.
+        scale: (M,), values that float16 holds.
+    Returns:
+        (M, 210) uint8.
+    """
+    quarters = (codes.to(torch.int16) + 32).view(-1, 2, 4, 32)
+    low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).flatten(1)
+    high = ((quarters >> 4) << 2 * torch.arange(4, dtype=torch.int16).view(4, 1)).sum(2).flatten(1)
+    ones = torch.ones(len(codes), 16, dtype=torch.uint8)
+    return torch.cat([low.to(torch.uint8), high.to(torch.uint8), ones, _half_bytes(scale)], dim=1)
+
+
+def unpack_q6_k(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 (M, 256) and scale float32 (M, 16) of Q6_K blocks (M, 210)."""
+    low, high = data[:, :128].view(-1, 2, 64), data[:, 128:192].view(-1, 2, 32)
+    scales, scale = data[:, 192:208].contiguous().view(torch.int8), data[:, 208:].contiguous().view(torch.float16)
+    quarters = [low[..., :32] & 15, low[..., 32:] & 15, low[..., :32] >> 4, low[..., 32:] >> 4]
+    codes = [quarter | (high >> 2 * i & 3) << 4 for i, quarter in enumerate(quarters)]
+    return torch.stack(codes, dim=2).view(-1, 256).to(torch.int8) - 32, scale.float() * scales.float()
+
+
+def pack_mxfp4(indices: Tensor, exponents: Tensor) -> Tensor:
+    """Bytes of MXFP4 blocks.
+
+    Args:
+        indices: (M, 32) uint8, FP4 codes as nibbles.
+        exponents: (M,) uint8, 127 more than that of the scale.
+    Returns:
+        (M, 17) uint8.
+    """
+    return torch.cat([exponents.view(-1, 1), indices[:, :16] | indices[:, 16:] << 4], dim=1)
+
+
+def unpack_mxfp4(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack_mxfp4`."""
+    return torch.cat([data[:, 1:] & 15, data[:, 1:] >> 4], dim=1), data[:, 0].contiguous()
 
 
 def quantize_q4_0(values: Tensor) -> Tensor:
@@ -175,12 +219,13 @@ def _decode_q4_k(data: Tensor) -> Tensor:
 
 
 def _decode_q6_k(data: Tensor) -> Tensor:
-    low, high = data[:, :128].view(-1, 2, 64), data[:, 128:192].view(-1, 2, 32)
-    scales, scale = data[:, 192:208].contiguous().view(torch.int8), data[:, 208:].contiguous().view(torch.float16)
-    quarters = [low[..., :32] & 15, low[..., 32:] & 15, low[..., :32] >> 4, low[..., 32:] >> 4]
-    codes = [quarter | (high >> 2 * i & 3) << 4 for i, quarter in enumerate(quarters)]
-    values = torch.stack(codes, dim=2).view(-1, 16, 16).float() - 32
-    return (scale.float() * scales.float()).unsqueeze(-1) * values
+    codes, scales = unpack_q6_k(data)
+    return scales.unsqueeze(-1) * codes.view(-1, 16, 16).float()
+
+
+def _decode_mxfp4(data: Tensor) -> Tensor:
+    indices, exponents = unpack_mxfp4(data)
+    return _E2M1[indices.long()] * torch.exp2(exponents.double() - 127).float().unsqueeze(-1)
 
 
 def _decode_simple(block: Block) -> Callable[[Tensor], Tensor]:
@@ -196,6 +241,7 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     **{block.name: _decode_simple(block) for block in (Q4_0, Q4_1, Q5_0, Q8_0)},
     "Q4_K": _decode_q4_k,
     "Q6_K": _decode_q6_k,
+    "MXFP4": _decode_mxfp4,
 }
 
 

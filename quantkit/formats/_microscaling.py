@@ -80,7 +80,7 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
 def unpack_fp4(packed: Tensor) -> Tensor:
     """FP4 codes of bytes (N, K / 2), even inputs in the low nibble: (N, K) float8_e4m3fn, which holds them exactly."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1)
-    return _E2M1.to(packed.device)[pairs.long()].to(torch.float8_e4m3fn)
+    return fp4_values(pairs)
 
 
 def pack_fp4(codes: Tensor) -> Tensor:
@@ -94,3 +94,8 @@ def fp4_indices(codes: Tensor) -> Tensor:
     values = codes.float()
     index = torch.searchsorted(_E2M1[:8].to(codes.device), values.abs()) + 8 * torch.signbit(values)
     return index.to(torch.uint8)
+
+
+def fp4_values(indices: Tensor) -> Tensor:
+    """Inverse of `fp4_indices`: the values as float8_e4m3fn, which holds them exactly."""
+    return _E2M1.to(indices.device)[indices.long()].to(torch.float8_e4m3fn)

@@ -46,7 +46,7 @@ class Dense:
         return matrix_shape(shapes.get("weight"))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        """The decoded values, in the dtype of the scale.
+        """The decoded values, in the dtype in which loaders would compute them.
 
         Args:
             weight: (N, K), activation-ordered groups included.
@@ -57,7 +57,7 @@ class Dense:
             SchemeError: the scheme quantizes activations.
         """
         refuse_activations(scheme, "dense")
-        return {"weight": weight.dequantize(weight.scale.dtype)}
+        return {"weight": weight.dequantize(weight.values_dtype)}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         """Impossible: the codes are not in the file.

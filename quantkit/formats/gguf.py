@@ -1,10 +1,13 @@
 """Our codes as GGUF blocks, where the scheme allows it without rounding anything again.
 
     symmetric int2, int3, int4    Q4_0   scale repeated in each block of 32, code + 8
+    symmetric int5                Q5_0
+    symmetric int6                Q6_K   one scale for each 256 inputs, so groups of 256 or whole rows
     symmetric int8                Q8_0
     asymmetric int4               Q4_1   minimum = -(zero point + 8) * scale, where float16 holds it exactly
     asymmetric int2, int3         Q4_0   code - zero point, which fits
     asymmetric int4 otherwise     Q5_0   likewise
+    mxfp4                         MXFP4  the same numbers in another order
 
 GGUF is one file, not a folder of tensors per layer. While a model is quantized its layers therefore lie in a folder of
 the compressed-tensors format, with scales that float16 holds; `quantkit.conversion` makes the file of it.
@@ -21,13 +24,17 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gguf_blocks import Q4_0, Q4_1, Q5_0, Q8_0, Block, decode, from_parts, to_parts
+from quantkit.formats import _gguf_blocks as blocks
+from quantkit.formats._gguf_blocks import MXFP4, Q4_0, Q4_1, Q5_0, Q6_K, Q8_0, Block, decode, from_parts, to_parts
+from quantkit.formats._microscaling import encode_microscaling, fp4_indices, fp4_values
 from quantkit.formats._tensors import check_groups, refuse_activations
 from quantkit.formats.compressed_tensors import FORMAT as STAGE
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _BLOCK = 32
+_SYMMETRIC = {"int8": Q8_0, "int6": Q6_K, "int5": Q5_0, "mxfp4": MXFP4}
+_NARROW = ("int2", "int3", "int4")
 
 
 @dataclass(frozen=True)
@@ -49,16 +56,19 @@ class GGUF:
         """
         weight = scheme.weight
         refuse_activations(scheme, "gguf")
-        if weight.dtype.kind != "int" or (weight.dtype.bits == 8 and not weight.symmetric):
+        known = weight.dtype.name in _NARROW or (weight.symmetric and weight.dtype.name in _SYMMETRIC)
+        if not known or weight.block_rows != 1:
             raise SchemeError(
-                f"gguf holds int2, int3 and int4 codes and symmetric int8, not {weight.describe()}; "
+                f"gguf holds int2, int3 and int4, symmetric int5, int6 and int8, and mxfp4, not {weight.describe()}; "
                 "set weights.dtype=int4, or weights.dtype=int8 with weights.symmetric=true"
             )
         check_groups(scheme, shape)
-        if shape[1] % _BLOCK or weight.group_width(shape[1]) % _BLOCK:
+        values = symmetric_block(weight).values if weight.symmetric else _BLOCK
+        if shape[1] % values or weight.group_width(shape[1]) % values:
+            sizes = "32, 64, 128 or channel" if values == _BLOCK else "256 or channel, or weights.dtype to int5 or int8"
             raise SchemeError(
-                f"gguf has a scale per {_BLOCK} inputs, {weight.describe()} of {shape[1]} inputs does not fit; "
-                "set weights.group_size to 32, 64, 128 or channel, or add this linear to ignore"
+                f"gguf has a scale per {values} inputs, {weight.describe()} of {shape[1]} inputs does not fit; "
+                f"set weights.group_size to {sizes}, or add this linear to ignore"
             )
         STAGE.check(scheme, shape)
 
@@ -105,17 +115,29 @@ def encode_blocks(weight: QuantizedTensor) -> tuple[Block, Tensor]:
             "its groups are in activation order, which gguf cannot store; set steps.gptq.act_order=weight"
         )
     rows, width = weight.shape
-    scale = _exact_half(weight.scale).repeat_interleave(width // weight.scale.shape[1] // _BLOCK, dim=1).view(-1)
-    codes = weight.codes.view(-1, _BLOCK)
+    if weight.scheme.dtype.name == MXFP4.name.lower():
+        exponents = encode_microscaling(weight)["weight_scale"].view(-1)
+        return MXFP4, blocks.pack_mxfp4(fp4_indices(weight.codes).view(-1, _BLOCK), exponents).view(rows, -1)
+    half = _exact_half(weight.scale)
     if weight.zero_point is None:
-        block = Q8_0 if weight.scheme.dtype.bits == 8 else Q4_0
-        return block, from_parts(block, codes, scale).view(rows, -1)
+        block = symmetric_block(weight.scheme)
+        scale = half.repeat_interleave(width // half.shape[1] // block.values, dim=1).view(-1)
+        codes = weight.codes.view(-1, block.values)
+        data = blocks.pack_q6_k(codes, scale) if block == Q6_K else from_parts(block, codes, scale)
+        return block, data.view(rows, -1)
+    scale = half.repeat_interleave(width // half.shape[1] // _BLOCK, dim=1).view(-1)
+    codes = weight.codes.view(-1, _BLOCK)
     zero = weight.zero_point.repeat_interleave(width // weight.scale.shape[1] // _BLOCK, dim=1).view(-1)
     minimum = -(zero.float() + 8) * scale.float()
     if weight.scheme.dtype.bits == 4 and torch.equal(minimum.half().float(), minimum):
         return Q4_1, from_parts(Q4_1, codes + 8, scale, minimum).view(rows, -1)
     block = Q5_0 if weight.scheme.dtype.bits == 4 else Q4_0
     return block, from_parts(block, codes - zero.view(-1, 1), scale).view(rows, -1)
+
+
+def symmetric_block(weight: WeightScheme) -> Block:
+    """The type of block that holds a symmetric scheme which `GGUF.check` passes."""
+    return _SYMMETRIC.get(weight.dtype.name, Q4_0)
 
 
 def decode_blocks(block: Block, data: Tensor, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedTensor:
@@ -129,10 +151,18 @@ def decode_blocks(block: Block, data: Tensor, scheme: WeightScheme, shape: tuple
     Raises:
         CheckpointError: blocks of one group have different scales, or the type does not keep codes of this scheme.
     """
-    if block.name not in ("Q4_0", "Q4_1", "Q8_0") or (block == Q4_1) == scheme.symmetric:
+    if block != (symmetric_block(scheme) if scheme.symmetric else Q4_1):
         raise CheckpointError(f"{block.name} does not keep the codes of {scheme.describe()}")
     rows, width = shape
-    codes, scale, minimum = to_parts(block, data.view(-1, block.size))
+    flat, minimum = data.view(-1, block.size), None
+    if block == MXFP4:
+        indices, exponents = blocks.unpack_mxfp4(flat)
+        scale = torch.exp2(exponents.double() - 127).float().view(rows, -1)
+        return QuantizedTensor(codes=fp4_values(indices).view(shape), scale=scale, zero_point=None, scheme=scheme)
+    if block == Q6_K:
+        codes, scale = blocks.unpack_q6_k(flat)
+    else:
+        codes, scale, minimum = to_parts(block, flat)
     groups = scheme.num_groups(width)
     scales = scale.view(rows, groups, -1)
     if not torch.equal(scales, scales[:, :, :1].expand_as(scales)):
@@ -141,7 +171,9 @@ def decode_blocks(block: Block, data: Tensor, scheme: WeightScheme, shape: tuple
     if minimum is not None:
         zero = (-minimum.float() / scale.float()).round_().view(rows, groups, -1)[:, :, 0].to(torch.int8) - 8
         codes = codes - 8
-    return QuantizedTensor(codes=codes.view(shape), scale=scales[:, :, 0].contiguous(), zero_point=zero, scheme=scheme)
+    return QuantizedTensor(
+        codes=codes.view(shape), scale=scales[:, :, 0].to(torch.float16), zero_point=zero, scheme=scheme
+    )
 
 
 def decode_values(block: Block, data: Tensor, shape: Sequence[int]) -> Tensor:

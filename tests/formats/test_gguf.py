@@ -72,20 +72,29 @@ KEPT = [
     ("int2", 32, True, "Q4_0"),
     ("int8", None, True, "Q8_0"),
     ("int8", 64, True, "Q8_0"),
+    ("int5", 32, True, "Q5_0"),
+    ("int5", None, True, "Q5_0"),
+    ("int6", 256, True, "Q6_K"),
+    ("int6", None, True, "Q6_K"),
+    ("mxfp4", 32, True, "MXFP4"),
 ]
 
 
 @pytest.mark.parametrize(("dtype", "group", "symmetric", "expected"), KEPT)
 def test_codes_come_back_exactly(dtype, group, symmetric, expected):
     scheme = linear(dtype, group, symmetric=symmetric)
-    weight = random_tensor(0, (24, 192), scheme.weight, torch.float16)
+    width = 512 if expected == "Q6_K" else 192
+    weight = random_tensor(0, (24, width), scheme.weight, torch.float16)
     FORMAT.check(scheme, weight.shape)
     block, data = encode_blocks(weight)
     assert block.name == expected
     found = decode_blocks(block, data.view(-1), scheme.weight, weight.shape)
-    assert torch.equal(found.codes, weight.codes)
+    assert torch.equal(found.codes.float(), weight.codes.float())
     assert torch.equal(found.scale, weight.scale)
     assert found.zero_point is None
+    gguf = pytest.importorskip("gguf")  # the library reads the same values
+    theirs = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[expected])
+    assert torch.equal(torch.from_numpy(theirs), weight.dequantize())
 
 
 def test_zero_points_go_to_q4_1_where_float16_holds_the_minimum():
@@ -115,6 +124,10 @@ REFUSED = [
     (linear("int4", 16), (32, 64), "group_size"),
     (linear("int4"), (32, 172), "172 inputs"),
     (linear("int8", inputs="int8"), (32, 64), "activations"),
+    (linear("int5", 32, symmetric=False), (32, 64), "int5 g32 asym"),
+    (linear("int6", 64), (32, 512), "256 or channel, or weights.dtype to int5 or int8"),
+    (linear("int6"), (32, 96), "a scale per 256 inputs"),
+    (linear("nvfp4"), (32, 64), "not nvfp4 g16"),
 ]
 
 

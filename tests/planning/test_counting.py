@@ -123,6 +123,9 @@ def test_headers_and_config_agree(family, family_models):
     assert counted.stored_bytes == CheckpointReader(folder).num_bytes
 
 
+FEW = ("calibration.samples=2", "calibration.sequence_length=16")
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
@@ -134,6 +137,18 @@ def test_headers_and_config_agree(family, family_models):
         ("rtn-int4", ("weights.group_size=32", "format=gptq")),
         ("rtn-int4", ("weights.group_size=16", "format=awq", "weights.symmetric=false")),
         ("rtn-int8", ("ignore=['*.layers.1.*']",)),
+        ("rtn-int4", ("weights.group_size=32", "weights.dtype=int5")),
+        ("rtn-int4", ("weights.group_size=32", "weights.dtype=int6", "weights.symmetric=false")),
+        ("fp8-static", FEW),
+        ("fp8-static", (*FEW, "weights.group_size=channel")),
+        ("fp8-block", ("weights.group_size=32x32", "activations.group_size=32")),
+        ("nvfp4", ("steps=[]", "calibration=null")),
+        ("nvfp4-a4", ("steps=[]", *FEW)),
+        ("mxfp4", ("steps=[]", "calibration=null")),
+        ("mxfp4", ("steps=[]", "calibration=null", "weights.dtype=mxfp8")),
+        ("w4a8-fp8", ("weights.group_size=32", "steps=[]", "calibration=null")),
+        ("w4a8-fp8", ("weights.group_size=32", "activations.dtype=int8", "steps=[]", "calibration=null")),
+        ("w8a8-int8", ("steps=[]", "activations.dynamic=false", *FEW)),
     ],
     ids=str,
 )
