@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": {**_EXPERTS},
     "phi": {},
     "phi3": {"sliding_window": 32},
-    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
     "smollm3": {"num_hidden_layers": 4},
@@ -47,8 +47,63 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 32},
 }
 EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-# Families without experts that the compress side takes, beside those above.
+# Families without experts that the runtime computes, beside those above.
 MORE_FAMILIES = tuple(name for name in SETTINGS if name not in (*FAMILIES, *EXPERT_FAMILIES))
+
+_MIXTURE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_GROUPS = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+_LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "num_key_value_heads": 4,
+}
+# Families that are compressed here and run by transformers.
+COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "arcee": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "bloom": {},
+    "codegen": {"rotary_dim": 16},
+    "deepseek_v2": {**_MIXTURE, **_GROUPS, **_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_MIXTURE, **_GROUPS, **_LATENT},
+    "dots1": {**_MIXTURE, **_GROUPS, "head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "exaone4": {"sliding_window": 32},
+    "falcon": {"multi_query": True, "alibi": False},
+    "glm4_moe": {**_MIXTURE, **_GROUPS, "head_dim": 16},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gptj": {"rotary_dim": 16},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "mpt": {"expansion_ratio": 2},
+    "nemotron": {},
+    "olmo": {},
+    "olmo3": {"sliding_window": 32},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "seed_oss": {"head_dim": 16},
+}
+
+
+def known_to_transformers(family: str) -> bool:
+    """Whether the installed version has this family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return family in CONFIG_MAPPING_NAMES
+
 
 TEXT = "\n\n".join(
     f"The {animal} of {town} counted {number} apples and gave {number - 3} of them to a friend called {name}."
@@ -95,7 +150,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "pad_token_id": None,
         "tie_word_embeddings": False,
     }
-    return AutoConfig.for_model(family, **{**settings, **SETTINGS.get(family, {}), **changes})
+    return AutoConfig.for_model(
+        family, **{**settings, **SETTINGS.get(family, COMPRESSED_ONLY.get(family, {})), **changes}
+    )
 
 
 def make_model(

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.architectures.base import Architecture, LinearSet
+from quantkit.architectures._sets import LinearSet, find_expert, split_experts
+from quantkit.architectures.base import Architecture, Experts
 from quantkit.errors import ModelError
 from quantkit.registry import Registry
 
-__all__ = ["Architecture", "LinearSet", "find", "find_compressible", "supported"]
+__all__ = [
+    "Architecture",
+    "Experts",
+    "LinearSet",
+    "find",
+    "find_compressible",
+    "find_expert",
+    "split_experts",
+    "supported",
+]
 
 REGISTRY = Registry(package=__name__, attribute="ARCHITECTURE", noun="architecture")
 

@@ -6,68 +6,37 @@ of transformers; a key is an entry of config.json.
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EXPERT = "{expert}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearSet:
-    """Linears of one decoder layer that read the same tensor. Names are relative to the layer.
-
-    Args:
-        linears: in the order in which they run; a loader that fuses them needs one scheme for all.
-        source: the norm or linear that produces the input and can absorb a smoothing scale; None = nothing can.
-        parent: smallest module that contains the set and turns its input into the layer's next hidden state;
-            its output error is what a scale search minimises.
-        grouped_heads: the source's outputs are key/value heads, each repeated for several query heads.
-        beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); a scale
-            that is folded into the source is folded into them too.
-        optional: only some layers of the family, or some of its models, have these linears.
-
-    `{expert}` in a name stands for each number of an expert that the layer has: with a source of its own for each
-    expert there is one set for each, else one set of all.
-    """
-
-    linears: tuple[str, ...]
-    source: str | None
-    parent: str
-    grouped_heads: bool = False
-    beside: tuple[str, ...] = ()
-    optional: bool = False
-
-    @property
-    def fused(self) -> tuple[tuple[str, ...], ...]:
-        """Those of its linears that inference engines fuse, which need one scheme: of one module, or all experts."""
-        together: dict[str, list[str]] = {}
-        for name in self.linears:
-            owner = re.sub(r"\.\d+(\.|$)", ".*\\1", name.rpartition(".")[0])
-            together.setdefault(owner, []).append(name)
-        return tuple(tuple(names) for names in together.values())
-
-
-LLAMA_SETS = (
-    LinearSet(
-        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        source="input_layernorm",
-        parent="self_attn",
-    ),
-    LinearSet(linears=("self_attn.o_proj",), source="self_attn.v_proj", parent="self_attn.o_proj", grouped_heads=True),
-    LinearSet(linears=("mlp.gate_proj", "mlp.up_proj"), source="post_attention_layernorm", parent="mlp"),
-    LinearSet(linears=("mlp.down_proj",), source="mlp.up_proj", parent="mlp.down_proj"),
+from quantkit.architectures._sets import (
+    LLAMA_SETS,
+    MLA_SETS,
+    PARALLEL_SETS,
+    UNSMOOTHED_SETS,
+    LinearSet,
+    at,
+    expand_set,
+    expert_sets,
 )
 
-# Nothing upstream can absorb a scale: the norm adds an offset or a bias, stands elsewhere, or feeds other linears too.
-UNSMOOTHED_SETS = (
-    LinearSet(linears=LLAMA_SETS[0].linears, source=None, parent="self_attn"),
-    LLAMA_SETS[1],
-    LinearSet(linears=LLAMA_SETS[2].linears, source=None, parent="mlp"),
-    LLAMA_SETS[3],
-)
+__all__ = [
+    "LLAMA_SETS",
+    "MLA_SETS",
+    "PARALLEL_SETS",
+    "UNSMOOTHED_SETS",
+    "Architecture",
+    "Experts",
+    "LinearSet",
+    "Multipliers",
+    "Parts",
+    "QueryKeyNorm",
+    "Rope",
+    "Window",
+    "at",
+    "expert_sets",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +153,8 @@ class Experts:
         router: linear that scores the experts.
         up, down: linears of one expert, gate first.
         stacked_up, stacked_down: the same of all experts in one tensor (E, 2I, H) and (E, H, I).
+        transposed: the stacked tensors are (E, H, 2I) and (E, I, H).
+        interleaved: the outputs of the stacked gate and up take turns.
         width: key of an expert's width.
         normalize: whether the chosen scores are made to sum to one; a key or a constant.
         shared_up, shared_down, shared_gate: an expert that sees every token, and the linear that weighs it.
@@ -195,6 +166,8 @@ class Experts:
     down: str = "mlp.experts.{expert}.down_proj"
     stacked_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    transposed: bool = False
+    interleaved: bool = False
     width: str = "moe_intermediate_size"
     normalize: str | bool = "norm_topk_prob"
     shared_up: tuple[str, ...] = ()
@@ -225,6 +198,12 @@ class Architecture:
         window, rope, multipliers, experts: see there.
         activation: of the MLP, where config.json is not to be believed.
         defaults: values of keys that config.json may lack.
+        transposed: linears that are stored as (K, N), relative names.
+        stored_modules: modules of a layer that checkpoints call by another name than transformers.
+        compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
+        decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
+            have decoded them before.
+        native: whether the runtime computes the family itself; else transformers does.
         not_native: keys that, when set to something true, ask for what the runtime does not compute.
     """
 
@@ -248,6 +227,11 @@ class Architecture:
     experts: Experts | None = None
     activation: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    stored_modules: Mapping[str, str] = field(default_factory=dict)
+    compressed_experts: bool = True
+    decode_at_load: bool = False
+    native: bool = True
     not_native: tuple[str, ...] = ()
 
     @property
@@ -255,38 +239,21 @@ class Architecture:
         """All linears that layers of the family may have, relative names, in running order."""
         return tuple(name for group in self.linear_sets for name in group.linears)
 
-    def sets_of_layer(self, has: Callable[[str], bool]) -> tuple[LinearSet, ...]:
+    def sets_of_layer(
+        self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
+    ) -> tuple[LinearSet, ...]:
         """The sets of one layer: those of experts for each expert, optional ones only where they are.
 
         Args:
-            has: whether the layer has a linear of this relative name.
+            has: whether the layer has a linear or norm of this relative name.
+            config: entries of config.json, for sets that hold for some models only; without it all are taken to hold.
         Returns:
             sets without `{expert}` in any name; a set that is not optional is there whether the layer has it or not.
         """
-        return tuple(found for group in self.linear_sets for found in _sets_of_layer(group, has))
-
-
-def _sets_of_layer(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    templates = [name for name in group.linears if EXPERT in name]
-    experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
-    if templates and group.source is not None and EXPERT in group.source:
-        for expert in experts:
-            yield replace(
-                group,
-                linears=tuple(at(name, expert) for name in group.linears),
-                source=at(group.source, expert),
-                parent=at(group.parent, expert),
-            )
-        return
-    names = [at(name, e) for e in experts for name in templates]
-    names += [name for name in group.linears if name not in templates and (not group.optional or has(name))]
-    if names:
-        yield replace(group, linears=tuple(names), beside=tuple(name for name in group.beside if has(name)))
-
-
-def at(name: str, expert: int) -> str:
-    """A name with the number of an expert in it."""
-    return name.replace(EXPERT, str(expert))
-
-
-FUSED_EXPERTS = "its experts are one 3-D tensor in transformers, not linears that can be calibrated one by one"
+        settings = {**self.defaults, **(config or {})}
+        found: list[LinearSet] = []
+        for group in self.linear_sets:
+            if config is None or all(settings.get(key) == value for key, value in group.when):
+                taken = {name for other in found for name in other.linears}
+                found += [one for one in expand_set(group, has) if not taken & set(one.linears)]
+        return tuple(found)

@@ -1,10 +1,10 @@
 """Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together."""
 
-from quantkit.architectures.base import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, QueryKeyNorm, Rope
+from quantkit.architectures.base import PARALLEL_SETS, Architecture, Multipliers, Parts, QueryKeyNorm, Rope
 
 ARCHITECTURE = Architecture(
     hf_names=("CohereForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
+    linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),
     norm="layer",
     qk_norm=QueryKeyNorm(over="heads", switch="use_qk_norm"),

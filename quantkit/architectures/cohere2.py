@@ -1,10 +1,10 @@
 """Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions."""
 
-from quantkit.architectures.base import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, Rope, Window
+from quantkit.architectures.base import PARALLEL_SETS, Architecture, Multipliers, Parts, Rope, Window
 
 ARCHITECTURE = Architecture(
     hf_names=("Cohere2ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
+    linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),
     norm="layer",
     parallel=True,

@@ -1,10 +1,24 @@
 """Mixtral: Mistral with eight experts in place of the MLP, two of them for each token."""
 
-from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, Rope, Window
+from quantkit.architectures.base import LLAMA_SETS, Architecture, Experts, LinearSet, Rope, Window
 
 ARCHITECTURE = Architecture(
     hf_names=("MixtralForCausalLM",),
-    not_compressible=FUSED_EXPERTS,
+    linear_sets=(
+        *LLAMA_SETS[:2],
+        LinearSet(
+            linears=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+            source="post_attention_layernorm",
+            parent="block_sparse_moe",
+            beside=("block_sparse_moe.gate",),
+        ),
+        LinearSet(
+            linears=("block_sparse_moe.experts.{expert}.w2",),
+            source="block_sparse_moe.experts.{expert}.w3",
+            parent="block_sparse_moe.experts.{expert}.w2",
+        ),
+    ),
+    stored_modules={"mlp": "block_sparse_moe"},
     window=Window(rule="all"),
     rope=Rope(theta=1_000_000.0),
     experts=Experts(

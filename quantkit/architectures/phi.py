@@ -7,12 +7,13 @@ ARCHITECTURE = Architecture(
     final_norm="model.final_layernorm",
     linear_sets=(
         LinearSet(
-            linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), source=None, parent="self_attn"
+            linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"),
+            source="input_layernorm",
+            parent="",
         ),
         LinearSet(
             linears=("self_attn.dense",), source="self_attn.v_proj", parent="self_attn.dense", grouped_heads=True
         ),
-        LinearSet(linears=("mlp.fc1",), source=None, parent="mlp"),
         LinearSet(linears=("mlp.fc2",), source=None, parent="mlp.fc2"),
     ),
     parts=Parts(mlp_norm=None, output="self_attn.dense", up=("mlp.fc1",), gated=False, down="mlp.fc2"),

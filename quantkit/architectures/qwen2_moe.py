@@ -1,10 +1,13 @@
 """Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own."""
 
-from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, Window
+from quantkit.architectures.base import LLAMA_SETS, Architecture, Experts, Window, expert_sets
 
 ARCHITECTURE = Architecture(
     hf_names=("Qwen2MoeForCausalLM",),
-    not_compressible=FUSED_EXPERTS,
+    linear_sets=(
+        *LLAMA_SETS[:2],
+        *expert_sets(shared="mlp.shared_expert", beside=("mlp.gate", "mlp.shared_expert_gate")),
+    ),
     window=Window(rule="even_lower", switch="use_sliding_window"),
     experts=Experts(
         shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),

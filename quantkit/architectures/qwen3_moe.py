@@ -1,10 +1,10 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP."""
 
-from quantkit.architectures.base import FUSED_EXPERTS, Architecture, Experts, QueryKeyNorm, Window
+from quantkit.architectures.base import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, Window, expert_sets
 
 ARCHITECTURE = Architecture(
     hf_names=("Qwen3MoeForCausalLM",),
-    not_compressible=FUSED_EXPERTS,
+    linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
     qk_norm=QueryKeyNorm(),
     window=Window(rule="all", switch="use_sliding_window"),
     experts=Experts(),

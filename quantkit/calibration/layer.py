@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from quantkit.architectures import LinearSet
+from quantkit.architectures import LinearSet, find_expert
 from quantkit.calibration.activations import ActivationStore
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.checkpoint.memory import release_freed_memory
@@ -34,6 +35,9 @@ from quantkit.results import LinearRecord
 
 # Weights whose error is measured at once: its float32 copies must stay small beside the layer.
 _ERROR_BLOCK = 1 << 21
+
+# An expert that saw fewer tokens than this is starved: its own statistics would be mostly noise.
+STARVED_TOKENS = 64
 
 
 class _Enough(Exception):
@@ -60,6 +64,9 @@ class LayerContext:
         cache_scales: tensors of the KV cache to write beside the weights, by relative name.
         input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
             `quantkit.calibration.input_scales`.
+        all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
+            computes is not affected.
+        tokens_per_expert: how many tokens are routed to each; set by `count_tokens`.
     """
 
     name: str
@@ -81,6 +88,8 @@ class LayerContext:
     notes: list[str] = field(default_factory=list)
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     _largest: dict[str, Tensor] = field(default_factory=dict)
+    all_tokens: bool = True
+    tokens_per_expert: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +112,36 @@ class LayerContext:
         return [(group, names) for group, names in todo if names]
 
     def _is_pending(self, name: str) -> bool:
-        return name in self.schemes and name not in self.quantized
+        return name in self.schemes and name not in self.quantized and not self._is_starved(name)
+
+    def _is_starved(self, name: str) -> bool:
+        """Whether a linear belongs to an expert that saw too little for any step to work on."""
+        place = find_expert(name)
+        if place is None or self.all_tokens or not self.tokens_per_expert:
+            return False
+        return self.tokens_per_expert[place.number] < STARVED_TOKENS
+
+    def count_tokens(self) -> None:
+        """Route all calibration data, count the tokens of each expert, and note those that are starved."""
+        places = [place for group in self.sets for name in group.linears if (place := find_expert(name))]
+        if not places or self.store is None:
+            return
+        counts = dict.fromkeys(sorted(place.number for place in places), 0)
+        names = {f"{places[0].container}.{number}": number for number in counts}
+
+        def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
+
+        for hidden in self._hidden_states():
+            self._run_until(hidden, places[0].owner, self._hook(tuple(names), look))
+        self.tokens_per_expert = tuple(counts.values())
+        starved = [number for number, count in counts.items() if count < STARVED_TOKENS]
+        if starved:
+            listed = ", ".join(map(str, starved[:8])) + (", ..." if len(starved) > 8 else "")
+            treated = "their statistics are of all tokens" if self.all_tokens else "they are rounded to nearest"
+            self.notes.append(
+                f"{len(starved)} of {len(counts)} experts saw fewer than {STARVED_TOKENS} tokens ({listed}); {treated}"
+            )
 
     def observe(self, observers: Mapping[str, Observer]) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
@@ -207,8 +245,8 @@ class LayerContext:
 
     def finish(self) -> None:
         """Round what no step has quantized to nearest: in the ranges a step has left, else the best found."""
-        for _, names in self.pending():
-            for name in names:
+        for group in self.sets:
+            for name in (n for n in group.linears if n in self.schemes and n not in self.quantized):
                 weight, scheme, dtype = self.weight(name), self.schemes[name].weight, self.scale_dtype[name]
                 largest = self.tensor_largest(name)
                 found = self.ranges.get(name) or search_parameters(weight, scheme, dtype, tensor_largest=largest)
@@ -256,18 +294,56 @@ class LayerContext:
         """Call `look(name, args, kwargs)` as each module is reached, and stop after the last."""
         waiting = set(modules)
 
+        def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            look(name, args, kwargs)
+            waiting.discard(name)
+            if not waiting:
+                raise _Enough
+
+        inside = [name for name in modules if self.all_tokens and find_expert(name)]
+        handles = self._hook(tuple(name for name in modules if name not in inside), seen)
+        if inside:
+            handles.append(self._show_all_tokens(inside, seen))
+        self._run(hidden, handles)
+
+    def _show_all_tokens(self, modules: list[str], seen: Callable[..., None]) -> RemovableHandle:
+        """Have the experts of these modules look at every token, just before tokens are routed."""
+        place = find_expert(modules[0])
+        assert place is not None
+        experts = dict.fromkeys(f"{place.container}.{found.number}" for name in modules if (found := find_expert(name)))
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            tokens = args[0].reshape(-1, args[0].shape[-1])
+            for expert in experts:
+                handles = self._hook(tuple(name for name in modules if name.startswith(f"{expert}.")), seen)
+                try:
+                    self.block.get_submodule(expert)(tokens)
+                finally:
+                    for handle in handles:
+                        handle.remove()
+
+        return self.block.get_submodule(place.owner).register_forward_pre_hook(before)
+
+    def _run_until(self, hidden: Tensor, module: str, handles: list[RemovableHandle]) -> None:
+        """Run the layer with hooks, stop after a module, and remove the hooks."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            raise _Enough
+
+        self._run(hidden, [*handles, self.block.get_submodule(module).register_forward_hook(after)])
+
+    def _hook(self, modules: tuple[str, ...], look: Callable[..., None]) -> list[RemovableHandle]:
+        """Have `look(name, args, kwargs)` called before each of these modules."""
+
         def hook(name: str) -> Callable[..., None]:
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                look(name, args, kwargs)
-                waiting.discard(name)
-                if not waiting:
-                    raise _Enough
+            return lambda module, args, kwargs: look(name, args, kwargs)
 
-            return before
-
-        handles = [
+        return [
             self.block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules
         ]
+
+    def _run(self, hidden: Tensor, handles: list[RemovableHandle]) -> None:
+        """Run the layer until a hook has enough, and remove the hooks."""
         try:
             self.forward(hidden)
         except _Enough:

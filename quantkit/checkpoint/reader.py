@@ -80,7 +80,9 @@ class CheckpointReader:
         Raises:
             CheckpointError: no such tensor, or its file cannot be read.
         """
-        info = self.info(name)
+        return self._read_tensor(self.info(name))
+
+    def _read_tensor(self, info: TensorInfo) -> Tensor:
         with _opened(info.file) as file:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 

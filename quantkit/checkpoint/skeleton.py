@@ -7,12 +7,14 @@ masks) is found by running the model's own forward with its layers replaced by r
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.architectures import Architecture, LinearSet
+from quantkit.checkpoint.experts import rebuild_layer
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 
@@ -25,20 +27,27 @@ class _Recorded(Exception):
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer, returns its input and keeps what else it was called with."""
+    """Stands in for a decoder layer, returns its input and keeps what else it was called with.
 
-    def __init__(self, layer: nn.Module, last: bool) -> None:
+    Args:
+        layer: whose place it takes.
+        last: whether it ends the forward pass.
+        in_tuple: the model expects of its layers a tuple, with the hidden states first.
+    """
+
+    def __init__(self, layer: nn.Module, last: bool, in_tuple: bool) -> None:
         super().__init__()
-        self._layer, self._last = [layer], last  # in a list, so that nn.Module does not register it
+        self._layer, self._last, self._in_tuple = [layer], last, in_tuple  # in a list, so that it is not registered
+        self._names = list(inspect.signature(layer.forward).parameters)[1:]
         self.hidden: Tensor | None = None
         self.arguments: dict[str, Any] = {}
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor | tuple[Tensor]:
         """Record and pass through."""
-        self.hidden, self.arguments = hidden_states, arguments
+        self.hidden, self.arguments = hidden_states, {**dict(zip(self._names, others, strict=False)), **arguments}
         if self._last:
             raise _Recorded
-        return hidden_states
+        return (hidden_states,) if self._in_tuple else hidden_states
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,13 +73,18 @@ class Skeleton:
     ) -> None:
         self.reader, self.architecture, self.dtype, self.device = reader, architecture, dtype, device
         self._model = _build(reader)
+        model: Any = self._model
+        self._config = model.config.get_text_config()
         try:
             layers = self._model.get_submodule(architecture.layers)
         except AttributeError:
             layers = nn.ModuleList()
         if not isinstance(layers, nn.ModuleList) or not len(layers):
             raise ModelError(f"{reader.path}: the model has no decoder layers at {architecture.layers!r}")
+        for layer in layers:
+            rebuild_layer(layer, architecture)
         self._layers = layers
+        self._load_stem()
         self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     @property
@@ -78,13 +92,24 @@ class Skeleton:
         """Number of decoder layers."""
         return len(self._layers)
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self._config.hidden_size)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        config = self._config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
     def layer_name(self, index: int) -> str:
         """Full module name of a layer."""
         return f"{self.architecture.layers}.{index}"
 
     def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
         """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
-        return self.architecture.sets_of_layer(lambda name: self._weight(index, name) is not None)
+        return self.architecture.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
         """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
@@ -117,7 +142,7 @@ class Skeleton:
             f"{self.architecture.embedding}.weight": self._embedding().get_parameter("weight").shape
         }
         for index, layer in enumerate(self._layers):
-            for name, parameter in layer.named_parameters():
+            for name, parameter in layer.state_dict(keep_vars=True).items():
                 expected[f"{self.layer_name(index)}.{name}"] = parameter.shape
         for name, shape in expected.items():
             if name not in self.reader:
@@ -135,16 +160,32 @@ class Skeleton:
             CheckpointError: a weight holds NaN or infinity.
         """
         layer = copy.deepcopy(self._layers[index])
-        for name, _ in list(layer.named_parameters()):
-            full = f"{self.layer_name(index)}.{name}"
-            value = self.reader.tensor(full)
-            if not torch.isfinite(value).all():
-                bad = int((~torch.isfinite(value)).sum())
-                raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
-            owner, _, leaf = name.rpartition(".")
-            parameter = nn.Parameter(value.to(self.device, self.dtype), requires_grad=False)
-            layer.get_submodule(owner).register_parameter(leaf, parameter)
+        for name in layer.state_dict(keep_vars=True):
+            self._fill(layer, name, f"{self.layer_name(index)}.{name}", self.device)
         return layer.to(self.device).eval()
+
+    def _fill(self, module: nn.Module, name: str, full: str, device: torch.device) -> None:
+        """Give a module one of its parameters or saved buffers from the tensor `full` of the checkpoint."""
+        value = self.reader.tensor(full)
+        if not torch.isfinite(value).all():
+            bad = int((~torch.isfinite(value)).sum())
+            raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+        owner, _, leaf = name.rpartition(".")
+        owning = module.get_submodule(owner)
+        if leaf in owning._buffers:
+            owning._buffers[leaf] = value.to(device, owning.get_buffer(leaf).dtype)
+        else:
+            parameter = nn.Parameter(value.to(device, self.dtype), requires_grad=False)
+            owning.register_parameter(leaf, parameter)
+
+    def _load_stem(self) -> None:
+        """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
+        backbone, names = self._model.get_submodule(self.architecture.backbone), self.architecture
+        known = tuple(f"{name}." for name in (names.layers, names.embedding, names.final_norm))
+        for name in backbone.state_dict(keep_vars=True):
+            full = f"{names.backbone}.{name}"
+            if not full.startswith(known) and full in self.reader:
+                self._fill(backbone, name, full, torch.device("cpu"))  # where hidden states are made
 
     def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
         """Hidden states before the first layer.
@@ -159,7 +200,8 @@ class Skeleton:
         embedding = copy.deepcopy(self._embedding())
         embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
         embedding.register_parameter("weight", nn.Parameter(table.to(self.dtype), requires_grad=False))
-        hidden: Tensor = self._record(embedding(row_of[token_ids]))[0].hidden
+        hidden = self._record(embedding(row_of[token_ids]))[0].hidden
+        assert hidden is not None
         return hidden
 
     def arguments(self, index: int, hidden: Tensor) -> dict[str, Any]:
@@ -176,11 +218,18 @@ class Skeleton:
     def _embedding(self) -> nn.Module:
         return self._model.get_submodule(self.architecture.embedding)
 
+    def _record(self, hidden: Tensor) -> list[_Recorder]:
+        """A recorder for each layer, after a forward pass of hidden states (B, T, D) through them."""
+        try:
+            return self._pass(hidden, in_tuple=False)
+        except IndexError:  # the model took the first of several outputs, and of that the first, ...
+            return self._pass(hidden, in_tuple=True)
+
     @torch.inference_mode()
-    def _record(self, hidden: Tensor) -> list[Any]:
+    def _pass(self, hidden: Tensor, in_tuple: bool) -> list[_Recorder]:
         backbone = self._model.get_submodule(self.architecture.backbone)
         last = len(self._layers) - 1
-        recorders = [_Recorder(layer, number == last) for number, layer in enumerate(self._layers)]
+        recorders = [_Recorder(layer, number == last, in_tuple) for number, layer in enumerate(self._layers)]
         owner, _, leaf = self.architecture.layers.rpartition(".")
         parent = self._model.get_submodule(owner)
         setattr(parent, leaf, nn.ModuleList(recorders))
@@ -202,7 +251,7 @@ def _build(reader: CheckpointReader) -> nn.Module:
         config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
-            return model
+            return model.eval()
     except Exception as error:  # whatever transformers raises on a config it cannot use
         reason = first_line(error)
         raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error

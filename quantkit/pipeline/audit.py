@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import AuditError
 from quantkit.formats.base import Format
@@ -16,24 +17,23 @@ from quantkit.pipeline.plan import Plan
 from quantkit.results import LayerRecord
 
 
-def check_written(path: Path, prefix: str, weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> None:
+def check_written(
+    reader: CheckpointReader, prefix: str, weight: QuantizedTensor, scheme: LinearScheme, format_: Format
+) -> None:
     """The tensors of one linear, read back from its shard, decode to exactly what calibration computed with.
 
     Args:
-        path: the shard.
+        reader: of the shard.
         prefix: full module name of the linear.
         weight: the codes in memory.
         scheme: of the linear.
         format_: that wrote it.
     """
-    from safetensors import safe_open
-
     expected = format_.encode(weight, scheme)
-    with safe_open(path, framework="pt") as file:
-        found = {name: file.get_tensor(f"{prefix}.{name}") for name in expected}
+    found = {name: reader.tensor(f"{prefix}.{name}") for name in expected}
     for name, tensor in expected.items():
         if found[name].dtype != tensor.dtype or not torch.equal(_bytes(found[name]), _bytes(tensor)):
-            raise AuditError(f"{prefix}.{name} in {path.name} differs from what was written")
+            raise AuditError(f"{prefix}.{name} in {reader.files[0].name} differs from what was written")
     if format_.keeps_codes:
         decoded = format_.decode(found, scheme)
         if not torch.equal(decoded.dequantize(), weight.dequantize().cpu()):
@@ -65,7 +65,7 @@ def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         plan: what was to be done.
         records: of all layers.
     """
-    reader = CheckpointReader(folder)
+    reader = ModelReader(folder, plan.architecture)
     _check_targets(plan, reader, records)
     for name in plan.left_alone:
         source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit.architectures import Architecture, find_compressible
+from quantkit.architectures import Architecture, LinearSet, find_compressible, split_experts
+from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.skeleton import Skeleton
 from quantkit.checkpoint.source import resolve
@@ -18,6 +19,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.pipeline.kv_cache import check_cache
+from quantkit.pipeline.loaders import check_loaders
 from quantkit.recipe import Recipe
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,10 +39,11 @@ class Plan:
         compute_dtype: of the layer under compression and the hidden states.
         output: directory of the finished checkpoint.
         device: where layers are computed.
+        warnings: what loaders will not do with the result; one sentence each.
     """
 
     model: str
-    reader: CheckpointReader
+    reader: ModelReader
     skeleton: Skeleton
     architecture: Architecture
     recipe: Recipe
@@ -51,6 +54,7 @@ class Plan:
     compute_dtype: torch.dtype
     output: Path
     device: torch.device
+    warnings: tuple[str, ...] = ()
 
     @property
     def linears(self) -> dict[str, LinearScheme]:
@@ -60,6 +64,16 @@ class Plan:
             for index, schemes in enumerate(self.layers)
             for name, scheme in schemes.items()
         }
+
+    @property
+    def all_tokens(self) -> bool:
+        """Whether statistics of experts are of all tokens."""
+        return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
+
+    def sets(self, index: int) -> tuple[LinearSet, ...]:
+        """Linears of a layer whose statistics are of the same tensor."""
+        sets = self.skeleton.linear_sets(index)
+        return sets if self.all_tokens else split_experts(sets)
 
     @property
     def group_order(self) -> bool:
@@ -80,8 +94,7 @@ class Plan:
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""
-        config = self.reader.config
-        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+        return self.skeleton.head_dim
 
     @property
     def bundled_text(self) -> Path:
@@ -102,13 +115,14 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
-    reader = CheckpointReader(DEMO / "model" if model is None else resolve(model))
+    source = CheckpointReader(DEMO / "model" if model is None else resolve(model))
     name = "demo" if model is None else model
-    short = name if model is None or not Path(model).is_dir() else reader.path.resolve().name
-    if "quantization_config" in reader.config:
-        raise ModelError(f"{reader.path} is already quantized (config.json has quantization_config); give the original")
-    check_cache(recipe, reader.config)
-    architecture = find_compressible(reader.config)
+    short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
+    if "quantization_config" in source.config:
+        raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
+    check_cache(recipe, source.config)
+    architecture = find_compressible(source.config)
+    reader = ModelReader(source.path, architecture)
     place = pick_device(device)
     dtype = _source_dtype(reader, architecture)
     compute = pick_compute_dtype(dtype, place)
@@ -117,6 +131,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     layers, left_alone = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
+    warnings = check_loaders(architecture, layers, recipe.format)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     _check_output(target, reader.path)
@@ -134,6 +149,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         compute_dtype=compute,
         output=target,
         device=place,
+        warnings=warnings,
     )
 
 
@@ -257,7 +273,7 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     width = max(k for layer in shapes for _, k in layer.values())
     tallest = max(n * k for layer in shapes for n, k in layer.values())
     solver = 2 * 4 * width * width if "gptq" in plan.recipe.step_names else 0
-    hidden = num_tokens * int(plan.reader.config["hidden_size"]) * size
+    hidden = num_tokens * plan.skeleton.hidden_size * size
     layers = 2 if plan.needs_original else 1
     return {
         "layer": layers * weights * size,

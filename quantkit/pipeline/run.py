@@ -21,6 +21,7 @@ from quantkit.calibration.dataset import Samples
 from quantkit.calibration.input_scales import calibrate_inputs
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
 from quantkit.checkpoint.memory import peak_bytes, release_freed_memory
+from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
 from quantkit.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.pipeline.events import SILENT, Listener
@@ -33,6 +34,7 @@ from quantkit.pipeline.kv_cache import (
     find_cache,
     with_cache,
 )
+from quantkit.pipeline.loaders import decode_at_load
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
 from quantkit.recipe import Recipe
@@ -88,7 +90,7 @@ def _quantize(
     started = time.perf_counter()
     plan = make_plan(model, recipe, output, device)
     samples = read_samples(plan)
-    for warning in samples.warnings if samples else ():
+    for warning in (*plan.warnings, *(samples.warnings if samples else ())):
         listener.warning(warning)
     identity = _identity(plan, samples)
     if resume and was_completed(plan.output, identity):
@@ -179,6 +181,7 @@ class _Run:
         self.listener.layer_started(index, name)
         with self._phase("load", seconds):
             layer = self._context(index)
+            layer.count_tokens()
             first = self.store[0][:1] if self.store else None
             reference = None if first is None else layer.forward(first)
         for step, label in zip(plan.recipe.steps, plan.recipe.step_names, strict=True):
@@ -210,6 +213,7 @@ class _Run:
             seconds={phase: round(value, 3) for phase, value in seconds.items()},
             peak_bytes=peak_bytes(),
             kv_cache=cache,
+            tokens_per_expert=layer.tokens_per_expert,
         )
         self.state.finish_layer(record, shard, digest, names, states)
         for store in (self.store, self.original_store):
@@ -225,7 +229,8 @@ class _Run:
         return LayerContext(
             name=name,
             block=block,
-            sets=plan.skeleton.linear_sets(index),
+            sets=plan.sets(index),
+            all_tokens=plan.all_tokens,
             schemes=plan.layers[index],
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.head_dim,
@@ -261,9 +266,11 @@ class _Run:
                 tensors[key] = kept.to(tensors[key].dtype).cpu()  # changed by a step
         shard = shard_name(index, plan.skeleton.num_layers)
         path = self.state.checkpoint / shard
+        tensors = plan.reader.restore(tensors)
         digest = write_shard(path, tensors)
+        written_back = ModelReader.of_file(path, plan.architecture)
         for linear, weight in layer.quantized.items():
-            check_written(path, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
+            check_written(written_back, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
         check_scales(path, scales)
         return shard, digest, sorted(tensors)
 
@@ -277,6 +284,7 @@ class _Run:
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
         described = plan.format.config(plan.linears, plan.left_alone, group_order=plan.group_order)
+        described = decode_at_load(described, plan.architecture)
         config = {**plan.reader.config, **with_cache(plan.recipe, described, self.state.records)}
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():
@@ -311,7 +319,7 @@ class _Run:
             source_bytes=plan.reader.num_bytes,
             output_bytes=size,
             layers=records,
-            warnings=self.samples.warnings if self.samples else (),
+            warnings=(*plan.warnings, *(self.samples.warnings if self.samples else ())),
             seconds={phase: round(value, 3) for phase, value in seconds.items()},
             peak_bytes=peak_bytes(),
             resumed_layers=self.resumed,

@@ -22,6 +22,7 @@ class CalibrationPlan:
         sequence_length: tokens per sequence.
         field: where the text is in a .jsonl line or a hub row.
         split: of a hub data set.
+        experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
     """
 
     data: str = "bundled"
@@ -29,6 +30,7 @@ class CalibrationPlan:
     sequence_length: int = 512
     field: str = "text"
     split: str = "train"
+    experts: Literal["all", "routed"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

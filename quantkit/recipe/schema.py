@@ -180,6 +180,7 @@ class Calibration(Section):
     sequence_length: Annotated[int, Field(ge=8)] = 512
     field: str = "text"
     split: str = "train"
+    experts: Literal["all", "routed"] = "all"
 
 
 class Document(Section):

@@ -67,6 +67,7 @@ class LayerRecord:
         seconds: wall time by phase ("load", "steps", "write", ...).
         peak_bytes: resident memory of the process at its highest so far.
         kv_cache: what keys and values are kept in; None where the recipe says nothing about them.
+        tokens_per_expert: calibration tokens that were routed to each expert; empty without experts or data.
     """
 
     index: int
@@ -77,6 +78,7 @@ class LayerRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     kv_cache: CacheRecord | None = None
+    tokens_per_expert: tuple[int, ...] = ()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerRecord:
@@ -88,7 +90,8 @@ class LayerRecord:
         if kept is not None:
             scales = {name: tuple(kept[name]) for name in ("key_scale", "value_scale")}
             kept = CacheRecord(**{**kept, **scales})
-        return cls(**{**data, "linears": linears, "notes": tuple(data["notes"]), "kv_cache": kept})
+        lists = {key: tuple(data.get(key, ())) for key in ("notes", "tokens_per_expert")}
+        return cls(**{**data, "linears": linears, "kv_cache": kept, **lists})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -217,13 +217,16 @@ def find_native(reader: CheckpointReader) -> Architecture:
     """The data of a family that runs natively.
 
     Raises:
-        NotNative: no file describes the family.
+        NotNative: no file describes the family, or it is only compressed here.
         ModelError: config.json names none.
     """
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not any(name in supported() for name in names):
         raise NotNative(f"architecture {names[0]!r}")
-    return find(reader.config)
+    found = find(reader.config)
+    if not found.native:
+        raise NotNative(f"architecture {found.hf_names[0]!r}")
+    return found
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:

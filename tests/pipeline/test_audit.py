@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.errors import AuditError
 from quantkit.pipeline import audit
 from quantkit.pipeline.plan import make_plan
@@ -112,8 +113,8 @@ def test_a_code_outside_its_type_is_found(finished):
 def test_a_flipped_bit_in_the_shard_is_found(finished):
     plan, folder, _ = finished
     prefix, weight, scheme = one_weight(plan, folder)
-    path = folder / "model-00001-of-00003.safetensors"
-    audit.check_written(path, prefix, weight, scheme, plan.format)
+    shard = ModelReader.of_file(folder / "model-00001-of-00003.safetensors", plan.architecture)
+    audit.check_written(shard, prefix, weight, scheme, plan.format)
     weight.codes[3, 5] ^= 1
     with pytest.raises(AuditError, match="differs from what was written"):
-        audit.check_written(path, prefix, weight, scheme, plan.format)
+        audit.check_written(shard, prefix, weight, scheme, plan.format)
