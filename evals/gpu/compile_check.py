@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def _batch(count: int) -> ForwardBatch:
 
 def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
     """Paged decode and the store: KV types, head widths, options."""
-    from quantkit.kernels.triton import kv_store, paged_decode
+    from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill
 
     plain = AttentionOptions(scale=0.1)
     every = AttentionOptions(scale=0.1, window=512, softcap=30.0, sinks=meta(32, dtype=torch.float32))
@@ -177,6 +177,11 @@ def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
                     recorder.label += ", window, softcap, sinks" if options is every else ""
                     out = meta(count, 32, dim, dtype=dtype)
                     paged_decode.attend(query[:count], key[:count], value[:count], views, _batch(count), options, out)
+                out = meta(32, 32, dim, dtype=dtype)
+                chunks = replace(_batch(32), query_lengths=(512,) * 32)
+                recorder.label = f"{kind} KV, {dim} channels, chunks"
+                recorder.label += ", window, softcap, sinks" if options is every else ""
+                paged_prefill.attend(query, key, value, views, chunks, options, out)
             recorder.label = f"{kind} KV, {dim} channels"
             kv_store.store(key, value, views, _batch(32))
             if tail is not None:

@@ -1,8 +1,6 @@
-"""Paged attention of a layer on a CUDA device: sequences with one new token by Triton, prompts and drafts by torch."""
+"""Paged attention of a layer on a CUDA device: sequences with one new token, and those with more, each in a launch."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from quantkit.kernels import attention as plain
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import kv_store, paged_decode, power_of_two
+from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill, power_of_two
 
 _LARGEST_HEAD = 256
 
@@ -38,14 +36,11 @@ class TritonAttention:
         """See `ops.PagedAttention`."""
         views = self._views
         query, key, value = (_rows(states) for states in (query, key, value))
-        if not any(new == 1 for new in batch.query_lengths):
-            out = plain.attend(query, key, value, views, batch, options)
-        else:
-            out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        if any(new == 1 for new in batch.query_lengths):
             paged_decode.attend(query, key, value, views, batch, options, out)
-            if not batch.is_decode:
-                tokens, longer = _longer(batch)
-                out[tokens] = plain.attend(query[tokens], key[tokens], value[tokens], views, longer, options)
+        if any(new > 1 for new in batch.query_lengths):
+            paged_prefill.attend(query, key, value, views, batch, options, out)
         self._store(key, value, batch)
         return out
 
@@ -64,25 +59,3 @@ class TritonAttention:
 def _rows(states: Tensor) -> Tensor:
     """Channels contiguous, as the kernels read them."""
     return states if states.stride(-1) == 1 else states.contiguous()
-
-
-def _longer(batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
-    """The sequences of a batch that have more than one new token: their tokens' numbers, and a batch of only them."""
-    kept: list[int] = []
-    tokens: list[int] = []
-    start = 0
-    for row, new in enumerate(batch.query_lengths):
-        if new > 1:
-            kept.append(row)
-            tokens.extend(range(start, start + new))
-        start += new
-    rows = torch.tensor(kept, device=batch.slots.device)
-    chosen = torch.tensor(tokens, device=batch.slots.device)
-    return chosen, replace(
-        batch,
-        page_table=batch.page_table[rows],
-        tail_rows=batch.tail_rows[rows],
-        slots=batch.slots[chosen],
-        query_lengths=tuple(batch.query_lengths[row] for row in kept),
-        context_lengths=tuple(batch.context_lengths[row] for row in kept),
-    )

@@ -192,11 +192,11 @@ OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.ten
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", [*KV_TYPES, BY_HEAD, MIXED], ids=str)
-def test_paged_decode(kind, option, monkeypatch):
-    """Decodes over a page border and beside a chunk: outputs, and every byte of pages and tails, as by torch."""
+def test_paged_attention(kind, option, monkeypatch):
+    """Prompts, decodes over a page border, a chunk behind: outputs, and every byte of pages and tails, as by torch."""
     dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
     shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
-    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 66)), OPTIONS[option]
+    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
     caches, outputs = [], []
     for implementation in (TorchAttention, TritonAttention):
         monkeypatch.setattr(ops, "attention", implementation)
@@ -204,7 +204,8 @@ def test_paged_decode(kind, option, monkeypatch):
         out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
         for i in range(3):
             out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 62 + i, 63 + i)], **options)
-        outputs.append(out + made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options))
+        out += made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options)
+        outputs.append(out + made.step(caches[-1], [(1, 66, 100)], **options))
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
     one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in caches)
