@@ -51,7 +51,8 @@ def _fresh_scores(q, q_high, key, stride, index, real, SPLIT: tl.constexpr, WIDT
 
 @triton.jit
 def _weigh_fresh(
-    scores, top, total, acc, acc_high, value, stride, index, real, DTYPE: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    scores, top, total, acc, acc_high, value, stride, index, real,
+    DTYPE: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax over fresh values; `scores` is -inf where a row does not see a key."""
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -113,9 +114,9 @@ def _prefill_kernel(
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
         )  # fmt: skip
         top, total, acc, acc_high = _weigh(
-            _seen_by(scores * (scale * k_factor), own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP), top, total, acc, acc_high,
-            v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides, softcap, q.dtype,
-            V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
+            _seen_by(scores * (scale * k_factor), own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
+            top, total, acc, acc_high, v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides,
+            softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
         )  # fmt: skip
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
@@ -140,9 +141,9 @@ def _prefill_kernel(
             K_KIND == 3, K_WIDTH, K_BLOCK,
         )  # fmt: skip
         top, total, acc, acc_high = _weigh_fresh(
-            _seen_by(scores * scale, own, cached + fresh, window, softcap, HAS_WINDOW, HAS_SOFTCAP), top, total, acc, acc_high,
-            value + begin * value_strides[0] + head * value_strides[1], value_strides[0], fresh, real,
-            q.dtype, V_KIND == 3, V_WIDTH, V_BLOCK,
+            _seen_by(scores * scale, own, cached + fresh, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
+            top, total, acc, acc_high, value + begin * value_strides[0] + head * value_strides[1],
+            value_strides[0], fresh, real, q.dtype, V_KIND == 3, V_WIDTH, V_BLOCK,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=kept, other=0.0).to(tl.float32)
@@ -192,7 +193,7 @@ def attend(
         views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
         query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
         out.stride()[:2], batch.page_table.stride(0), *pages.strides(views.key), *pages.strides(views.value),
-        float(options.scale), views.key.fixed, views.value.fixed,
+        float(options.scale), pages.fixed(views.key), pages.fixed(views.value),
         pages.unit(views.key, native), pages.unit(views.value, native),
         float(options.softcap or 1.0), int(options.window or 0),
         K_KIND=pages.KINDS[views.key.scheme.dtype], K_GRANULARITY=pages.granularity(views.key),
