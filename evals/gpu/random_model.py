@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.architectures import find
 from quantkit.kernels.linear import Linear, make_linear
 from quantkit.runtime._weights import make_block
+from quantkit.runtime.cache_choice import StoredCache
 from quantkit.runtime.config import ModelConfig, read_config
 from quantkit.runtime.layers import Norm, RMSNorm
 from quantkit.runtime.model import NativeModel
@@ -131,4 +132,5 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
         dtype=torch.bfloat16,
         device=device,
         notes=(),
+        stored_cache=StoredCache(num_layers=len(blocks)),
     )

@@ -73,6 +73,66 @@ def _weigh_fresh(
 
 
 @triton.jit
+def _over_cache(
+    q, q_high, own, first, cached, head, sequence, tail, tail_rows, table,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides, vs_strides,
+    scale, k_factor, softcap, window,
+    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Running softmax over what is cached from `first` on: pages, then keys that wait for theirs to be complete."""
+    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
+    acc_high = acc
+    whole = cached // PAGE * PAGE if HAS_TAIL else cached
+    for start in range(first // TILE * TILE, whole, TILE):
+        at, inside, seen, page = _place(table, start, first, whole, PAGE, TILE)
+        scores = _scores(
+            q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
+            K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
+        )  # fmt: skip
+        top, total, acc, acc_high = _weigh(
+            _seen_by(scores * (scale * k_factor), own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
+            top, total, acc, acc_high, v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides,
+            softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
+        )  # fmt: skip
+    if HAS_TAIL:
+        row = tl.load(tail_rows + sequence)
+        for start in range(tl.maximum(first // TILE * TILE, whole), cached, TILE):
+            at, inside, seen, page = _place(table, start, first, cached, PAGE, TILE)
+            scores = _tail_scores(
+                q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
+            )
+            top, total, acc, acc_high = _weigh(
+                _seen_by(scores * scale, own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP), top, total, acc, acc_high,
+                v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides, softcap, q.dtype,
+                V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
+            )  # fmt: skip
+    return top, total, acc, acc_high
+
+
+@triton.jit
+def _over_fresh(
+    q, q_high, own, first, cached, stop, key, key_stride, value, value_stride, top, total, acc, acc_high,
+    scale, softcap, window, K_SPLIT: tl.constexpr, V_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The fresh keys and values of the sequence, up to number `stop`, join the running softmax."""
+    for index in range(tl.maximum(first - cached, 0) // TILE * TILE, stop, TILE):
+        fresh = index + tl.arange(0, TILE)
+        real = fresh < stop
+        scores = _fresh_scores(q, q_high, key, key_stride, fresh, real, K_SPLIT, K_WIDTH, K_BLOCK)
+        top, total, acc, acc_high = _weigh_fresh(
+            _seen_by(scores * scale, own, cached + fresh, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
+            top, total, acc, acc_high, value, value_stride, fresh, real, q.dtype, V_SPLIT, V_WIDTH, V_BLOCK,
+        )  # fmt: skip
+    return top, total, acc, acc_high
+
+
+@triton.jit
 def _prefill_kernel(
     query, key, value, tail, tail_rows, page_table, query_starts, positions, sinks, out,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
@@ -99,52 +159,25 @@ def _prefill_kernel(
     heads = head * GROUP + lane
     q_at = query + (begin + token)[:, None] * query_strides[0] + heads[:, None] * query_strides[1]
     q, q_high = _load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
-    top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
-    acc_high = acc
-    k_factor, v_factor = tl.load(k_fixed + head) * k_unit, tl.load(v_fixed + head) * v_unit
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(cached + number * (ROWS // LANES) - window + 1, 0)
-    whole = cached // PAGE * PAGE if HAS_TAIL else cached
-    for start in range(first // TILE * TILE, whole, TILE):
-        at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, whole, PAGE, TILE)
-        scores = _scores(
-            q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
-            K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
-        )  # fmt: skip
-        top, total, acc, acc_high = _weigh(
-            _seen_by(scores * (scale * k_factor), own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
-            top, total, acc, acc_high, v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides,
-            softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
-        )  # fmt: skip
-    if HAS_TAIL:
-        row = tl.load(tail_rows + sequence)
-        for start in range(tl.maximum(first // TILE * TILE, whole), cached, TILE):
-            at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, cached, PAGE, TILE)
-            scores = _tail_scores(
-                q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
-            )
-            top, total, acc, acc_high = _weigh(
-                _seen_by(scores * scale, own, at, window, softcap, HAS_WINDOW, HAS_SOFTCAP), top, total, acc, acc_high,
-                v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides, softcap, q.dtype,
-                V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
-            )  # fmt: skip
+    top, total, acc, acc_high = _over_cache(
+        q, q_high, own, first, cached, head, sequence, tail, tail_rows, page_table + sequence * table_stride,
+        k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides,
+        vs_strides, scale, tl.load(k_fixed + head) * k_unit, softcap, window, K_KIND, K_GRANULARITY, V_KIND,
+        V_GRANULARITY, NATIVE_FP8, HAS_TAIL, TAIL, HAS_WINDOW, HAS_SOFTCAP, ROWS, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK,
+        PAGE, TILE,
+    )  # fmt: skip
+    v_factor = tl.load(v_fixed + head) * v_unit
     acc, acc_high = acc * v_factor, acc_high * v_factor
     stop = tl.minimum((number + 1) * (ROWS // LANES), count)
-    start = tl.maximum(first - cached, 0) // TILE * TILE
-    for index in range(start, stop, TILE):
-        fresh = index + tl.arange(0, TILE)
-        real = fresh < stop
-        scores = _fresh_scores(
-            q, q_high, key + begin * key_strides[0] + head * key_strides[1], key_strides[0], fresh, real,
-            K_KIND == 3, K_WIDTH, K_BLOCK,
-        )  # fmt: skip
-        top, total, acc, acc_high = _weigh_fresh(
-            _seen_by(scores * scale, own, cached + fresh, window, softcap, HAS_WINDOW, HAS_SOFTCAP),
-            top, total, acc, acc_high, value + begin * value_strides[0] + head * value_strides[1],
-            value_strides[0], fresh, real, q.dtype, V_KIND == 3, V_WIDTH, V_BLOCK,
-        )  # fmt: skip
+    top, total, acc, acc_high = _over_fresh(
+        q, q_high, own, first, cached, stop, key + begin * key_strides[0] + head * key_strides[1], key_strides[0],
+        value + begin * value_strides[0] + head * value_strides[1], value_strides[0], top, total, acc, acc_high,
+        scale, softcap, window, K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP,
+        K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, TILE,
+    )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=kept, other=0.0).to(tl.float32)
         new_top = tl.maximum(top, sink)
