@@ -65,6 +65,7 @@ def _overview(summary: CheckpointSummary) -> Table:
     from rich.table import Table
 
     from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.results import describe_caches
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -78,6 +79,9 @@ def _overview(summary: CheckpointSummary) -> Table:
     table.add_row("size", human_bytes(summary.num_bytes))
     if summary.bits_per_weight is not None:
         table.add_row("bits per weight", f"{summary.bits_per_weight:.3f} (quantized linears)")
+    cache = describe_caches(summary.layers)
+    if cache is not None:
+        table.add_row("KV cache", cache)
     return table
 
 

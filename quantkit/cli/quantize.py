@@ -110,7 +110,10 @@ def quantize(
         push(result.output, push_to_hub, origin=find_origin(model))
     if not verify:
         output_to.result(
-            lambda: to_dict(result), lambda: _summary(result), lambda: _worst(result), lambda: _next_steps(result)
+            lambda: to_dict(result),
+            lambda: _summary(result),
+            *([lambda: _worst(result)] if result.num_quantized else []),
+            lambda: _next_steps(result),
         )
 
 
@@ -134,6 +137,7 @@ def _summary(result: CompressionResult) -> Table:
     from rich.table import Table
 
     from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.results import describe_caches
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -146,7 +150,11 @@ def _summary(result: CompressionResult) -> Table:
     table.add_row("model", result.model)
     table.add_row("recipe", f"{result.recipe} ({result.format})")
     table.add_row("layers", layers)
-    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    if result.num_quantized:
+        table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    cache = describe_caches(result.layers)
+    if cache is not None:
+        table.add_row("KV cache", cache)
     table.add_row("size", sizes)
     table.add_row("time", _times(result))
     table.add_row("peak memory", human_bytes(result.peak_bytes))

@@ -85,6 +85,8 @@ def _table(found: dict[str, Recipe]) -> Table:
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
         steps = ", ".join(recipe.step_names)
         weights = "as they are" if default is None else default.weight.describe()
+        if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
+            weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
         table.add_row(name, weights, activations, steps, _first_sentence(recipe.description))
     return table
 

@@ -113,6 +113,8 @@ def open_source(path: Path) -> Source:
         linear = scheme.find(module) if stores_codes(tensors) else None
         if linear is not None:
             linears[module] = linear
+    if not linears and scheme.default is None:
+        raise CheckpointError(f"{reader.path}: only its KV cache is quantized, no weights; there is nothing to convert")
     if not linears:
         raise CheckpointError(
             f"{reader.path}: config.json says {name}, but no module has tensors of that format; "

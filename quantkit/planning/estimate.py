@@ -230,8 +230,8 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
         return []
     plain = find_kv_form("auto", shape.dtype)
     if name is None:
-        first = [] if own is None else [own]
-        return [*first, *(form for form in (plain, FP8, INT8, INT4) if offers(shape, form))]
+        usual = (form for form in (FP8, INT8, INT4) if offers(shape, form))
+        return [plain, *([] if own is None else [own]), *usual]
     form = own if name == "auto" and own is not None else find_kv_form(name, shape.dtype)
     if not offers(shape, form):
         kind = next(iter(shape.attention_kinds))

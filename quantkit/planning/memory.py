@@ -26,12 +26,14 @@ class Scheme:
         choose: the form of each matrix.
         head: form of the output head; None = as stored.
         unquantized: what is left alone becomes this instead of what it is stored in; None = as stored.
+        beside: bytes on disk of scales of the KV cache.
     """
 
     name: str
     choose: Choice
     head: WeightForm | None = None
     unquantized: WeightForm | None = None
+    beside: int = 0
 
 
 def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Scheme:
@@ -104,7 +106,7 @@ def weight_bytes(shape: ModelShape, scheme: Scheme, batch: int = 1) -> WeightByt
         total += head_read - head
     return WeightBytes(
         total=total + outside + head,
-        disk=disk + outside + head,
+        disk=disk + outside + head + scheme.beside,
         read=read + shape.other * size + head_read,
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
     )

@@ -75,7 +75,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
     return RecipePlan(
         name=recipe.name,
         format=recipe.format,
-        scheme=Scheme(name=recipe.name, choose=choose, head=head),
+        scheme=Scheme(name=recipe.name, choose=choose, head=head, beside=_cache_scale_bytes(shape, goal)),
         forms=tuple(sorted(found.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
@@ -83,6 +83,14 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         conflicts=tuple(_conflicts(shape, recipe, chosen)),
         cache=None if goal is None else from_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
+
+
+def _cache_scale_bytes(shape: ModelShape, goal: Any) -> int:
+    """Of fixed scales of keys and values, float32, one or one per head of each layer."""
+    if goal is None or not goal.has_fixed_scales:
+        return 0
+    by_head = goal.scheme.key.granularity == "head"
+    return sum(2 * 4 * (layer.attention.num_kv_heads if by_head else 1) for layer in shape.layers)
 
 
 def require_possible(plan: RecipePlan) -> None:

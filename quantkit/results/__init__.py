@@ -18,6 +18,7 @@ from quantkit.results.compression import (
     LayerRecord,
     LinearRecord,
     ModuleSummary,
+    describe_caches,
     to_dict,
 )
 from quantkit.results.evaluation import (
@@ -73,5 +74,6 @@ __all__ = [
     "Through",
     "Verdict",
     "Workload",
+    "describe_caches",
     "to_dict",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +144,33 @@ class CompressionResult:
         """The linears with the largest error, worst first, with their full names."""
         found = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
         return sorted(found, key=lambda pair: pair[1].error, reverse=True)[:count]
+
+
+def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
+    """What the KV caches of a model are kept in, and which layers differ, for tables; None where nothing is said.
+
+    Args:
+        layers: one record each.
+    """
+    texts = [_describe_cache(layer.kv_cache) for layer in layers if layer.kv_cache is not None]
+    if not texts:
+        return None
+    usual = max(texts, key=texts.count)
+    others: dict[str, list[str]] = {}
+    for layer, text in zip(layers, texts, strict=True):
+        if text != usual:
+            others.setdefault(text, []).append(str(layer.index))
+    different = [f"layers {', '.join(numbers)}: {text}" for text, numbers in others.items()]
+    return "; ".join([usual, *different])
+
+
+def _describe_cache(record: CacheRecord) -> str:
+    def side(name: str) -> str:
+        kept = record.scheme.get(name)
+        return f"{name} left alone" if kept is None else f"{name} {kept['dtype']} per {kept['granularity']}"
+
+    rotated = ", keys rotated" if record.scheme.get("rotation", "none") != "none" else ""
+    return f"{side('keys')}, {side('values')}{rotated}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,9 +103,9 @@ def test_what_is_planned_is_what_is_allocated(made, name):
     predicted = predict(path, dtype="float32")
     assert (predicted.page_bytes, predicted.tail_bytes) == (page_bytes(layouts), tail_bytes(layouts, 1))
     plan = estimate(path)
-    assert plan.caches[0].form.name == "checkpoint"
-    assert kv_allocated_bytes(plan.shape, 200, plan.caches[0].form) == 4 * page_bytes(layouts) + tail_bytes(layouts, 1)
-    assert estimate(path, kv_cache="auto").caches[0] == plan.caches[0]
+    assert plan.caches[1].form.name == "checkpoint"
+    assert kv_allocated_bytes(plan.shape, 200, plan.caches[1].form) == 4 * page_bytes(layouts) + tail_bytes(layouts, 1)
+    assert estimate(path, kv_cache="auto").caches[0] == plan.caches[1]
 
 
 def test_a_plan_counts_what_layers_keep_each(made, tmp_path):
@@ -117,11 +117,11 @@ def test_a_plan_counts_what_layers_keep_each(made, tmp_path):
     llm, plan = run(path), estimate(path)
     layouts = llm.engine.runner.cache.layouts
     assert kept(llm)[1] == "keys unquantized, values int8 per token"
-    assert kv_allocated_bytes(plan.shape, 64, plan.caches[0].form) == page_bytes(layouts) + tail_bytes(layouts, 1)
+    assert kv_allocated_bytes(plan.shape, 64, plan.caches[1].form) == page_bytes(layouts) + tail_bytes(layouts, 1)
     assert llm.stats()["kv_bytes"] == 2 * tail_bytes(layouts, 1) + page_bytes(layouts) * llm.stats()["kv_pages"]
     asked = estimate(None, recipe="awq-int4-kv8").caches
-    assert [row.form.name for row in asked][:2] == ["recipe", "bf16"]
-    assert asked[0].per_sequence == asked[3].per_sequence
+    assert [row.form.name for row in asked][:2] == ["bf16", "recipe"]
+    assert asked[1].per_sequence == asked[3].per_sequence
 
 
 def test_fp8_by_name_takes_the_scales_that_are_there(made):
@@ -205,3 +205,23 @@ def test_what_is_not_known_is_said_and_not_followed(tmp_path):
     assert kept(run(path)) == ["keys unquantized, values unquantized"] * 2
     edit_config(path, quantkit_kv_cache={"version": 9})
     assert "version 9" in read_stored_cache(CheckpointReader(path), run(path).model.config).note
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_the_planned_size_on_disk_is_that_of_the_file(made, tmp_path, granularity):
+    path = made("fp8" if granularity == "tensor" else "head", **({} if granularity == "tensor" else CACHES["head"]))
+    written = json.loads((path / "quantkit-run.json").read_text())
+    plan = estimate(written["model"], recipe="kv-fp8", overrides={"kv_cache.granularity": granularity})
+    assert plan.weights[-1].size.disk == written["output_bytes"]
+
+
+def test_the_summary_says_which_layers_differ(made):
+    from quantkit.results import LayerRecord, describe_caches
+
+    layers = json.loads((made("int4", **CACHES["int4"]) / "quantkit.json").read_text())["result"]["layers"]
+    records = [LayerRecord.from_dict(layer) for layer in layers]
+    assert describe_caches(records) == "keys int4 per channel, values int4 per token"
+    layers[1]["kv_cache"]["scheme"]["keys"] = None
+    records = [LayerRecord.from_dict(layer) for layer in [*layers, layers[0]]]
+    assert describe_caches(records).endswith("; layers 1: keys left alone, values int4 per token")
+    assert describe_caches([]) is None
