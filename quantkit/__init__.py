@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import list_recipes, load_recipe, plan, quantize, verify
+    from quantkit.api import list_recipes, load_recipe, plan, quantize, search, verify
     from quantkit.conversion import convert
     from quantkit.errors import QuantkitError
     from quantkit.inspection import inspect
@@ -36,6 +36,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "quantize",
+    "search",
     "verify",
 ]
 
@@ -54,6 +55,7 @@ _HOMES = {
     "load_recipe": "quantkit.api",
     "plan": "quantkit.api",
     "quantize": "quantkit.api",
+    "search": "quantkit.api",
     "verify": "quantkit.api",
 }
 

@@ -11,13 +11,13 @@ from quantkit.pipeline.events import SILENT, Listener
 from quantkit.recipe import Recipe, load, shipped
 from quantkit.recipe.load import build
 from quantkit.recipe.override import Overrides, patched
-from quantkit.results import CompressionResult, Report
+from quantkit.results import CompressionResult, Report, SearchResult
 
 if TYPE_CHECKING:
     from quantkit.planning import Estimate
     from quantkit.verification import VerifyOptions
 
-__all__ = ["list_recipes", "load_recipe", "plan", "quantize", "verify"]
+__all__ = ["list_recipes", "load_recipe", "plan", "quantize", "search", "verify"]
 
 
 def quantize(
@@ -109,6 +109,47 @@ def verify(
     if output is not None:
         write(report, Path(output))
     return report
+
+
+def search(
+    model: str | Path | None = None,
+    recipe: str | Path | Recipe = "gptq-int4",
+    output: str | Path | None = None,
+    *,
+    bits: float | None = None,
+    num_bytes: int | None = None,
+    kl: float | None = None,
+    recovery: float | None = None,
+    overrides: Overrides = (),
+    progress: Callable[[str], None] = lambda _: None,
+    **how: Any,
+) -> SearchResult:
+    """Find which numbers each part of a model should have, and write them as a recipe.
+
+    Args:
+        model: a directory or a hub id; None = the demo model that comes with quantkit.
+        recipe: to start from: a shipped name, a file, or a Recipe.
+        output: recipe file to write; None = `./<model>-<target>.yaml`.
+        bits: stored bits per weight at most; give one of these four.
+        num_bytes: of the whole checkpoint at most.
+        kl: mean KL to the original at most.
+        recovery: per cent of the original's task scores at least.
+        overrides: recipe fields to replace, by dotted path.
+        progress: told what is going on, in lines.
+        how: further fields of `quantkit.allocation.SearchOptions`: candidates, text, work, checkpoint and so on.
+    Returns:
+        what was chosen, expected and measured; `reached` says whether the target is met.
+    Raises:
+        QuantkitError: see `quantkit.errors`; a GateFailure where no choice can meet the target.
+    """
+    # Imported late: compressing and reading recipes need no runtime.
+    from quantkit.allocation import SearchOptions, Target
+    from quantkit.allocation import search as run
+
+    target = Target(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
+    file = None if output is None else Path(output)
+    options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
+    return run(None if model is None else str(model), target, options, progress=progress)
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:

@@ -18,6 +18,7 @@ LAYERS = {
     "cli": 8,
     "api": 8,
     "verification": 7,  # asks everything below what a checkpoint is worth
+    "allocation": 6.5,  # compresses and runs to find what to compress to
     "": 6,  # the public surface: lazy, so it imports nothing; the doors above may ask it for its version
     "pipeline": 6,
     "planning": 6,

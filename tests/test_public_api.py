@@ -32,6 +32,7 @@ PUBLIC = [
     "load_recipe",
     "plan",
     "quantize",
+    "search",
     "verify",
 ]
 

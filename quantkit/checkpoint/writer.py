@@ -78,9 +78,21 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         ResourceError, OutputError: as `write_shard`.
     """
-    text = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-    with _atomic(path, len(text)) as file:
-        file.write(text)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text.
+
+    Args:
+        path: of the file; its folder must exist.
+        text: all of it.
+    Raises:
+        ResourceError, OutputError: as `write_shard`.
+    """
+    content = text.encode()
+    with _atomic(path, len(content)) as file:
+        file.write(content)
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:

@@ -22,7 +22,7 @@ from quantkit.results import DamageMap, DamageProposal, DamageRecord
 from quantkit.runtime.llm import LLM
 
 MAX_TOKENS = 4096
-_REFERENCE_BYTES = 1 << 29  # of the original's logits, which every unit is compared with
+REFERENCE_BYTES = 1 << 29  # of the original's logits, which every unit is compared with
 MARGIN = 0.8  # of a goal that a proposal may use up: it is measured on other text, and compressed anew
 
 
@@ -71,7 +71,7 @@ def damage_map(
     """
     check_vocabulary(llm, original)
     units = find_units(llm, original)
-    probe = _Probe(original, _few(windows, original.model.vocab_size))
+    probe = Probe(original, few(windows, original.model.vocab_size))
     records = []
     for number, unit in enumerate(units, start=1):
         progress(f"damage map: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
@@ -146,9 +146,20 @@ def _record(unit: Unit, kl: float) -> DamageRecord:
     )
 
 
-def _few(windows: Windows, vocab_size: int) -> Windows:
-    """As many windows as the limits allow, one at least."""
-    room = min(MAX_TOKENS, _REFERENCE_BYTES // (4 * vocab_size))
+def few(
+    windows: Windows, vocab_size: int, max_tokens: int = MAX_TOKENS, reference_bytes: int = REFERENCE_BYTES
+) -> Windows:
+    """As many windows as the limits allow, one at least.
+
+    Args:
+        windows: of token ids.
+        vocab_size: logits per token.
+        max_tokens: of all windows together.
+        reference_bytes: of the logits that a `Probe` keeps of them.
+    Raises:
+        InputError: there is no window.
+    """
+    room = min(max_tokens, reference_bytes // (4 * vocab_size))
     kept: list[tuple[int, ...]] = []
     for ids in windows:
         if kept and room < len(ids):
@@ -160,7 +171,7 @@ def _few(windows: Windows, vocab_size: int) -> Windows:
     return tuple(kept)
 
 
-class _Probe:
+class Probe:
     """The original's answers on fixed text, and how far others are from them.
 
     Args:

@@ -11,6 +11,7 @@ from quantkit.runtime.llm import DEMO, LLM
 
 LEDGERS = "demo/demo_recall.jsonl"
 DEMO_TEXT = "demo/demo_text.txt"
+GENERAL = Path(__file__).parent.parent / "calibration" / "text" / "general.txt"  # where there is nothing better
 
 
 def shipped(kind: str) -> Path:

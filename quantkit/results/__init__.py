@@ -1,5 +1,6 @@
 """What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
+from quantkit.results.allocation import CandidateRecord, SearchResult, UnitChoice
 from quantkit.results.benchmark import (
     BenchmarkResult,
     BenchmarkRun,
@@ -48,6 +49,7 @@ __all__ = [
     "BenchmarkResult",
     "BenchmarkRun",
     "CacheRecord",
+    "CandidateRecord",
     "CheckpointSummary",
     "Comparison",
     "CompressionResult",
@@ -70,8 +72,10 @@ __all__ = [
     "RequestTiming",
     "RooflineRecord",
     "SampleRecord",
+    "SearchResult",
     "TaskResult",
     "Through",
+    "UnitChoice",
     "Verdict",
     "Workload",
     "describe_caches",

@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.errors import DataError, ModelError, first_line
 from quantkit.evaluate.damage import damage_map
-from quantkit.evaluate.data import read_text, speaks_demo
+from quantkit.evaluate.data import GENERAL, read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.pairing import other_arithmetic
@@ -44,7 +44,6 @@ Progress = Callable[[str], None]
 
 OF_THE_COMPRESSION = ("kv_cache", "head_dtype", "speculate")
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
-GENERAL = Path(__file__).parent.parent / "calibration" / "text" / "general.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

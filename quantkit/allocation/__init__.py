@@ -1,0 +1,6 @@
+"""Which numbers each unit of a model should have: measured, solved for a budget, written as a recipe, and proved."""
+
+from quantkit.allocation.choose import Target
+from quantkit.allocation.run import SearchOptions, search
+
+__all__ = ["SearchOptions", "Target", "search"]

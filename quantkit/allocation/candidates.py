@@ -1,0 +1,156 @@
+"""The ways to store a unit that a search may choose from: number types in groups, written `int4:32`.
+
+What a format cannot hold, or not beside others, is left out and said. Zero points do not load beside weights of another
+scheme, so every candidate is symmetric.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import RecipeError, SchemeError, first_line
+from quantkit.numerics.dtype import DTYPES, find_dtype
+from quantkit.pipeline.plan import make_plan
+from quantkit.recipe import Recipe
+from quantkit.recipe.load import build
+from quantkit.recipe.override import patched
+
+FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
+SKIP = "skip"
+_NOWHERE = "search-trial"  # an output that no plan of this module is carried out to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A number type and its groups.
+
+    Args:
+        dtype: name of a number type.
+        group_size: inputs that share a scale, or "channel".
+    """
+
+    dtype: str
+    group_size: int | str
+
+    @property
+    def name(self) -> str:
+        """As users write it, e.g. `int4:32`."""
+        return f"{self.dtype}:{self.group_size}"
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """`weights:` of a recipe."""
+        return {"dtype": self.dtype, "group_size": self.group_size, "symmetric": True}
+
+
+def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candidate, ...]:
+    """Candidates as given by a user; `skip` among them is dropped, since leaving alone is always a choice.
+
+    Args:
+        texts: such as `int4`, `int4:32` or `int8:channel`.
+        group_size: where none is given.
+    Raises:
+        RecipeError: one that cannot be read.
+    """
+    found = []
+    for text in texts:
+        name, colon, size = text.strip().partition(":")
+        if name == SKIP and not colon:
+            continue
+        try:
+            dtype = find_dtype(name)
+        except SchemeError as error:
+            raise RecipeError(f"candidate {text!r}: {error}") from None
+        if colon and size != "channel" and not re.fullmatch(r"[1-9]\d*", size):
+            raise RecipeError(f"candidate {text!r}: {size!r} is no group size; write int4:32 or int8:channel")
+        groups: int | str = (size if size == "channel" else int(size)) if colon else group_size
+        found.append(Candidate(dtype=dtype.name, group_size=groups))
+    if not found:
+        raise RecipeError("no candidates to choose from; give number types such as int3,int4,int8")
+    return tuple(dict.fromkeys(found))
+
+
+def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
+    """All integer types in the base recipe's groups, and those below 6 bits in finer ones.
+
+    Args:
+        group_size: of the base recipe.
+    """
+    names = [dtype.name for dtype in DTYPES.values() if dtype.kind == "int"]
+    found = [Candidate(dtype=name, group_size=group_size) for name in names]
+    if group_size == "channel" or int(group_size) > FINE:
+        found += [Candidate(dtype=name, group_size=FINE) for name in names if DTYPES[name].bits in (3, 4, 5)]
+    return tuple(found)
+
+
+def uniform(base: Recipe, candidate: Candidate) -> Recipe:
+    """The base recipe with these weights throughout, under a name of its own."""
+    name = f"{candidate.dtype}-{candidate.group_size}"
+    changes = {"name": name, "gates": [], **{f"weights.{key}": value for key, value in candidate.weights.items()}}
+    return build(patched({"gates": list(base.gates), **base.source}, changes), base.name)
+
+
+def mixed(base: Recipe, default: Candidate, choices: Sequence[tuple[Sequence[str], Candidate | None]]) -> Recipe:
+    """The base recipe with weights of their own for some modules.
+
+    Args:
+        base: recipe.
+        default: of what `choices` does not name.
+        choices: full module names and their candidate; None = left alone.
+    """
+    return build(patched(base.source, mixed_changes(default, choices)), base.name)
+
+
+def mixed_changes(default: Candidate, choices: Sequence[tuple[Sequence[str], Candidate | None]]) -> dict[str, Any]:
+    """What `mixed` changes in a recipe's data."""
+    overrides = [
+        {"modules": list(modules), **({"skip": True} if candidate is None else {"weights": _size_only(candidate)})}
+        for modules, candidate in choices
+    ]
+    return {**{f"weights.{key}": value for key, value in default.weights.items()}, "overrides": overrides}
+
+
+def _size_only(candidate: Candidate) -> dict[str, Any]:
+    return {"dtype": candidate.dtype, "group_size": candidate.group_size}
+
+
+def usable(
+    model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str
+) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+    """Those that the model's widths and the recipe's format allow, also beside one another.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+        base: the recipe to start from.
+        candidates: wanted.
+        device: where it will be compressed.
+    Returns:
+        the candidates, and a note for each that was left out.
+    Raises:
+        RecipeError: the base recipe has overrides, or none of the candidates can be used.
+        ModelError: the model cannot be compressed.
+    """
+    if base.source["overrides"]:
+        raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")
+    if base.format == "gguf":
+        raise RecipeError("a GGUF file is not run by quantkit, so nothing can be measured; search with another format")
+    kept: list[Candidate] = []
+    notes: list[str] = []
+    refused: SchemeError | None = None
+    for candidate in candidates:
+        try:
+            names = list(make_plan(model, uniform(base, candidate), _NOWHERE, device).linears)
+            layer = [name for name in names if name.rsplit(".", 2)[0] == names[0].rsplit(".", 2)[0]]
+            if kept and len(layer) < len(names):
+                make_plan(model, mixed(base, kept[0], [(layer, candidate)]), _NOWHERE, device)
+        except SchemeError as error:
+            refused = error
+            notes.append(f"left out {candidate.name}: {first_line(error)}")
+            continue
+        kept.append(candidate)
+    if not kept:
+        raise RecipeError(f"none of the candidates can be used: {refused}")
+    return tuple(kept), tuple(notes)

@@ -1,0 +1,174 @@
+"""From measured units to a choice: solved as if damages added up, then mended where they do not.
+
+Damages are measured one unit at a time, and what a unit does beside others is another number. So the choice itself is
+measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved again
+with those numbers, for as long as that lowers what is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from quantkit.allocation.solve import Choice, Option, least_cost, least_damage, total
+from quantkit.errors import GateFailure, InputError
+
+_ROUNDS = 3  # of moving every unit; each measures the model about twice per unit
+_PAIRS = 6  # of moves that are measured where all of them together do not help
+_TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What is asked for: one of these.
+
+    Args:
+        bits: stored bits per weight on average, at most.
+        num_bytes: of the whole checkpoint, at most.
+        kl: mean KL at most.
+        recovery: per cent of the original's task scores, at least.
+    """
+
+    bits: float | None = None
+    num_bytes: int | None = None
+    kl: float | None = None
+    recovery: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
+        if len(given) != 1 or given[0] <= 0:
+            raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
+
+    @property
+    def text(self) -> str:
+        """As a condition, e.g. `bits<=4.5`."""
+        if self.bits is not None:
+            return f"bits<={self.bits:g}"
+        if self.num_bytes is not None:
+            return f"bytes<={self.num_bytes}"
+        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
+
+
+class Units(Protocol):
+    """What can be chosen for each unit; see `measure.Measured`."""
+
+    @property
+    def options(self) -> list[tuple[Option, ...]]:
+        """Options of every unit."""
+        ...
+
+    def kl(self, choice: Choice) -> float:
+        """KL of the whole model with this choice."""
+        ...
+
+
+Progress = Callable[[str], None]
+
+
+def within_budget(units: Units, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None) -> Choice:
+    """The choice with the least KL that was found within a budget.
+
+    Args:
+        units: measured.
+        budget: bytes of all of them together.
+        rounds: of moving each unit beside the others.
+        progress: told what is going on.
+    Raises:
+        GateFailure: even the cheapest options need more.
+    """
+    options = units.options
+    choice = least_damage(options, budget)
+    if choice is None:
+        least = sum(min(o.cost for o in unit) for unit in options)
+        raise GateFailure(
+            f"the smallest choice takes {least:.0f} bytes, {least / budget:.2f} times what is allowed; "
+            "ask for more, or give smaller candidates"
+        )
+    best = units.kl(choice)
+    for number in range(rounds):
+        progress(f"refining, round {number + 1}: KL {best:.6f} with all units together")
+        better = next((c for c in _moves(units, choice, best, budget) if units.kl(c) < best), None)
+        if better is None:
+            break
+        choice, best = better, units.kl(better)
+    return choice
+
+
+def within_kl(units: Units, kl: float, *, progress: Progress = lambda _: None) -> Choice:
+    """The cheapest choice that was found with at most this KL, all units together.
+
+    Args:
+        units: measured.
+        kl: at most.
+        progress: told what is going on.
+    Raises:
+        GateFailure: no choice that was found reaches it.
+    """
+    options, limit, best = units.options, kl, None
+    for _ in range(_TRIES):
+        choice = least_cost(options, limit)
+        if choice is None:
+            break
+        measured = units.kl(choice)
+        progress(f"{total(options, choice).cost:.0f} bytes: KL {measured:.6f} with all units together")
+        if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
+            best = choice
+        if measured <= 0 or 0.97 * kl <= measured <= kl:
+            break
+        limit *= 0.99 * kl / measured
+    if best is None:
+        raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")
+    return best
+
+
+def steps(unit: Sequence[Option], at: int) -> tuple[int, ...]:
+    """The option at hand, the next one that is cheaper, and the next that is dearer and better.
+
+    Args:
+        unit: options.
+        at: number of the one at hand.
+    """
+    here = unit[at]
+    cheaper = [n for n, option in enumerate(unit) if option.cost < here.cost]
+    dearer = [n for n, option in enumerate(unit) if option.cost > here.cost and option.damage < here.damage]
+    down = [min(cheaper, key=lambda n: (unit[n].damage, -unit[n].cost))] if cheaper else []
+    up = [min(dearer, key=lambda n: unit[n].cost)] if dearer else []
+    return (at, *down, *up)
+
+
+def _moves(units: Units, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
+    """What may be better than a choice, the most promising first: all moves that pay, then the best of one or two."""
+    options = units.options
+    rows = [steps(unit, at) for unit, at in zip(options, choice, strict=True)]
+    near = _neighbours(units, choice, best)
+    together = least_damage(near, budget)
+    assert together is not None  # the choice at hand is within the budget
+    if any(together):
+        yield tuple(row[n] for row, n in zip(rows, together, strict=True))
+    single = [(place, n) for place, row in enumerate(rows) for n in range(1, len(row))]
+    room = budget - total(options, choice).cost
+    found = []
+    for moved in (*((one,) for one in single), *itertools.combinations(single, 2)):
+        if len({place for place, _ in moved}) < len(moved):
+            continue
+        cost = sum(near[place][n].cost - near[place][0].cost for place, n in moved)
+        gain = sum(near[place][n].damage for place, n in moved)
+        if cost <= room and gain < 0:
+            found.append((gain, moved))
+    for _, moved in sorted(found)[:_PAIRS]:
+        changed = dict(moved)
+        yield tuple(rows[place][changed.get(place, 0)] for place in range(len(choice)))
+
+
+def _neighbours(units: Units, choice: Choice, best: float) -> list[list[Option]]:
+    """For each unit: its options one step away, with what each does beside the others as chosen."""
+    found = []
+    for number, unit in enumerate(units.options):
+        row = []
+        for at in steps(unit, choice[number]):
+            moved = (*choice[:number], at, *choice[number + 1 :])
+            row.append(replace(unit[at], damage=0.0 if at == choice[number] else units.kl(moved) - best))
+        found.append(row)
+    return found

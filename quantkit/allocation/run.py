@@ -1,0 +1,338 @@
+"""The whole of a search: measure units, choose, write the recipe, compress by it, and say how it came out.
+
+Half of the text's windows are what damages and the expectation are measured on, the other half is kept for the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.allocation.candidates import SKIP, Candidate, default_candidates, mixed_changes, read_candidates, usable
+from quantkit.allocation.choose import Target, within_budget, within_kl
+from quantkit.allocation.measure import Measured, Workshop, measure_units
+from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
+from quantkit.allocation.recovery import Judge
+from quantkit.allocation.solve import Choice, total
+from quantkit.allocation.state import State
+from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoint.source import resolve
+from quantkit.errors import DataError, GateFailure, InputError, OutputError
+from quantkit.evaluate.damage import Probe, few
+from quantkit.evaluate.data import GENERAL, read_text, speaks_demo
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
+from quantkit.pipeline.plan import describe_versions
+from quantkit.recipe import Recipe
+from quantkit.recipe.load import build
+from quantkit.recipe.override import patched
+from quantkit.results import CandidateRecord, CompressionResult, SearchResult, UnitChoice
+from quantkit.runtime.llm import DEMO, LLM
+
+MAX_TOKENS = 8192  # that units are measured on, and as many for the end
+_REFERENCE_BYTES = 2 << 30  # of the original's logits on them
+_TRIES = 3  # recipes that are made and measured before a target is given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """How to search.
+
+    Args:
+        recipe: to start from: its steps, calibration, format and what it ignores stay.
+        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
+        candidates: such as `int4:32`; none = the integer types that the format holds.
+        text: that damages are measured on, a name as for perplexity; None = a shipped one.
+        max_tokens: of it that each unit is measured on.
+        work: where trials and measured numbers are kept for further searches; None = beside the output, until done.
+        checkpoint: where the compressed model goes that is measured at the end; None = it is not kept.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+        engine: keywords of `LLM`; the arithmetic is float32 unless given.
+        resume: go on where a killed search stopped.
+        overwrite: replace an existing recipe file or checkpoint.
+    """
+
+    recipe: Recipe
+    output: Path | None = None
+    candidates: tuple[str, ...] = ()
+    text: str | None = None
+    max_tokens: int = MAX_TOKENS
+    work: Path | None = None
+    checkpoint: Path | None = None
+    device: str = "auto"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = True
+    overwrite: bool = False
+
+
+def search(
+    model: str | None, target: Target, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
+) -> SearchResult:
+    """Find which numbers each unit of a model should have, and write them as a recipe.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+        target: what is asked for.
+        options: how to search.
+        progress: told what is going on, in lines.
+    Returns:
+        what was chosen, expected and measured; `reached` says whether the target is met.
+    Raises:
+        InputError: model, recipe, text or output cannot be used.
+        GateFailure: no choice can meet the target.
+    """
+    started = time.perf_counter()
+    output = options.output or Path(f"{_short(model)}-{_slug(target)}.yaml")
+    _check_outputs(output, options)
+    work = options.work or output.with_name(f"{output.name}.search")
+    if not options.resume:
+        shutil.rmtree(work, ignore_errors=True)
+    group = options.recipe.source["weights"]["group_size"]
+    wanted = read_candidates(options.candidates, group) if options.candidates else default_candidates(group)
+    candidates, notes = usable(model, options.recipe, wanted, options.device)
+    engine = {"dtype": "float32", "device": options.device, **options.engine}
+    folder = DEMO if model is None else resolve(model)
+    progress("loading the original")
+    original = load_llm(str(folder), **engine)
+    name, windows, text_notes = _windows(original, options)
+    used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
+    state = State(work / "state.json", _identity(options.recipe, folder, original, used))
+    if state.resumed:
+        progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
+    shop = Workshop(
+        model=model, base=options.recipe, folder=work, device=options.device, engine=engine, progress=progress
+    )
+    measured = measure_units(shop, candidates, original, Probe(original, used), state)
+    run = _Run(
+        shop=shop,
+        target=target,
+        candidates=candidates,
+        measured=measured,
+        original=original,
+        probed=used,
+        held_out=windows[1::2][: len(used)],
+        data=name,
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", output.stem).lstrip("._-") or "searched",
+        output=output,
+        notes=(*notes, *text_notes),
+    )
+    result = run.find()
+    shutil.copyfile(run.draft, output)
+    if options.checkpoint is not None and run.folder is not None:
+        shutil.rmtree(options.checkpoint, ignore_errors=True)
+        shutil.move(run.folder, options.checkpoint)
+    if options.work is None:
+        shutil.rmtree(work, ignore_errors=True)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """One search with everything measured; what is left is to choose and to prove."""
+
+    shop: Workshop
+    target: Target
+    candidates: tuple[Candidate, ...]
+    measured: Measured
+    original: LLM
+    probed: Windows
+    held_out: Windows
+    data: str
+    name: str
+    output: Path
+    notes: tuple[str, ...]
+    folder: Path | None = None
+
+    @property
+    def draft(self) -> Path:
+        """The recipe until everything is known; only then it takes its place."""
+        return self.shop.folder / self.output.name
+
+    def find(self) -> SearchResult:
+        """Choose, write, compress and measure, again with a stricter KL where the target was missed."""
+        target, weights = self.target, self.measured.num_weights
+        if target.bits is not None:
+            return self.prove(within_budget(self.measured, target.bits * weights / 8, progress=self.shop.progress))
+        if target.num_bytes is not None:
+            room = target.num_bytes - self.measured.rest_bytes
+            if room <= 0:
+                raise GateFailure(
+                    f"what is never compressed alone takes {self.measured.rest_bytes} bytes; ask for more"
+                )
+            return self.prove(within_budget(self.measured, room, progress=self.shop.progress))
+        judge = None if target.recovery is None else Judge(original=self.original, wanted=target.recovery)
+        kl = target.kl if judge is None else judge.first_kl(self._rough())
+        assert kl is not None
+        found: SearchResult | None = None
+        for _ in range(_TRIES):
+            found = self.prove(within_kl(self.measured, kl, progress=self.shop.progress), judge)
+            if found.reached:
+                break
+            kl = kl * 0.97 * kl / found.measured_kl if judge is None else judge.next_kl(found)
+        assert found is not None
+        return found
+
+    def _rough(self) -> tuple[LLM, float]:
+        """The model in its coarsest form that is still a model: what a loss of accuracy is first learned from."""
+        choices = [(n,) * len(self.measured.places) for n in range(len(self.candidates))]
+        known = sorted((self.measured.kl(choice), choice[0]) for choice in choices)
+        kl, number = next(((kl, n) for kl, n in reversed(known) if kl < 0.2), known[0])
+        recipe = f"{self.candidates[number].dtype}-{self.candidates[number].group_size}"
+        return self.shop.load(self.shop.folder / recipe), kl
+
+    def prove(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
+        """Write the recipe of a choice, compress by it and measure; the file is written before and after."""
+        measured, shop = self.measured, self.shop
+        expected, summed = measured.kl(choice), total(measured.options, choice)
+        bits = 8 * summed.cost / measured.num_weights
+        hopes = [
+            f"Written by `quantkit search` for {self.target.text}, from {shop.base.name}.",
+            f"{bits:.3f} bits per weight, scales included. Expected KL to the original {expected:.5f} nats per token",
+            f"(units one at a time add up to {summed.damage:.5f}) on {self.data}, {sum(map(len, self.probed))} tokens.",
+        ]
+        recipe = self._write(choice, hopes)
+        shop.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
+        folder = shop.folder / f"result-{hashlib.sha256(repr(choice).encode()).hexdigest()[:8]}"
+        made = shop.compress(recipe, folder)
+        self.folder = folder
+        llm = shop.load(folder)
+        own = fidelity(llm, self.original, self.probed, greedy_tokens=0).mean_kl
+        other = fidelity(llm, self.original, self.held_out, greedy_tokens=0) if self.held_out else None
+        also = (
+            "" if other is None else f", {other.mean_kl:.5f} on {other.num_tokens} others that the search has not seen"
+        )
+        self._write(choice, [*hopes, f"Measured after compressing: {own:.5f} on the same tokens{also}."])
+        recovery = None if judge is None else judge.recovery(llm)
+        return self._result(choice, made, own, None if other is None else (other.mean_kl, other.num_tokens), recovery)
+
+    def _write(self, choice: Choice, remarks: list[str]) -> Recipe:
+        """The recipe of a choice, also as a file."""
+        base, places = self.shop.base, self.measured.places
+        entries = overrides(self.candidates, places, choice)
+        common = default_candidate(self.candidates, places, choice)
+        changes = mixed_changes(common, flat(entries))
+        description = f"{base.name} with the numbers of each unit as found by a search for {self.target.text}."
+        gates = list(base.gates) if self.target.recovery is None and self.target.kl is None else [self.target.text]
+        data = {**base.source, "name": self.name, "description": description, "gates": gates}
+        recipe = build(patched(data, changes), self.output.name)
+        damage = {(p.layer, p.name): p.options[n].damage for p, n in zip(places, choice, strict=True)}
+        write_recipe(self.draft, recipe, entries, remarks, damage)
+        return recipe
+
+    def _result(
+        self,
+        choice: Choice,
+        made: CompressionResult,
+        own: float,
+        other: tuple[float, int] | None,
+        recovery: float | None,
+    ) -> SearchResult:
+        measured, target = self.measured, self.target
+        summed = total(measured.options, choice)
+        bits = 8 * summed.cost / measured.num_weights
+        reached = target.kl is None or own <= target.kl
+        if target.recovery is not None:
+            reached = recovery is not None and recovery >= target.recovery
+        return SearchResult(
+            model=made.model,
+            recipe=str(self.output),
+            base=self.shop.base.name,
+            target=target.text,
+            reached=reached,
+            bits_per_weight=bits,
+            output_bytes=made.output_bytes,
+            candidates=self._candidates(),
+            units=self._units(choice),
+            data=self.data,
+            num_tokens=sum(map(len, self.probed)),
+            sum_kl=summed.damage,
+            expected_kl=measured.kl(choice),
+            measured_kl=own,
+            held_out_kl=None if other is None else other[0],
+            held_out_tokens=0 if other is None else other[1],
+            recovery=recovery,
+            notes=self.notes,
+        )
+
+    def _candidates(self) -> tuple[CandidateRecord, ...]:
+        places = self.measured.places
+        found = []
+        for number, name in enumerate([*(candidate.name for candidate in self.candidates), SKIP]):
+            sums = total(self.measured.options, (number,) * len(places))
+            bits = 8 * sums.cost / self.measured.num_weights
+            found.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.damage))
+        return tuple(found)
+
+    def _units(self, choice: Choice) -> tuple[UnitChoice, ...]:
+        names = [*(candidate.name for candidate in self.candidates), SKIP]
+        return tuple(
+            UnitChoice(
+                layer=place.layer,
+                unit=place.name,
+                modules=place.modules,
+                num_weights=place.num_weights,
+                choice=names[number],
+                bits_per_weight=8 * place.options[number].cost / place.num_weights,
+                kl=place.options[number].damage,
+            )
+            for place, number in zip(self.measured.places, choice, strict=True)
+        )
+
+
+def _short(model: str | None) -> str:
+    return "demo" if model is None else Path(model).name or Path(model).resolve().name
+
+
+def _slug(target: Target) -> str:
+    """`bits-4.5` of `bits<=4.5`."""
+    return re.sub(r"[<>]=", "-", target.text)
+
+
+def _check_outputs(output: Path, options: SearchOptions) -> None:
+    """Refuse to replace what is there, before anything is spent."""
+    if output.suffix not in (".yaml", ".yml"):
+        raise OutputError(f"output {output} is the recipe to write; give a name that ends in .yaml")
+    for path in (output, options.checkpoint):
+        if path is not None and path.exists() and not options.overwrite:
+            raise OutputError(f"{path} exists already; choose another name or pass --overwrite")
+    place = options.checkpoint
+    if place is not None and place.exists() and not (place / "quantkit.json").is_file():
+        raise OutputError(f"{place} is no checkpoint of quantkit, so it is not overwritten")
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:
+    """Name of the text, its windows, and a note where it is one that the compression may have seen."""
+    notes: tuple[str, ...] = ()
+    if options.text is not None:
+        name, content = options.text, read_text(options.text, ())
+    elif speaks_demo(original):
+        name, content = "demo", read_text("demo", ())
+    else:
+        name, content = "general.txt (calibration text)", GENERAL.read_text(encoding="utf-8")
+        notes = ("Damages are measured on quantkit's own calibration text; give one of yours with --text.",)
+    if options.max_tokens < 1:
+        raise InputError(f"max_tokens {options.max_tokens} is no number of tokens; give at least one")
+    windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
+    if not windows:
+        raise DataError(f"text {name!r} has no window; give a longer one")
+    return name, windows, notes
+
+
+def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
+    """Everything that decides the numbers that are kept."""
+    source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
+    return {
+        "recipe": source,
+        "source": CheckpointReader(folder).digests(),
+        "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
+        "versions": describe_versions(),
+        "arithmetic": str(original.model.dtype).removeprefix("torch."),
+        "device": original.model.device.type,
+    }

@@ -1,0 +1,65 @@
+"""What a search has measured so far, in a file: a search that is killed goes on from there.
+
+Numbers are keyed by what was measured; the identity of the search is kept with them, and one of another model, recipe,
+text or version is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.writer import write_json
+from quantkit.errors import ResumeError
+from quantkit.pipeline.state import differences
+
+
+class State:
+    """Measured numbers by key; saved after every one.
+
+    Args:
+        path: of the file; read if it is there.
+        identity: everything that decides the numbers, as plain data.
+    Raises:
+        ResumeError: the file is of another search, or damaged.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self._path, self._identity = path, json.loads(json.dumps(identity))
+        self._numbers: dict[str, float] = {}
+        self.resumed = 0
+        if path.exists():
+            self._read()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str, measure: Callable[[], float]) -> float:
+        """The number under a key, measured now if it is not known.
+
+        Args:
+            key: what it is of.
+            measure: makes it.
+        """
+        if key not in self._numbers:
+            self._numbers[key] = measure()
+            write_json(self._path, {"identity": self._identity, "numbers": self._numbers})
+        return self._numbers[key]
+
+    def knows(self, key: str) -> bool:
+        """Whether a number has been measured."""
+        return key in self._numbers
+
+    def _read(self) -> None:
+        try:
+            saved = json.loads(self._path.read_bytes())
+            self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
+            found = list(differences(saved["identity"], self._identity))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResumeError(f"{self._path} is damaged ({error}); start over with --no-resume") from error
+        if found:
+            raise ResumeError(
+                f"the search in {self._path.parent} was started from something else ({'; '.join(found[:3])}); "
+                "give another --work, or start over with --no-resume"
+            )
+        self.resumed = len(self._numbers)

@@ -1,0 +1,183 @@
+"""`quantkit search`: find which numbers each part of a model should have, and write them as a recipe."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output, human_seconds, output_options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from quantkit.results import SearchResult
+
+EPILOG = """\b
+Examples:
+  quantkit search --bits 4.5
+  quantkit search --bits 3.5 --set calibration.samples=32 --checkpoint demo-3.5
+  quantkit search --kl 0.02 --work trials -o small.yaml
+  quantkit search --recovery 99 --candidates int3,int4,int4:32,int8 --work trials
+"""
+
+
+def _target_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what is asked for; they arrive together as `wished`."""
+
+    @click.option("--bits", type=click.FloatRange(min=0, min_open=True), help="Stored bits per weight, at most.")
+    @click.option("--size", metavar="SIZE", help="Of the whole checkpoint, at most, e.g. 2GiB.")
+    @click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Mean KL to the original, at most.")
+    @click.option("--recovery", type=click.FloatRange(0, 100), help="Per cent of the original's task scores, at least.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        wished = {name: options.pop(name) for name in ("bits", "size", "kl", "recovery")}
+        function(*args, wished=wished, **options)
+
+    return command
+
+
+def _search_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say how to search; they arrive together as `how`."""
+
+    @click.option("--candidates", metavar="A,B", help="Such as int4,int4:32,int8:channel.  [default: all integers]")
+    @click.option("--text", metavar="FILE", help="Text that damage is measured on.  [default: a shipped one]")
+    @click.option(
+        "--tokens", type=click.IntRange(min=2), default=8192, show_default=True, help="Of it, for each measurement."
+    )
+    @click.option("--work", metavar="DIR", help="Keep trials and numbers here, for further searches.")
+    @click.option("--checkpoint", metavar="DIR", help="Keep the compressed model that is measured at the end.")
+    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
+    @click.option("--dtype", default="fp32", show_default=True, metavar="auto|bf16|fp16|fp32", help="To measure in.")
+    @click.option("--threads", type=click.IntRange(min=1), help="Of the CPU.  [default: measured]")
+    @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed search stopped.")
+    @click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        names: tuple[str, ...] = ("candidates", "text", "tokens", "work", "checkpoint")
+        names += ("device", "dtype", "threads", "resume", "overwrite")
+        how = {name: options.pop(name) for name in names}
+        function(*args, how=how, **options)
+
+    return command
+
+
+@click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
+@click.argument("model", required=False)
+@_target_options
+@click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="To start from.")
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
+@click.option("-o", "--output", metavar="FILE", help="Recipe to write.  [default: ./<model>-<target>.yaml]")
+@_search_options
+@output_options
+def search(
+    output_to: Output,
+    *,
+    model: str | None,
+    recipe: str,
+    changes: tuple[str, ...],
+    output: str | None,
+    wished: dict[str, Any],
+    how: dict[str, Any],
+) -> None:
+    """Measure what each part of MODEL loses at each number of bits, choose for a target, and write a recipe.
+
+    Without MODEL, the demo model that comes with quantkit. The recipe runs unchanged through `quantkit quantize`; what
+    it is expected to cost, and what it cost when it was tried, is printed and written into it.
+    """
+    given = [name for name, value in wished.items() if value is not None]
+    if len(given) != 1:
+        raise click.UsageError("give one of --bits, --size, --kl and --recovery")
+    from quantkit import allocation
+    from quantkit.errors import GateFailure
+    from quantkit.planning.units import parse_bytes
+    from quantkit.recipe import load
+
+    target = allocation.Target(
+        bits=wished["bits"],
+        num_bytes=None if wished["size"] is None else parse_bytes(wished["size"]),
+        kl=wished["kl"],
+        recovery=wished["recovery"],
+    )
+    options = allocation.SearchOptions(
+        recipe=load(recipe, changes),
+        output=None if output is None else Path(output),
+        candidates=tuple(filter(None, (how["candidates"] or "").split(","))),
+        text=how["text"],
+        max_tokens=how["tokens"],
+        work=None if how["work"] is None else Path(how["work"]),
+        checkpoint=None if how["checkpoint"] is None else Path(how["checkpoint"]),
+        device=how["device"],
+        engine={name: how[name] for name in ("dtype", "threads") if how[name] is not None},
+        resume=how["resume"],
+        overwrite=how["overwrite"],
+    )
+    tell: Callable[[str], None] = lambda text: click.echo(text, err=True) if output_to.shows_progress else None  # noqa: E731
+    result = allocation.search(model, target, options, progress=tell)
+    output_to.result(result.to_dict, lambda: _summary(result), lambda: _units(result), lambda: _next_steps(result))
+    if result.reached:
+        return
+    if output_to.as_json:
+        click.get_current_context().exit(GateFailure.exit_code)
+    raise GateFailure(_missed(result))
+
+
+def _summary(result: SearchResult) -> Table:
+    from rich.table import Table
+
+    from quantkit.checkpoint.sizes import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    summed = f"{result.sum_kl:.5f} added up unit by unit"
+    table.add_row("model", result.model)
+    table.add_row("target", f"{result.target}, {'reached' if result.reached else 'missed'}")
+    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}, scales included")
+    table.add_row("size", human_bytes(result.output_bytes))
+    table.add_row("expected KL", f"{result.expected_kl:.5f} ({summed}) on {result.data}, {result.num_tokens:,} tokens")
+    table.add_row("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)")
+    if result.held_out_kl is not None:
+        table.add_row("on new text", f"{result.held_out_kl:.5f}, {result.held_out_tokens:,} tokens")
+    if result.recovery is not None:
+        table.add_row("recovery", f"{result.recovery:.2f} %")
+    table.add_row("time", human_seconds(result.seconds))
+    for text in result.notes:
+        table.add_row("note", text)
+    return table
+
+
+def _units(result: SearchResult) -> Table:
+    """What each layer's units were given, one row per layer."""
+    from rich.table import Table
+
+    names = list(dict.fromkeys(unit.unit for unit in result.units))
+    table = Table(title="chosen, by layer", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+    for name in ("layer", *names):
+        table.add_column(name, no_wrap=True)
+    found = {(unit.layer, unit.unit): unit.choice for unit in result.units}
+    for layer in dict.fromkeys(unit.layer for unit in result.units):
+        table.add_row(str(layer), *(found.get((layer, name), "") for name in names))
+    return table
+
+
+def _missed(result: SearchResult) -> str:
+    found = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
+    return (
+        f"{result.target} was not reached: {result.recipe} gives {found} at {result.bits_per_weight:.3f} bits; "
+        "allow more, or give larger candidates"
+    )
+
+
+def _next_steps(result: SearchResult) -> str:
+    return f"written to {result.recipe}; next: quantkit quantize {_argument(result)}--recipe {result.recipe} --verify"
+
+
+def _argument(result: SearchResult) -> str:
+    return "" if result.model == "demo" else f"{result.model} "
+
+
+COMMAND = search

@@ -1,0 +1,97 @@
+"""Record of a search for the bits of each unit: what was tried, what was chosen, expected and measured. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.results._record import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateRecord(Record):
+    """One way to store weights, and the model that is stored so throughout.
+
+    Args:
+        name: e.g. "int4:32", or "skip" for weights left alone.
+        bits_per_weight: stored bits, scales included, if every unit took it.
+        sum_kl: what the units do one at a time, added up.
+    """
+
+    name: str
+    bits_per_weight: float
+    sum_kl: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitChoice(Record):
+    """What one unit was given.
+
+    Args:
+        layer: index of the decoder layer.
+        unit: e.g. "q/k/v", "o", "gate/up", "down".
+        modules: full names of its linears.
+        num_weights: in it.
+        choice: name of the candidate.
+        bits_per_weight: stored bits, scales included.
+        kl: mean KL to the original with only this unit stored so, nats per token.
+    """
+
+    layer: int
+    unit: str
+    modules: tuple[str, ...]
+    num_weights: int
+    choice: str
+    bits_per_weight: float
+    kl: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult(Record):
+    """What `quantkit search` found.
+
+    Args:
+        model: as given, "demo" for the bundled one.
+        recipe: file that was written.
+        base: name of the recipe that it started from.
+        target: e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
+        reached: whether the measured model meets it.
+        bits_per_weight: stored bits, scales and zero points included, over all linears that the search may change;
+            those it leaves alone count as stored.
+        output_bytes: of all tensors of the compressed model.
+        candidates: what each unit could be given.
+        units: what each was given.
+        data: name of the text.
+        num_tokens: positions that damages and the expectation were measured on.
+        sum_kl: of the units chosen, one at a time, added up.
+        expected_kl: of all of them together in the original model, before anything was compressed by the recipe.
+        measured_kl: of the model compressed by the recipe, on the same text.
+        held_out_kl, held_out_tokens: the same on text that the search has not used; None where there was too little.
+        recovery: per cent of the original's task scores, where that was the target.
+        notes: what is out of the ordinary.
+        seconds: wall time of this process.
+    """
+
+    model: str
+    recipe: str
+    base: str
+    target: str
+    reached: bool
+    bits_per_weight: float
+    output_bytes: int
+    candidates: tuple[CandidateRecord, ...]
+    units: tuple[UnitChoice, ...]
+    data: str
+    num_tokens: int
+    sum_kl: float
+    expected_kl: float
+    measured_kl: float
+    held_out_kl: float | None = None
+    held_out_tokens: int = 0
+    recovery: float | None = None
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def prediction_error(self) -> float:
+        """Expected over measured KL, less one."""
+        return self.expected_kl / self.measured_kl - 1 if self.measured_kl > 0 else 0.0

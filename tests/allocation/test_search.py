@@ -1,0 +1,194 @@
+"""A whole search on a tiny model: the recipe runs and is what was promised, interrupted ones go on, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import quantkit
+from quantkit.allocation import SearchOptions, Target, search
+from quantkit.allocation import run as module
+from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
+from quantkit.allocation.recipe_file import _patterns
+from quantkit.allocation.recovery import Judge
+from quantkit.errors import OutputError, RecipeError, ResumeError
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.fidelity import fidelity, fixed_windows
+from quantkit.recipe import load
+from quantkit.results import SearchResult
+from tests.helpers import TEXT, make_model
+
+ENGINE = {"dtype": "float32", "threads": 1}
+CANDIDATES = ("int3:32", "int4:32", "int8:32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(text, tmp_path_factory):
+    """A search by plain rounding; what it measures is kept for the others."""
+
+    def make(output, **changes):
+        given = {"candidates": CANDIDATES, "text": str(text), "max_tokens": 600, "device": "cpu", "engine": ENGINE}
+        return SearchOptions(recipe=load("rtn-int4", ["weights.group_size=32"]), output=output, **{**given, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("work") / "trials"
+
+
+@pytest.fixture(scope="module")
+def found(folder, options, work, tmp_path_factory):
+    place = tmp_path_factory.mktemp("out")
+    result = search(str(folder), Target(bits=4.6), options(place / "mine.yaml", work=work, checkpoint=place / "made"))
+    return result, place
+
+
+def test_the_budget_is_used_and_beats_the_uniform_recipe(found):
+    result, _ = found
+    assert 4.2 < result.bits_per_weight <= 4.6
+    assert len({unit.choice for unit in result.units}) > 1
+    uniform = next(candidate for candidate in result.candidates if candidate.name == "int4:32")
+    assert uniform.bits_per_weight == pytest.approx(4 + 32 / 32)  # the scales of a float32 model
+    assert [unit.unit for unit in result.units[:4]] == ["q/k/v", "o", "gate/up", "down"]
+    assert SearchResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def test_the_recipe_runs_unchanged_and_gives_what_was_measured(found, folder, text, tmp_path):
+    result, place = found
+    made = quantkit.quantize(folder, place / "mine.yaml", tmp_path / "again", device="cpu")
+    assert made.output_bytes == result.output_bytes
+    assert made.bits_per_weight == pytest.approx(result.bits_per_weight, rel=1e-3)
+    one, other = ((p / "model-00001-of-00003.safetensors").read_bytes() for p in (tmp_path / "again", place / "made"))
+    assert one == other
+    original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (folder, tmp_path / "again"))
+    windows = fixed_windows(original, TEXT, max_tokens=1200)[::2][:2]  # two of 256 are below 600
+    assert fidelity(again, original, windows, greedy_tokens=0).mean_kl == pytest.approx(result.measured_kl, rel=1e-4)
+
+
+def test_rounding_knows_no_later_layers_so_the_expectation_is_exact(found):
+    result, _ = found
+    assert result.expected_kl == pytest.approx(result.measured_kl, rel=1e-4)
+    assert abs(result.prediction_error) < 1e-3
+
+
+def test_the_file_says_what_was_expected_and_measured(found):
+    result, place = found
+    content = (place / "mine.yaml").read_text()
+    assert f"Expected KL to the original {result.expected_kl:.5f}" in content
+    assert f"Measured after compressing: {result.measured_kl:.5f}" in content
+    assert re.search(r"# layer \d (q/k/v|o|gate/up|down): KL [\d.e-]+ alone\n      - model\.layers\.", content)
+    assert load(place / "mine.yaml").name == "mine"
+
+
+def test_a_killed_search_goes_on_and_ends_the_same(found, folder, options, tmp_path, monkeypatch):
+    result, _ = found
+    calls = []
+
+    class Killed(Exception):
+        pass
+
+    def counting(measure, limit):
+        def wrapped(probe, units):
+            calls.append(units)
+            if len(calls) > limit:
+                raise Killed
+            return measure(probe, units)
+
+        return wrapped
+
+    measure = module.Probe.measure
+    monkeypatch.setattr(module.Probe, "measure", counting(measure, 13))
+    with pytest.raises(Killed):
+        search(str(folder), Target(bits=4.6), options(tmp_path / "mine.yaml"))
+    assert not (tmp_path / "mine.yaml").exists()
+    calls.clear()
+    monkeypatch.setattr(module.Probe, "measure", counting(measure, 10**9))
+    lines = []
+    again = search(str(folder), Target(bits=4.6), options(tmp_path / "mine.yaml"), progress=lines.append)
+    assert any(line.startswith("13 numbers taken over") for line in lines)
+    same = ("units", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
+    assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
+    assert not (tmp_path / "mine.yaml.search").exists()
+
+
+def test_numbers_of_another_search_are_refused(found, folder, options, work, tmp_path):
+    changed = options(tmp_path / "x.yaml", work=work, max_tokens=300)
+    with pytest.raises(ResumeError, match=r"started from something else \(windows.*--no-resume"):
+        search(str(folder), Target(bits=4.6), changed)
+
+
+def test_a_second_target_measures_nothing_twice(found, folder, options, work, tmp_path):
+    """And a KL that is asked for is reached with fewer bits than the budget before had."""
+    result, _ = found
+    lines = []
+    goal = Target(kl=2 * result.measured_kl)
+    second = search(str(folder), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
+    assert not any("unit 1 of" in line for line in lines)
+    assert second.reached
+    assert second.measured_kl <= goal.kl
+    assert second.bits_per_weight < result.bits_per_weight
+    assert load(tmp_path / "kl.yaml").gates == (f"kl<={goal.kl:g}",)
+
+
+def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(found, folder, options, work, tmp_path, monkeypatch):
+    monkeypatch.setattr(Judge, "recovery", lambda self, llm: 100 - 10 * _kl(self.original, llm))
+    second = search(str(folder), Target(recovery=98.5), options(tmp_path / "r.yaml", work=work))
+    assert second.reached
+    assert second.recovery >= 98.5
+    assert load(tmp_path / "r.yaml").gates == ("recovery>=98.5",)
+
+
+def _kl(original, llm):
+    return fidelity(llm, original, fixed_windows(original, TEXT, max_tokens=300), greedy_tokens=0).mean_kl
+
+
+def test_nothing_is_replaced_unasked(found, folder, options):
+    _, place = found
+    with pytest.raises(OutputError, match=r"mine\.yaml exists already"):
+        search(str(folder), Target(bits=4), options(place / "mine.yaml"))
+    with pytest.raises(OutputError, match=r"give a name that ends in \.yaml"):
+        search(str(folder), Target(bits=4), options(place / "mine"))
+
+
+def test_candidates_are_read_and_those_that_do_not_fit_are_named(folder):
+    assert read_candidates(["int4", "int8:channel", "skip", "int4"], 64) == (
+        Candidate(dtype="int4", group_size=64),
+        Candidate(dtype="int8", group_size="channel"),
+    )
+    for wrong in ("int9", "int4:", "int4:x"):
+        with pytest.raises(RecipeError, match=f"candidate '{wrong}'"):
+            read_candidates([wrong], 32)
+    assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
+    base = load("rtn-int4", ["weights.group_size=32"])
+    kept, notes = usable(str(folder), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
+    assert kept[0].name == "int4:32"
+    assert any("left out int4:128" in note and "does not divide" in note for note in notes)
+    with pytest.raises(RecipeError, match="none of the candidates can be used"):
+        usable(str(folder), base, read_candidates(["int4:128"], 32), "cpu")
+    pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
+    with pytest.raises(RecipeError, match="has overrides, which a search decides"):
+        usable(str(folder), pinned, kept, "cpu")
+
+
+def test_many_modules_are_one_pattern_where_it_matches_nothing_else():
+    experts = [f"model.layers.1.mlp.experts.{e}.{n}_proj" for e in range(4) for n in ("up", "down")]
+    others = ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
+    assert _patterns(experts, experts + others) == ["model.layers.1.mlp.experts.*"]
+    assert _patterns(experts[:7], experts + others) == experts[:7]
+    assert _patterns(others, experts + others) == others

@@ -1,0 +1,94 @@
+"""`quantkit search`: one target, what is printed, and the exit code of a target that is missed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from quantkit import allocation
+from quantkit.cli import main
+from quantkit.cli.search import search
+from quantkit.results import CandidateRecord, SearchResult, UnitChoice
+
+
+def result(**changes):
+    given = {
+        "model": "demo",
+        "recipe": "demo-bits-4.5.yaml",
+        "base": "gptq-int4",
+        "target": "bits<=4.5",
+        "reached": True,
+        "bits_per_weight": 4.49,
+        "output_bytes": 2_000_000,
+        "candidates": (CandidateRecord(name="int4:32", bits_per_weight=4.5, sum_kl=0.004),),
+        "units": (
+            UnitChoice(
+                layer=0,
+                unit="q/k/v",
+                modules=("a", "b", "c"),
+                num_weights=9,
+                choice="int5:32",
+                bits_per_weight=5.5,
+                kl=0.001,
+            ),
+        ),
+        "data": "demo",
+        "num_tokens": 8192,
+        "sum_kl": 0.0029,
+        "expected_kl": 0.0030,
+        "measured_kl": 0.0031,
+        "held_out_kl": 0.0033,
+        "held_out_tokens": 8000,
+        "notes": ("left out int2:128: no",),
+    }
+    return SearchResult(**{**given, **changes})
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """The command with a search that returns what the test says, and what it was asked."""
+    calls = []
+
+    def invoke(*args, **changes):
+        monkeypatch.setattr(allocation, "search", lambda *a, **k: calls.append(a) or result(**changes))
+        return CliRunner().invoke(search, list(args)), calls
+
+    return invoke
+
+
+def test_what_was_expected_measured_and_chosen_is_printed(run):
+    done, calls = run("--bits", "4.5", "--candidates", "int4,int5:32", "--quiet")
+    assert done.exit_code == 0, done.output
+    for text in ("0.00300 (0.00290 added up unit by unit)", "0.00310 (expected -3 %)", "int5:32", "left out int2:128"):
+        assert text in done.output
+    model, target, options = calls[0]
+    assert (model, target.text, options.candidates) == (None, "bits<=4.5", ("int4", "int5:32"))
+    assert options.engine == {"dtype": "fp32"}
+    assert "quantkit quantize --recipe demo-bits-4.5.yaml" in " ".join(done.output.split())
+
+
+def test_json_is_the_whole_result(run):
+    done, _ = run("--size", "2MiB", "--json")
+    assert SearchResult.from_dict(json.loads(done.stdout)) == result()
+
+
+def test_a_missed_target_ends_with_three(run, monkeypatch, capsys):
+    missed = {"reached": False, "target": "recovery>=99", "recovery": 98.2}
+    run(**missed)
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "--recovery", "99", "--quiet"])
+    assert ended.value.code == 3
+    assert "recovery>=99 was not reached" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "--recovery", "99", "--json"])
+    assert ended.value.code == 3
+
+
+def test_one_target_is_needed_and_only_one(run):
+    for args in ((), ("--bits", "4", "--kl", "0.1")):
+        done, calls = run(*args)
+        assert done.exit_code == 2
+        assert "give one of --bits, --size, --kl and --recovery" in done.output
+        assert not calls
