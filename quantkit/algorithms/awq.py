@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.algorithms._ranges import InputStatistics, search_range
 from quantkit.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.architectures import LinearSet
 from quantkit.calibration.layer import LayerContext
-from quantkit.calibration.observers import GroupGram, Magnitude
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest, search_parameters
-
-# Groups wider than this are clipped with per-channel importance only: their Gram matrices would cost too much.
-_WIDEST_GRAM = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +45,7 @@ class AWQ:
     def apply(self, layer: LayerContext) -> None:
         """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
         sets = layer.pending()
-        statistics = {group.linears[0]: _Statistics(layer, names[0]) for group, names in sets}
+        statistics = {group.linears[0]: InputStatistics(layer, names[0]) for group, names in sets}
         layer.observe(statistics)
         for group, _ in sets:
             if can_fold(layer, group):
@@ -57,7 +54,7 @@ class AWQ:
             for name in names:
                 layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
 
-    def _scale(self, layer: LayerContext, group: LinearSet, seen: _Statistics) -> None:
+    def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
 
         The search rounds with covering ranges, which is quick; that scaling is worth it at all is then
@@ -92,17 +89,14 @@ class AWQ:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
 
-    def _range(self, layer: LayerContext, name: str, seen: _Statistics) -> tuple[Tensor, Tensor | None]:
-        weight, scheme, dtype = layer.weight(name), layer.schemes[name].weight, layer.scale_dtype[name]
-        largest = layer.tensor_largest(name)
-        if not self.clip:
-            return minmax_parameters(weight, scheme, dtype, largest)
-        gram = seen.gram(seen.divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
-        importance = seen.mean_square(seen.divisor)
-        return search_parameters(weight, scheme, dtype, importance=importance, gram=gram, tensor_largest=largest)
+    def _range(self, layer: LayerContext, name: str, seen: InputStatistics) -> tuple[Tensor, Tensor | None]:
+        if self.clip:
+            return search_range(layer, name, seen)
+        weight, scheme = layer.weight(name), layer.schemes[name].weight
+        return minmax_parameters(weight, scheme, layer.scale_dtype[name], layer.tensor_largest(name))
 
     def _rounded(
-        self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: _Statistics | None
+        self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
     ) -> Tensor:
         """`original` scaled, rounded and scaled back; with statistics in searched ranges, else in covering ones."""
         scheme = layer.schemes.get(name)
@@ -115,37 +109,6 @@ class AWQ:
             importance = seen.mean_square(scales)  # without the Gram matrices: quicker, and near enough to compare
             ranges = search_parameters(scaled, scheme.weight, dtype, importance=importance)
         return round_to_nearest(scaled, scheme.weight, *ranges, dtype).dequantize().div_(scales)
-
-
-class _Statistics:
-    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough.
-
-    `divisor` (K,) is what the inputs are divided by since they were seen.
-    """
-
-    def __init__(self, layer: LayerContext, name: str) -> None:
-        width = layer.weight(name).shape[1]
-        self.group = layer.schemes[name].weight.group_width(width)
-        self.magnitude = Magnitude(width, layer.device)
-        self._gram = GroupGram(width, self.group, layer.device) if self.group <= _WIDEST_GRAM else None
-        self.divisor = torch.ones(width, device=layer.device)
-
-    def update(self, inputs: Tensor) -> None:
-        """Add (T, K) inputs."""
-        self.magnitude.update(inputs)
-        if self._gram is not None:
-            self._gram.update(inputs)
-
-    def mean_square(self, divisor: Tensor) -> Tensor:
-        """Mean x^2 per input, (K,), of the inputs divided by `divisor`."""
-        return self.magnitude.mean_square / divisor.square()
-
-    def gram(self, divisor: Tensor) -> Tensor | None:
-        """Mean x x' inside each group, (G, g, g), of the inputs divided by `divisor`."""
-        if self._gram is None:
-            return None
-        by_group = divisor.view(-1, self.group)
-        return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:

@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.architectures import LinearSet
+from quantkit.architectures import find_expert
+from quantkit.calibration.beside import observe_beside_original
 from quantkit.calibration.layer import LayerContext
-from quantkit.calibration.observers import Gram
+from quantkit.calibration.observers import CrossGram, Gram
 from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.errors import ModelError
 from quantkit.numerics.affine import from_codes, make_tensor, minmax_parameters, search_parameters, to_codes
@@ -30,6 +31,8 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
+# Elements of the products of codes and factor held at once while scales are fitted.
+_FIT_ELEMENTS = 1 << 22
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
 
@@ -47,8 +50,10 @@ class GPTQ:
             inputs was measured to be worse: the loop moves them to other columns anyway.
         true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
             better at 3 bits and fewer, a quarter slower.
-        refit: symmetric scales per channel of at most 4 bits are fitted to the codes by least squares on the
-            outputs, and the codes chosen again.
+        upstream: share, 0 to 1, of what the layers before have got wrong that this one's target makes up for; above
+            0 the original model runs beside the quantized one, for twice the memory and a half more time.
+        refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
+            chosen again; each time costs one more run of the loop.
     """
 
     block_size: int = 128
@@ -56,18 +61,26 @@ class GPTQ:
     act_order: ActOrder = "weight"
     scale_search: bool = True
     true_sequential: bool = False
-    refit: bool = True
+    refit: int = 1
+    upstream: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size {self.block_size} is not a positive number")
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping {self.damping} is not in (0, 1]")
+        if self.refit < 0 or not 0 <= self.upstream <= 1:
+            raise ValueError(f"refit {self.refit} must not be negative, upstream {self.upstream} not outside [0, 1]")
 
     @property
     def reorders_groups(self) -> bool:
         """Whether the format must be able to store which group each input belongs to."""
         return self.act_order == "group"
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether the inputs of the original model are looked at too."""
+        return self.upstream > 0
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
@@ -76,10 +89,23 @@ class GPTQ:
         for entries in rounds:
             grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
             layer.observe(grams)
-            for group, names in entries:
-                self._quantize_set(layer, group, names, grams.pop(names[0]).finish())
+            errors = self._observe_errors(layer, [names[0] for _, names in entries])
+            for _, names in entries:
+                error = errors.pop(names[0]).finish() if names[0] in errors else None
+                self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
 
-    def _quantize_set(self, layer: LayerContext, group: LinearSet, names: tuple[str, ...], hessian: Tensor) -> None:
+    def _observe_errors(self, layer: LayerContext, names: list[str]) -> dict[str, CrossGram]:
+        """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
+        if not self.upstream:
+            return {}
+        errors = {
+            name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
+        }
+        if errors:
+            observe_beside_original(layer, errors)
+        return errors
+
+    def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
         order = self._order(hessian.diagonal())
         factor, raised = cholesky_factor(hessian, order, self.damping)
@@ -89,6 +115,8 @@ class GPTQ:
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
             members = [name for name in names if layer.schemes[name].weight == scheme]
             weights = [layer.weight(name) for name in members]
+            if error is not None:
+                weights = [corrected(weight, error, factor, order, self.upstream) for weight in weights]
             largest = [layer.tensor_largest(name) for name in members]
             found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
             for name, part in zip(members, found, strict=True):
@@ -122,16 +150,10 @@ class GPTQ:
             for w, of_tensor in zip(weights, largest, strict=True)
         ]
         codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
-        if (
-            self.refit
-            and scheme.group_size is None
-            and scheme.block_rows == 1
-            and scheme.symmetric
-            and scheme.dtype.bits <= 4
-        ):
+        for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
-                (fit_scale(weight, code, scale, factor, order, scale_dtype), None)
-                for weight, code, (scale, _) in zip(weights, codes, ranges, strict=True)
+                (fit_scales(weight, code, found, factor, order, index, scale_dtype), found[1])
+                for weight, code, found in zip(weights, codes, ranges, strict=True)
             ]
             codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
         return [
@@ -194,27 +216,70 @@ def settle_columns(
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def fit_scale(
-    weight: Tensor, codes: Tensor, scale: Tensor, factor: Tensor, order: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
-    """One scale per row that brings the outputs of given codes nearest to those of the weights.
+def corrected(weight: Tensor, error: Tensor, factor: Tensor, order: Tensor, strength: float) -> Tensor:
+    """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
-    With H = L L', the output error of a row is |L'(w - s q)|^2, least at s = (L'w)(L'q) / |L'q|^2.
+    Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
+
+    Args:
+        weight: (N, K) W; not modified.
+        error: (K, K) mean of (o - x) x'.
+        factor: (K, K) lower triangular, with its `order`; see `cholesky_factor`.
+        strength: share of the correction.
+    Returns:
+        (N, K) float32.
+    Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
+    loop spreads the same correction over its columns.
+    """
+    backwards = order.flip(0)
+    wanted = (weight.float() @ error)[:, backwards]  # (N, K)
+    moved = torch.empty_like(wanted)
+    moved[:, backwards] = torch.cholesky_solve(wanted.T, factor).T
+    return moved.mul_(strength).add_(weight)
+
+
+def fit_scales(
+    weight: Tensor,
+    codes: Tensor,
+    ranges: tuple[Tensor, Tensor | None],
+    factor: Tensor,
+    order: Tensor,
+    group_index: Tensor,
+    scale_dtype: torch.dtype,
+) -> Tensor:
+    """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
+
+    With H = L L', the output error of a row is |L'(w - D s)|^2, where column j of D holds the codes of group j: least
+    squares with one unknown per group.
 
     Args:
         weight, codes: (N, K); not modified.
-        scale: (N, 1) float32, kept for rows whose fit has another sign.
+        ranges: scale and zero point (N, G) float32 that the codes were made with.
         factor: (K, K) lower triangular L, with its `order`; see `cholesky_factor`.
-        scale_dtype: dtype in which the scale is stored.
+        group_index: (K,) group of each column.
+        scale_dtype: dtype in which scales are stored.
     Returns:
-        (N, 1) float32 with values of `scale_dtype`.
+        (N, G) float32 with values of `scale_dtype`; a scale whose fit changes sign keeps its value.
     """
+    scale, zero = ranges
     backwards = order.flip(0)
-    target = weight[:, backwards].float() @ factor  # (N, K)
-    coded = codes[:, backwards].float() @ factor
-    fitted = (target * coded).sum(1) / coded.square().sum(1)
-    usable = torch.isfinite(fitted) & (fitted * scale[:, 0] > 0)
-    return round_scale(torch.where(usable, fitted, scale[:, 0]), scale_dtype).unsqueeze(1)
+    index = group_index[backwards]
+    groups = scale.shape[1]
+    member = torch.nn.functional.one_hot(index, groups).T.to(factor.dtype)  # (G, K)
+    step = max(1, _FIT_ELEMENTS // (groups * len(order)))
+    fitted = torch.empty_like(scale)
+    for start in range(0, len(scale), step):
+        rows = slice(start, start + step)
+        values = codes[rows, backwards].float()
+        if zero is not None:
+            values -= zero[rows][:, index]
+        coded = (values.unsqueeze(1) * member) @ factor  # (R, G, K)
+        target = (weight[rows, backwards].float() @ factor).unsqueeze(2)  # (R, K, 1)
+        normal = coded @ coded.transpose(1, 2)  # (R, G, G)
+        normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+        fitted[rows] = torch.linalg.solve(normal, coded @ target).squeeze(2)
+    usable = torch.isfinite(fitted) & (fitted * scale > 0)
+    return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 
 
 def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:

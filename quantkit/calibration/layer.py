@@ -61,6 +61,7 @@ class LayerContext:
         original: the layer as it was, likewise.
         arguments: what the model calls the layer with, besides the hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
+        divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
         cache_scales: tensors of the KV cache to write beside the weights, by relative name.
         input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
             `quantkit.calibration.input_scales`.
@@ -84,6 +85,7 @@ class LayerContext:
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
+    divisors: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, LinearRecord] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
@@ -280,6 +282,7 @@ class LayerContext:
 
     def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
         """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
+        self.divisors[group.linears[0]] = self.divisors.get(group.linears[0], 1.0) * scales
         if group.linears[0] in self.samples:
             self.samples[group.linears[0]] /= scales
 

@@ -21,6 +21,14 @@ class Observer(Protocol):
         ...
 
 
+class PairObserver(Protocol):
+    """Something that looks at the inputs of a linear beside those in the original model."""
+
+    def update(self, inputs: Tensor, original: Tensor) -> None:
+        """Take in (T, K) inputs and the original ones of the same tokens; they are not modified."""
+        ...
+
+
 class Gram:
     """Mean of x x' over tokens: GPTQ's Hessian up to a factor.
 
@@ -50,6 +58,31 @@ class Gram:
             block = total[start:stop, start:stop]
             block.copy_(block.tril() + block.tril(-1).T)
             total[:start, start:stop] = total[start:stop, :start].T
+        return total.div_(max(self.num_tokens, 1))
+
+
+class CrossGram:
+    """What the inputs of a linear have in common with their error: mean of (o - x) x', o from the original model.
+
+    Args:
+        width: K.
+        device: where the (K, K) float32 matrix lives.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._sum = torch.zeros(width, width, dtype=torch.float32, device=device)
+        self.num_tokens = 0
+
+    def update(self, inputs: Tensor, original: Tensor) -> None:
+        """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
+        for rows, wanted in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
+            values = rows.float()
+            self._sum.addmm_((wanted.float() - values).T, values)
+        self.num_tokens += inputs.shape[0]
+
+    def finish(self) -> Tensor:
+        """The (K, K) matrix; the observer gives up its memory and is not to be used again."""
+        total, self._sum = self._sum, torch.empty(0)
         return total.div_(max(self.num_tokens, 1))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from quantkit.algorithms.gptq import GPTQ, STEP, cholesky_factor, fit_scale, settle_columns
+from quantkit.algorithms.awq import AWQ
+from quantkit.algorithms.gptq import GPTQ, STEP, cholesky_factor, corrected, fit_scales, settle_columns
+from quantkit.calibration.activations import ActivationStore
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics.affine import minmax_parameters
 from quantkit.numerics.dtype import INT4
@@ -119,27 +123,120 @@ def test_act_order_group_stores_the_index(make_layer):
     assert torch.equal(weight.dequantize(), layer.weight("mlp.down_proj"))
 
 
-def test_fitted_scales_are_the_least_squares_solution():
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [12, 48])
+def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypatch):
+    monkeypatch.setattr("quantkit.algorithms.gptq._FIT_ELEMENTS", 600)  # a few rows at a time
     weight, hessian = problem()
-    order = torch.randperm(48)
-    scheme = WeightScheme(dtype=INT4)
-    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    order, index = torch.randperm(48), torch.arange(48) // group
+    scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
+    ranges = minmax_parameters(weight, scheme, torch.float32)
     factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
-    groups = torch.zeros(48, dtype=torch.int64)
-    (codes,) = settle_columns([weight], factor, order, groups, [(scale, None)], scheme)
-    fitted = fit_scale(weight, codes, scale, factor, order, torch.float32)
+    (codes,) = settle_columns([weight], factor, order, index, [ranges], scheme)
+    fitted = fit_scales(weight, codes, ranges, factor, order, index, torch.float32)
+    root = torch.linalg.cholesky((hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double())
+    for row in range(len(weight)):
+        values = codes[row].double() - (0 if ranges[1] is None else ranges[1][row, index].double())
+        design = torch.zeros(48, 48 // group, dtype=torch.float64)
+        design[torch.arange(48), index] = values
+        expected = torch.linalg.lstsq(root.T @ design, root.T @ weight[row].double()).solution
+        torch.testing.assert_close(fitted[row].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_corrected_target_is_the_least_squares_solution():
+    weight, hessian = problem()
+    torch.manual_seed(1)
+    order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
-    code, target = codes.double(), weight.double()
-    expected = ((code @ damped) * target).sum(1) / ((code @ damped) * code).sum(1)
-    torch.testing.assert_close(fitted[:, 0].double(), expected, rtol=1e-4, atol=0)
+    expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
+    found = corrected(weight, error, factor, order, 0.5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_refitting_lowers_the_output_error(make_layer, output_error):
+def gptaq(weight, hessian, error, scale):
+    """Li et al. 2025, algorithm 1 with plain column order, in float64: the correction moves on column by column."""
+    width = weight.shape[1]
+    matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(width)
+    upper = torch.linalg.cholesky(torch.linalg.inv(matrix), upper=True)
+    spread = (error.double() @ upper.T).triu(1) @ upper
+    open_, decoded = weight.double().clone(), torch.empty_like(weight, dtype=torch.float64)
+    for column in range(width):
+        value = open_[:, column].clone()
+        decoded[:, column] = (value / scale[:, 0]).round().clamp(-8, 7) * scale[:, 0]
+        wrong = (value - decoded[:, column]) / upper[column, column]
+        open_[:, column:] -= wrong[:, None] * upper[column, column:] - value[:, None] * spread[column, column:]
+    return decoded.float()
+
+
+def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gptaq():
+    torch.manual_seed(3)
+    original = torch.randn(4000, 32) @ torch.randn(32, 32)
+    inputs = original + 0.3 * original @ torch.randn(32, 32) / 32**0.5 + 0.1 * torch.randn(4000, 32)
+    weight, scheme = torch.randn(24, 32), WeightScheme(dtype=INT4)
+    hessian, error = inputs.T @ inputs / 4000, (original - inputs).T @ inputs / 4000
+    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    order = torch.arange(32)
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+
+    def distance(decoded):
+        return (inputs @ decoded.T - original @ weight.T).square().mean().item()
+
+    def loop(target):
+        ranges = minmax_parameters(target, scheme, torch.float32)
+        (codes,) = settle_columns([target], factor, order, torch.zeros(32, dtype=torch.int64), [ranges], scheme)
+        return distance(codes * ranges[0])
+
+    ours = loop(corrected(weight, error, factor, order, 1.0))
+    assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
+
+
+def with_original(layer, noise):
+    """The context of a layer whose inputs are not those of the original model any more."""
+    generator = torch.Generator().manual_seed(5)
+    layer.original_store, layer.original = layer.store, copy.deepcopy(layer.block)
+    mix = noise * torch.randn(64, 64, generator=generator) / 8
+    layer.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.original_store))
+    return layer
+
+
+@pytest.mark.parametrize("options", [{}, {"true_sequential": True}, {"act_order": "group"}])
+def test_upstream_errors_are_made_up_for(make_layer, options):
+    def run(upstream):
+        layer = with_original(make_layer(), noise=0.2)
+        wanted = [layer.original_forward(hidden) for hidden in layer.original_store]
+        with torch.inference_mode():
+            GPTQ(upstream=upstream, **options).apply(layer)
+        found = [layer.forward(hidden) for hidden in layer.store]
+        # The residual stream carries the error on; the layer can only mend what it adds.
+        added = zip(found, layer.store, wanted, layer.original_store, strict=True)
+        return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
+
+    assert run(1.0) < 0.8 * run(0.0)
+
+
+def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
+    """Smoothing changes inputs and weights, but is no error: the inputs are compared as they were before it."""
+    layer = with_original(make_layer(), noise=0.0)
+    plain, step = make_layer(), STEP(upstream=1.0, true_sequential=False)
+    with torch.inference_mode():
+        for item in (layer, plain):
+            AWQ(grid=4).apply(item)
+        assert layer.divisors
+        step.apply(layer)
+        STEP().apply(plain)
+    for name in layer.quantized:
+        same = layer.quantized[name].codes == plain.quantized[name].codes
+        assert same.float().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("group_size", [16, None])
+def test_refitting_lowers_the_output_error(make_layer, output_error, group_size):
     def run(refit):
-        layer = make_layer(dtype="int3", group_size=None)
+        layer = make_layer(dtype="int3", group_size=group_size)
         return output_error(layer, lambda layer: GPTQ(refit=refit).apply(layer))
 
-    assert run(True) < run(False)
+    assert run(1) < run(0)
 
 
 def test_linears_left_alone_stay_as_they_are(make_layer):

@@ -145,6 +145,17 @@ def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):
     assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
 
 
+def test_the_original_models_states_are_resumed_too(tiny_llama, tmp_path, text_file):
+    """A step that looks at the original model goes on, after an interruption, bit for bit where it was."""
+    overrides = {"steps.gptq.upstream": 1.0}
+    quantize(tiny_llama, tmp_path / "whole", text_file, overrides=overrides)
+    for mode in ("ram", "disk"):
+        output = tmp_path / mode
+        interrupted(tiny_llama, output, text_file, overrides=overrides, activations=mode)
+        assert quantize(tiny_llama, output, text_file, overrides=overrides, activations=mode).resumed_layers == 1
+        assert hashes(output) == hashes(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
