@@ -189,6 +189,8 @@ class Architecture:
         head: output projection; may be tied to the embedding.
         stored_head: its name in checkpoints, where that is another one.
         linear_sets: linears of a decoder layer, sets in the order in which they run.
+        layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
+        stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
         not_compressible: why the compress side does not take this family; None = it does.
         parts: modules of a layer.
         norm: kind of all norms.
@@ -215,6 +217,8 @@ class Architecture:
     head: str = "lm_head"
     stored_head: str | None = None
     linear_sets: tuple[LinearSet, ...] = LLAMA_SETS
+    layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
+    stored_prefix: str | None = None
     not_compressible: str | None = None
     parts: Parts = Parts()
     norm: Literal["rms", "layer"] = "rms"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What turns the outputs of a linear into weights of something else: a router's choice, not features.
-_CHOICES = ("aten::topk", "aten::_softmax")
+_CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # which softmax is seen depends on gradients
+_SQUASHED = ("aten::sigmoid",)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,10 +40,12 @@ class Recording:
     Args:
         modules: by relative name, in the order of their first calls; those that were not called are missing.
         choices: tensors of which the largest were chosen, or that were made to sum to one, each (T, N).
+        squashed: tensors that went through a sigmoid, likewise.
     """
 
     modules: dict[str, Seen] = field(default_factory=dict)
     choices: list[Tensor] = field(default_factory=list)
+    squashed: list[Tensor] = field(default_factory=list)
 
 
 def record(block: nn.Module, run: Callable[[], object]) -> Recording:
@@ -58,7 +61,7 @@ def record(block: nn.Module, run: Callable[[], object]) -> Recording:
         handles.append(module.register_forward_pre_hook(_before(recording, name), with_kwargs=True))
         handles.append(module.register_forward_hook(_after(recording, name)))
     try:
-        with _Choices(recording.choices):
+        with _Choices(recording):
             run()
     finally:
         for handle in handles:
@@ -98,13 +101,17 @@ def _after(recording: Recording, name: str) -> Callable[..., None]:
 
 
 class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what softmax and topk are given, while open."""
+    """Keeps what softmax, topk and sigmoid are given, while open."""
 
-    def __init__(self, found: list[Tensor]) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._found = {
+            **dict.fromkeys(_CHOICES, recording.choices),
+            **dict.fromkeys(_SQUASHED, recording.squashed),
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func._schema.name in _CHOICES and isinstance(args[0], Tensor) and args[0].dim():
-            self._found.append(args[0].detach().reshape(-1, args[0].shape[-1]).float().clone())
+        found = self._found.get(func._schema.name)
+        if found is not None and isinstance(args[0], Tensor) and args[0].dim():
+            found.append(args[0].detach().reshape(-1, args[0].shape[-1]).float().clone())
         return func(*args, **(kwargs or {}))

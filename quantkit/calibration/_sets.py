@@ -1,7 +1,8 @@
 """Which linears of one decoder layer read the same tensor, and which are left alone, seen in one run of it.
 
-Left alone are linears that were not called, that have no more outputs than the model has heads or experts (gates), or
-whose outputs go straight into a softmax or a choice of the largest (routers). Inputs are compared as numbers: what is
+Left alone are linears that were not called, that have no more outputs than the model has heads (gates), or whose
+outputs go straight into a softmax or a choice of the largest, or into a sigmoid if there are as many as experts
+(routers). Inputs are compared as numbers: what is
 equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
 """
 
@@ -18,6 +19,19 @@ from quantkit.calibration._record import Recording
 
 NOT_CALLED = "not called"
 _EXPERT = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gates:
+    """Which linears are gates and routers by the number of their outputs alone.
+
+    Args:
+        most: at most this many, the model's attention heads: a gate.
+        experts: numbers of experts; exactly as many and put through a sigmoid: a router.
+    """
+
+    most: int
+    experts: frozenset[int] = frozenset()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,16 +61,16 @@ def template(name: str) -> str:
     return _EXPERT.sub(".*", name)
 
 
-def draft_sets(block: nn.Module, seen: Recording, narrow: int) -> tuple[list[Draft], dict[str, str]]:
+def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
     """Sets of linears in running order, and why the others are left alone.
 
     Args:
         block: the layer.
         seen: what its modules did in one run.
-        narrow: linears with at most this many outputs are gates.
+        gates: which linears are no features by the number of their outputs.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    alone = {name: reason for name, module in linears.items() if (reason := _left_alone(name, module, seen, narrow))}
+    alone = {name: reason for name, module in linears.items() if (reason := _left_alone(name, module, seen, gates))}
     called = sorted((name for name in linears if name not in alone), key=lambda name: seen.modules[name].order)
     drafts: list[Draft] = []
     for name in called:
@@ -76,14 +90,16 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
     return left.shape[-1] == right.shape[-1] and torch.equal(left.reshape(right.shape), right)
 
 
-def _left_alone(name: str, module: nn.Linear, seen: Recording, narrow: int) -> str | None:
+def _left_alone(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str | None:
     found = seen.modules.get(name)
     if found is None or found.rows is None or not found.rows.shape[0]:
         return NOT_CALLED
-    if module.weight.shape[0] <= narrow:
-        return f"{module.weight.shape[0]} outputs: a gate"
-    if any(same(choice, None if found.output is None else found.output.float()) for choice in seen.choices):
-        return "a router"
+    outputs = module.weight.shape[0]
+    if outputs <= gates.most:
+        return f"a gate: {outputs} outputs"
+    weighs = [*seen.choices, *(seen.squashed if outputs in gates.experts else ())]
+    if any(same(given, None if found.output is None else found.output.float()) for given in weighs):
+        return "a router: its outputs are chosen from"
     return None
 
 
@@ -96,18 +112,16 @@ def _add(drafts: list[Draft], name: str, rows: Tensor, order: int) -> None:
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
-    """What the module around the experts reads, if each expert reads rows of it; else what this linear reads."""
+    """What a module before the experts reads, if each expert reads rows of it; else what this linear reads."""
     alike = [other for other in called if template(other) == template(name)]
     if len(alike) < 2:
         return rows
-    owner = _EXPERT.split(name)[0]
-    while owner:
-        around = seen.modules.get(owner)
-        if around is not None and around.rows is not None and around.rows.shape[1] == rows.shape[1]:
-            known = set(_row_bytes(around.rows))
+    before = [what for what in seen.modules.values() if what.order < seen.modules[alike[0]].order]
+    for what in sorted(before, key=lambda what: what.order, reverse=True):
+        if what.rows is not None and what.rows.shape[1] == rows.shape[1]:
+            known = set(_row_bytes(what.rows))
             if all(known.issuperset(_row_bytes(seen.modules[other].rows)) for other in alike):
-                return around.rows
-        owner = owner.rpartition(".")[0]
+                return what.rows
     return rows
 
 

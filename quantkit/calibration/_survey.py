@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.architectures import LinearSet
 from quantkit.calibration._pairs import TOLERANCE, Trial, candidates
 from quantkit.calibration._record import Recording, record
-from quantkit.calibration._sets import Draft, draft_sets, expert, same, template
+from quantkit.calibration._sets import Draft, Gates, draft_sets, expert, same, template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Survey:
 
 
 def survey(
-    block: nn.Module, run: Callable[[], Sequence[Tensor]], hidden: Tensor, *, head_dim: int, narrow: int
+    block: nn.Module, run: Callable[[], Sequence[Tensor]], hidden: Tensor, *, head_dim: int, gates: Gates
 ) -> Survey:
     """Find the sets of a layer and try out where their smoothing scales can go.
 
@@ -44,12 +44,12 @@ def survey(
         run: calls it once on `hidden` and returns every tensor that it hands on.
         hidden: (B, T, D), random.
         head_dim: width of an attention head.
-        narrow: linears with at most this many outputs are gates.
+        gates: which linears are no features by the number of their outputs.
     Raises:
         ModelError: the layer's output is not finite.
     """
     seen = record(block, run)
-    drafts, alone = draft_sets(block, seen, narrow)
+    drafts, alone = draft_sets(block, seen, gates)
     trial = Trial(block=block, run=run, head_dim=head_dim)
     found: list[tuple[int, LinearSet]] = []
     dropped: list[str] = []
@@ -104,7 +104,10 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
     """Smallest module that contains the linears and returns hidden states; the linear itself or the layer if none."""
     owner = _common_owner(linears)
     own = seen.modules[linears[0]].output
-    if len(linears) == 1 and _is_hidden(own, hidden):
+    alone = len(linears) == 1
+    if alone and expert(linears[0]) != linears[0] and own is not None and own.shape[-1] == hidden.shape[-1]:
+        return linears[0]  # one expert's share of the hidden states
+    if alone and _is_hidden(own, hidden):
         around = seen.modules[owner].output if owner in seen.modules else None
         if not owner or same(own, around):
             return linears[0]
@@ -112,7 +115,7 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
         if owner in seen.modules and _is_hidden(seen.modules[owner].output, hidden):
             return owner
         owner = owner.rpartition(".")[0]
-    return linears[0] if len(linears) == 1 else ""
+    return linears[0] if alone else ""
 
 
 def _common_owner(names: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ _METADATA = (
     "*.tiktoken",
     "chat_template*",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
     "license*",
     "licence*",

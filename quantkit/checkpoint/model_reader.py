@@ -111,7 +111,15 @@ class ModelReader(CheckpointReader):
                 part = self._parts[name]
                 part.of(value if part.expert is None else value[part.expert]).copy_(found.pop(name))
             found[whole_name] = value
-        return found
+        return {self.stored_name(name): tensor for name, tensor in found.items()}
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a tensor of this view; parts of a stored tensor keep their names."""
+        names = self._architecture
+        for own, stored in _renamed(names):
+            if name.startswith(own):
+                return stored + name.removeprefix(own)
+        return name
 
     def _whole(self, stored: str, expert: int | None) -> Tensor:
         info = self._stored[stored]
@@ -127,7 +135,10 @@ class ModelReader(CheckpointReader):
         return self._read_tensor(info)
 
     def _view(self, architecture: Architecture) -> None:
-        self._tensors = _with_prefix(self._tensors, architecture)
+        self._architecture = architecture
+        if architecture.stored_prefix is None:
+            self._tensors = _with_prefix(self._tensors, architecture)
+        self._tensors = _with_own_names(self._tensors, architecture)
         self._parts: dict[str, _Part] = {}
         self._stored: dict[str, TensorInfo] = {}
         for stored, parts in _find_parts(self._tensors, architecture).items():
@@ -151,6 +162,27 @@ def _with_prefix(tensors: dict[str, TensorInfo], architecture: Architecture) -> 
     if not any(name.startswith(f"{inside}.") for name in tensors):
         return tensors
     return {name if name.startswith(f"{architecture.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
+
+
+def _renamed(architecture: Architecture) -> list[tuple[str, str]]:
+    """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
+    pairs = []
+    if architecture.stored_head is not None:
+        pairs.append((f"{architecture.head}.", f"{architecture.stored_head}."))
+    if architecture.stored_prefix is not None:
+        pairs.append((f"{architecture.backbone}." if architecture.backbone else "", architecture.stored_prefix))
+    return pairs
+
+
+def _with_own_names(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+    """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
+    pairs = _renamed(architecture)
+    own = (f"{architecture.head}.", *(prefix for prefix, _ in pairs if prefix))
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
+        found[name if match is None else match[0] + name.removeprefix(match[1])] = info
+    return found
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], architecture: Architecture) -> dict[str, dict[str, _Part]]:

@@ -7,7 +7,6 @@ masks) is found by running the model's own forward with its layers replaced by r
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -15,45 +14,12 @@ from torch import Tensor, nn
 
 from quantkit.architectures import Architecture, LinearSet
 from quantkit.checkpoint.experts import rebuild_layer
+from quantkit.checkpoint.passing import Recorder, build_model, pass_first, pass_through
 from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.errors import CheckpointError, ModelError, first_line
+from quantkit.errors import CheckpointError, ModelError
 
 # Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
 _MOST_SHAPES = 256
-
-
-class _Recorded(Exception):
-    """Raised by the last recorder to end the forward pass before the final norm, which has no weights."""
-
-
-class _Recorder(nn.Module):
-    """Stands in for a decoder layer, returns its input and keeps what else it was called with.
-
-    Args:
-        layer: whose place it takes.
-        last: whether it ends the forward pass.
-        in_tuple: the model expects of its layers a tuple, with the hidden states first.
-    """
-
-    def __init__(self, layer: nn.Module, last: bool, in_tuple: bool) -> None:
-        super().__init__()
-        self._layer, self._last, self._in_tuple = [layer], last, in_tuple  # in a list, so that it is not registered
-        self._names = list(inspect.signature(layer.forward).parameters)[1:]
-        self.hidden: Tensor | None = None
-        self.arguments: dict[str, Any] = {}
-
-    def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor | tuple[Tensor]:
-        """Record and pass through."""
-        self.hidden, self.arguments = hidden_states, {**dict(zip(self._names, others, strict=False)), **arguments}
-        if self._last:
-            raise _Recorded
-        return (hidden_states,) if self._in_tuple else hidden_states
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
 
 
 class Skeleton:
@@ -72,7 +38,7 @@ class Skeleton:
         self, reader: CheckpointReader, architecture: Architecture, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.reader, self.architecture, self.dtype, self.device = reader, architecture, dtype, device
-        self._model = _build(reader)
+        self._model = build_model(reader)
         model: Any = self._model
         self._config = model.config.get_text_config()
         try:
@@ -101,7 +67,8 @@ class Skeleton:
     def head_dim(self) -> int:
         """Width of an attention head."""
         config = self._config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
     def layer_name(self, index: int) -> str:
         """Full module name of a layer."""
@@ -109,7 +76,36 @@ class Skeleton:
 
     def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
         """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
+        if self.architecture.layer_sets:
+            return self.architecture.layer_sets[index]
         return self.architecture.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
+
+    def other_linears(self) -> list[str]:
+        """Full names of all linears of the model that are in no set: the head, gates, a vision tower."""
+        sets = {
+            f"{self.layer_name(index)}.{name}"
+            for index in range(self.num_layers)
+            for group in self.linear_sets(index)
+            for name in group.linears
+        }
+        linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+        return [name for name in linears if name not in sets]
+
+    def has_parameter(self, name: str) -> bool:
+        """Whether the model has a parameter of this full name."""
+        owner, _, leaf = name.rpartition(".")
+        try:
+            return leaf in self._model.get_submodule(owner)._parameters
+        except AttributeError:
+            return False
+
+    def first_two(self, first: nn.Module, hidden: Tensor) -> tuple[Recorder, Recorder]:
+        """What the model calls its first two layers with, the first one computed, for hidden states (B, T, D)."""
+        return pass_first(self._model, self.architecture.backbone, self.architecture.layers, first, hidden)
+
+    def blank_layer(self, index: int) -> nn.Module:
+        """A copy of one layer without weights, on the meta device, in evaluation mode."""
+        return copy.deepcopy(self._layers[index]).eval()
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
         """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
@@ -218,43 +214,10 @@ class Skeleton:
     def _embedding(self) -> nn.Module:
         return self._model.get_submodule(self.architecture.embedding)
 
-    def _record(self, hidden: Tensor) -> list[_Recorder]:
+    def _record(self, hidden: Tensor) -> list[Recorder]:
         """A recorder for each layer, after a forward pass of hidden states (B, T, D) through them."""
-        try:
-            return self._pass(hidden, in_tuple=False)
-        except IndexError:  # the model took the first of several outputs, and of that the first, ...
-            return self._pass(hidden, in_tuple=True)
-
-    @torch.inference_mode()
-    def _pass(self, hidden: Tensor, in_tuple: bool) -> list[_Recorder]:
-        backbone = self._model.get_submodule(self.architecture.backbone)
-        last = len(self._layers) - 1
-        recorders = [_Recorder(layer, number == last, in_tuple) for number, layer in enumerate(self._layers)]
-        owner, _, leaf = self.architecture.layers.rpartition(".")
-        parent = self._model.get_submodule(owner)
-        setattr(parent, leaf, nn.ModuleList(recorders))
-        try:
-            backbone(inputs_embeds=hidden, use_cache=False)
-        except _Recorded:
-            return recorders
-        finally:
-            setattr(parent, leaf, self._layers)
-        raise ModelError(f"{self.reader.path}: the model's forward does not pass through {self.architecture.layers}")
-
-
-def _build(reader: CheckpointReader) -> nn.Module:
-    """The transformers model of a checkpoint's config, parameters on the meta device, buffers real."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
-        with init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
-            return model.eval()
-    except Exception as error:  # whatever transformers raises on a config it cannot use
-        reason = first_line(error)
-        raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
+        names = self.architecture
+        return pass_through(self._model, names.backbone, names.layers, inputs_embeds=hidden)
 
 
 def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,23 +50,25 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     return _write_pieces(path, header, (piece for name in order for piece in _pieces(tensors[name])), num_bytes)
 
 
-def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path) -> str:
+def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, stored: Callable[[str], str] = str) -> str:
     """Copy tensors from a checkpoint into one safetensors file, byte for byte, a few MiB at a time.
 
     Args:
         reader: the source.
         names: of its tensors.
         path: of the file; its folder must exist.
+        stored: what each is called in the file.
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
         CheckpointError: the source cannot be read.
         ResourceError, OutputError: as `write_shard`.
     """
-    infos = {name: reader.info(name) for name in names}
+    sources = {stored(name): name for name in names}
+    infos = {name: reader.info(source) for name, source in sources.items()}
     header, order = make_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
     num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
-    return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(name)), num_bytes)
+    return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(sources[name])), num_bytes)
 
 
 def write_json(path: Path, value: Any) -> None:

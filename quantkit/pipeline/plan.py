@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit.architectures import Architecture, LinearSet, find_compressible, split_experts
+from quantkit.architectures import Architecture, LinearSet, split_experts
+from quantkit.calibration.discover import Discovery
 from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.skeleton import Skeleton
@@ -20,6 +21,7 @@ from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.pipeline.kv_cache import check_cache
 from quantkit.pipeline.loaders import check_loaders
+from quantkit.pipeline.model import find_model
 from quantkit.recipe import Recipe
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +42,7 @@ class Plan:
         output: directory of the finished checkpoint.
         device: where layers are computed.
         warnings: what loaders will not do with the result; one sentence each.
+        discovery: what was found of a model that no file describes.
     """
 
     model: str
@@ -55,6 +58,7 @@ class Plan:
     output: Path
     device: torch.device
     warnings: tuple[str, ...] = ()
+    discovery: Discovery | None = None
 
     @property
     def linears(self) -> dict[str, LinearScheme]:
@@ -121,7 +125,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     if "quantization_config" in source.config:
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
-    architecture = find_compressible(source.config)
+    architecture, discovery = find_model(source)
     reader = ModelReader(source.path, architecture)
     place = pick_device(device)
     dtype = _source_dtype(reader, architecture)
@@ -149,7 +153,8 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         compute_dtype=compute,
         output=target,
         device=place,
-        warnings=warnings,
+        warnings=warnings if discovery is None else (discovery.summary, *warnings),
+        discovery=discovery,
     )
 
 
@@ -234,7 +239,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
             raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), (*left_alone, skeleton.architecture.head)
+    return tuple(layers), tuple(dict.fromkeys((*left_alone, *skeleton.other_linears(), skeleton.architecture.head)))
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:

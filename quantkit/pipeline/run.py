@@ -35,6 +35,7 @@ from quantkit.pipeline.kv_cache import (
     with_cache,
 )
 from quantkit.pipeline.loaders import decode_at_load
+from quantkit.pipeline.model import with_stored_names
 from quantkit.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.pipeline.state import RunState, identity_digest, open_state, was_completed
 from quantkit.recipe import Recipe
@@ -279,11 +280,14 @@ class _Run:
         started = time.perf_counter()
         plan, folder = self.plan, self.state.checkpoint
         shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
-        digests = {**self.state.shards, shard: copy_tensors(plan.reader, plan.rest, folder / shard)}
-        weight_map = {**self.state.weight_map, **dict.fromkeys(plan.rest, shard)}
+        stored = plan.reader.stored_name
+        digests = {**self.state.shards, shard: copy_tensors(plan.reader, plan.rest, folder / shard, stored)}
+        weight_map = {**self.state.weight_map, **dict.fromkeys(map(stored, plan.rest), shard)}
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
-        described = plan.format.config(plan.linears, plan.left_alone, group_order=plan.group_order)
+        described = plan.format.config(
+            *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.left_alone), group_order=plan.group_order
+        )
         described = decode_at_load(described, plan.architecture)
         config = {**plan.reader.config, **with_cache(plan.recipe, described, self.state.records)}
         write_json(folder / "config.json", config)
@@ -345,6 +349,8 @@ class _Run:
             "identity_sha256": identity_digest(self.state.identity),
             "result": steady,
         }
+        if self.plan.discovery is not None:
+            manifest["discovered"] = self.plan.discovery.record
         write_json(folder / "quantkit.json", manifest)
 
     @contextmanager
@@ -362,7 +368,7 @@ def shard_name(index: int, num_layers: int) -> str:
 
 def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     """Everything that decides the bits of the result."""
-    return {
+    identity = {
         "recipe": plan.recipe.source,
         "source": plan.reader.digests(),
         "calibration": None if samples is None else samples.digest,
@@ -377,6 +383,9 @@ def _identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             "matmul": torch.get_float32_matmul_precision(),
         },
     }
+    if plan.discovery is not None:
+        identity["discovered"] = plan.discovery.identity
+    return identity
 
 
 def _tensor_bytes(path: Path) -> int:

@@ -1,0 +1,111 @@
+"""Small models of families that no file in quantkit/architectures describes, and multimodal wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers import save_tokenizer, tiny_config
+
+# Persimmon: one projection for q, k and v head by head, squared ReLU. DiffLlama: differences of attentions.
+# LFM2: convolutions in place of attention in some layers. BioGPT: learned positions, biases everywhere.
+UNDESCRIBED: dict[str, dict[str, Any]] = {
+    "biogpt": {"hidden_act": "gelu"},
+    "diffllama": {},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "persimmon": {},
+}
+# A mixture of experts without and with dense layers before it; LFM2's experts are called w1, w2, w3.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+_TEXT = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+_QWEN_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+_QWEN_TOKENS = {"image_token_id": 258, "video_token_id": 257, "vision_start_token_id": 256, "vision_end_token_id": 255}
+IMAGE_TOKEN = 258
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "image_token_index": IMAGE_TOKEN,
+    },
+    "gemma3": {
+        "text_config": {
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **_TEXT,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": 256,
+        "eoi_token_index": 257,
+    },
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _ROPE, "rope_scaling": {**_ROPE, "type": "mrope"}},
+        "vision_config": _QWEN_VISION,
+        **_QWEN_TOKENS,
+    },
+}
+
+
+def make_undescribed(folder: Path, family: str) -> Path:
+    """Write a random model of one of `UNDESCRIBED` or `MIXTURES`, with a tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **{**UNDESCRIBED, **MIXTURES}[family]))
+    return _save(model, folder)
+
+
+def make_wrapper(folder: Path, family: str) -> Path:
+    """Write a random model of one of `WRAPPERS`, in the names that transformers writes, with a tokenizer."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    return _save(AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **WRAPPERS[family])), folder)
+
+
+def _save(model: Any, folder: Path) -> Path:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif parameter.dim() == 2 and "embed" not in name:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
