@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import SchemeError
 from quantkit.formats import recognise
 from quantkit.formats.base import by_module
-from quantkit.numerics.affine import fake_quantize_tokens
+from quantkit.numerics.inputs import fake_quantize_inputs
 from tests.helpers import (
     COMPRESSED_ONLY,
     EXPERT_FAMILIES,
@@ -80,7 +80,7 @@ def decoded_copy(source, output, folder):
 def as_compressed_tensors(inputs, scheme):
     """Inputs as that library rounds them: it takes all but the first two of three dimensions for one token."""
     rows = inputs.reshape(1, -1) if inputs.dim() == 2 else inputs.flatten(2)
-    return fake_quantize_tokens(rows, scheme).view_as(inputs)
+    return fake_quantize_inputs(rows, scheme).view_as(inputs)
 
 
 def expected_logits(folder, scheme, quantize_inputs):
