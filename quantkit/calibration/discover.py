@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.architectures import Architecture
-from quantkit.calibration._experts import find_experts
 from quantkit.calibration._layout import Layout, find_layout
 from quantkit.calibration._sets import Gates
+from quantkit.calibration._stacked import find_experts
 from quantkit.calibration._survey import Survey, survey
 from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.passing import build_model
