@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from rows import MODELS, NUMBERS, Model
+import yaml
+from rows import METHODS, MODELS, NUMBERS, Model
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
@@ -59,7 +60,16 @@ def render(results: Path = RESULTS) -> str:
         own = load_rows(results / f"{model.name}.json")
         if ORIGINAL in own:
             parts.append(_model(model, own, load_rows(results / f"{PEERS}-{model.name}.json")))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_methods()])
+
+
+def _methods() -> list[str]:
+    """Steps of our methods, as a recipe has them."""
+    lines = ["## quantkit's methods", "", "| method | steps of the recipe |", "|---|---|"]
+    for name, steps in METHODS.items():
+        text = yaml.safe_dump(steps, default_flow_style=True, width=1000).strip() if steps else "none"
+        lines.append(_line([name, f"`{text}`"]))
+    return [*lines, ""]
 
 
 def _model(model: Model, own: Rows, peers: Rows) -> str:
@@ -69,7 +79,7 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
     ours = [row for key, row in own.items() if key != ORIGINAL]
     classes = [(name, form) for name in model.numbers for form in (True, False)]
     groups = [(name, form, _of(ours, name, form), _of(peers.values(), name, form)) for name, form in classes]
-    lines += ["### The best of each", "", *_summary(groups), ""]
+    lines += ["### The best of each", "", *_summary(groups), "", _standing(groups), ""]
     for name, form, mine, theirs in groups:
         if mine or theirs:
             lines += [f"### {model.name}, {_title(name, form)}", "", *_table(original, mine, theirs), ""]
@@ -108,6 +118,18 @@ def _summary(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> list[str]:
             cells += ["not measured", "", _thousandths(_kl(best)), "not measured", ""]
         lines.append(_line(cells))
     return lines
+
+
+def _standing(groups: list[tuple[str, bool, list[Row], list[Row]]]) -> str:
+    """How many rows are ahead of, level with and behind the best peer."""
+    both = [(mine[0], theirs) for _, _, mine, theirs in groups if mine and theirs]
+    by_ppl = [difference(best.nll, min(theirs, key=_perplexity).nll).sign for best, theirs in both]
+    by_kl = [difference(best.kl, theirs[0].kl).sign for best, theirs in both]
+
+    def words(signs: list[int]) -> str:
+        return f"{signs.count(-1)} ahead, {signs.count(0)} level, {signs.count(1)} behind"
+
+    return f"Against the best peer, of {len(both)} rows: perplexity {words(by_ppl)}; KL {words(by_kl)}."
 
 
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
