@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.architectures import LinearSet, find_expert
+from quantkit.calibration._experts import STARVED_TOKENS, describe_starved, hook_modules, show_all_tokens
 from quantkit.calibration.activations import ActivationStore
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.checkpoint.memory import release_freed_memory
@@ -35,9 +36,6 @@ from quantkit.results import LinearRecord
 
 # Weights whose error is measured at once: its float32 copies must stay small beside the layer.
 _ERROR_BLOCK = 1 << 21
-
-# An expert that saw fewer tokens than this is starved: its own statistics would be mostly noise.
-STARVED_TOKENS = 64
 
 
 class _Enough(Exception):
@@ -135,15 +133,9 @@ class LayerContext:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
         for hidden in self._hidden_states():
-            self._run_until(hidden, places[0].owner, self._hook(tuple(names), look))
+            self._run_until(hidden, places[0].owner, hook_modules(self.block, list(names), look))
         self.tokens_per_expert = tuple(counts.values())
-        starved = [number for number, count in counts.items() if count < STARVED_TOKENS]
-        if starved:
-            listed = ", ".join(map(str, starved[:8])) + (", ..." if len(starved) > 8 else "")
-            treated = "their statistics are of all tokens" if self.all_tokens else "they are rounded to nearest"
-            self.notes.append(
-                f"{len(starved)} of {len(counts)} experts saw fewer than {STARVED_TOKENS} tokens ({listed}); {treated}"
-            )
+        self.notes += describe_starved(counts, self.all_tokens)
 
     def observe(self, observers: Mapping[str, Observer]) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
@@ -304,28 +296,10 @@ class LayerContext:
                 raise _Enough
 
         inside = [name for name in modules if self.all_tokens and find_expert(name)]
-        handles = self._hook(tuple(name for name in modules if name not in inside), seen)
+        handles = hook_modules(self.block, [name for name in modules if name not in inside], seen)
         if inside:
-            handles.append(self._show_all_tokens(inside, seen))
+            handles.append(show_all_tokens(self.block, inside, seen))
         self._run(hidden, handles)
-
-    def _show_all_tokens(self, modules: list[str], seen: Callable[..., None]) -> RemovableHandle:
-        """Have the experts of these modules look at every token, just before tokens are routed."""
-        place = find_expert(modules[0])
-        assert place is not None
-        experts = dict.fromkeys(f"{place.container}.{found.number}" for name in modules if (found := find_expert(name)))
-
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            tokens = args[0].reshape(-1, args[0].shape[-1])
-            for expert in experts:
-                handles = self._hook(tuple(name for name in modules if name.startswith(f"{expert}.")), seen)
-                try:
-                    self.block.get_submodule(expert)(tokens)
-                finally:
-                    for handle in handles:
-                        handle.remove()
-
-        return self.block.get_submodule(place.owner).register_forward_pre_hook(before)
 
     def _run_until(self, hidden: Tensor, module: str, handles: list[RemovableHandle]) -> None:
         """Run the layer with hooks, stop after a module, and remove the hooks."""
@@ -334,16 +308,6 @@ class LayerContext:
             raise _Enough
 
         self._run(hidden, [*handles, self.block.get_submodule(module).register_forward_hook(after)])
-
-    def _hook(self, modules: tuple[str, ...], look: Callable[..., None]) -> list[RemovableHandle]:
-        """Have `look(name, args, kwargs)` called before each of these modules."""
-
-        def hook(name: str) -> Callable[..., None]:
-            return lambda module, args, kwargs: look(name, args, kwargs)
-
-        return [
-            self.block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules
-        ]
 
     def _run(self, hidden: Tensor, handles: list[RemovableHandle]) -> None:
         """Run the layer until a hook has enough, and remove the hooks."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.architectures import find
-from quantkit.calibration.layer import STARVED_TOKENS
+from quantkit.calibration._experts import STARVED_TOKENS
 from quantkit.checkpoint.experts import rebuild_layer
 from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.reader import CheckpointReader
