@@ -38,9 +38,11 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     goal = recipe.kv_cache
     if goal is None:
         return
-    if config.get(_LATENT):
+    inner = config.get("text_config")
+    latent = config.get(_LATENT) or (inner.get(_LATENT) if isinstance(inner, Mapping) else None)
+    if latent:
         raise ModelError(
-            f"this model caches a latent ({_LATENT}={config[_LATENT]}) instead of keys and values, which kv_cache does "
+            f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "
             "not describe; leave kv_cache out of the recipe"
         )
     if goal.has_fixed_scales and recipe.format != _SCALED_FORMAT:

@@ -17,6 +17,7 @@ from quantkit.checkpoint.memory import release_freed_memory
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import InputError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels._torch_linear import DenseLinear
 from quantkit.kernels.linear import Linear, make_linear
@@ -86,6 +87,8 @@ def load_model(
     if head_dtype is not None:
         raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
     chosen, notes = pick_dtype(dtype, reader, None, place)
+    if CONFIG_KEY in reader.config:
+        notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
     return load_with_transformers(
         reader, dtype=chosen, device=place, eos_ids=read_eos(reader), notes=notes, memory=memory
     )

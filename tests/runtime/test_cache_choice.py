@@ -225,3 +225,9 @@ def test_the_summary_says_which_layers_differ(made):
     records = [LayerRecord.from_dict(layer) for layer in [*layers, layers[0]]]
     assert describe_caches(records).endswith("; layers 1: keys left alone, values int4 per token")
     assert describe_caches([]) is None
+
+
+def test_what_transformers_runs_says_that_the_cache_is_not_followed(made):
+    llm = LLM(made("int4", **CACHES["int4"]), backend="transformers", dtype="float32", threads=1)
+    assert "which only models that run natively have" in llm.describe()["notes"]
+    assert llm.kv_type == "auto"
