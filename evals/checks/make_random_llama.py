@@ -15,6 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 SHAPES = {
+    "1b-1layer": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
     # TinyLlama-1.1B cut to 8 of its 22 layers.
     "1b-8layers": {
         "hidden_size": 2048,

@@ -56,6 +56,11 @@ class ActivationStore:
                 store._memory.append(load(data)["hidden"])
         return store
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether states are at hand, not read from disk each time."""
+        return self._mode == "ram"
+
     def __len__(self) -> int:
         return len(self.digests) if self._mode == "disk" else len(self._memory)
 

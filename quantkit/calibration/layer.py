@@ -61,6 +61,7 @@ class LayerContext:
         stored_dtype: dtype on disk of each parameter, by relative name.
         divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
         cache_scales: tensors of the KV cache to write beside the weights, by relative name.
+        seed: of the run, for steps that draw random numbers.
         input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
             `quantkit.calibration.input_scales`.
         all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
@@ -79,6 +80,7 @@ class LayerContext:
     original: nn.Module | None = None
     arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
+    seed: int = 0
     input_scales: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)

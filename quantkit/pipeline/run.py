@@ -244,6 +244,7 @@ class _Run:
                 for key in plan.reader.names
                 if key.startswith(f"{name}.")
             },
+            seed=plan.recipe.seed,
         )
 
     def _write(self, index: int, layer: LayerContext) -> tuple[str, str, list[str]]:

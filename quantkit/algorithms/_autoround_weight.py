@@ -1,0 +1,148 @@
+"""Rounding of one weight as something to be tuned: an offset per weight, a factor per scale, a shift per zero point.
+
+Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. Rounding
+counts as the identity for gradients (straight through), clamping does not. The gradients are written out, and the
+weight is gone through in blocks of rows that stay in a CPU's cache: no graph, no temporary of the weight's size.
+Not here: what the gradient of the values is, and how often to step (`_autoround_block`).
+Shapes: N outputs, K inputs, G groups of g inputs.
+Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs; Esser et
+al. 2019, Learned Step Size Quantization (gradient of the scale).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.numerics.affine import make_tensor
+from quantkit.numerics.scales import round_scale
+from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+# Weights worked on at once.
+_BLOCK = 1 << 16
+# Codes that an offset may move a weight by. The paper's 0.5 can only choose between the two nearest.
+_FURTHEST = 1.0
+_FACTORS = (0.25, 2.0)
+
+
+class TunedWeight:
+    """One weight whose rounding and ranges are being tuned. Keeps a reference to the weight and a float32 of its size.
+
+    Args:
+        weight: (N, K), any float dtype; not modified, and not to be modified meanwhile.
+        scheme: integers, a scale per row or group of it.
+        scale, zero_point: (N, G) float32, where to start.
+        scale_dtype: dtype in which scales are stored.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scheme: WeightScheme,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        scale_dtype: torch.dtype,
+    ) -> None:
+        self._weight, self._scheme, self._scale_dtype = weight, scheme, scale_dtype
+        self._start, self._start_zero = scale.clone(), None if zero_point is None else zero_point.clone()
+        self._step_rows = max(1, _BLOCK // weight.shape[1])
+        self._low, self._high = scheme.dtype.minimum, scheme.dtype.maximum
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to rounding to nearest in the ranges of the start."""
+        self.offset = torch.zeros(self._weight.shape, device=self._weight.device)
+        self.factor = torch.ones_like(self._start)
+        self.shift = torch.zeros_like(self._start)
+
+    def decode(self, out: Tensor) -> None:
+        """Write the values of the present codes into (N, K) `out`, in its dtype."""
+        for rows in self._blocks():
+            scale, zero = self._parameters(rows)
+            self._write(rows, self._ratio(rows, scale), scale, zero, out)
+
+    def step(self, gradient: Tensor, values: Tensor, rate: float) -> None:
+        """One step against the sign of the gradients, then the new values.
+
+        Args:
+            gradient: (N, K) of the loss by the values, any float dtype; not modified.
+            values: (N, K), overwritten with the values after the step.
+            rate: how far offsets move; factors move half as far, shifts by half that part of half the code range.
+        """
+        range_rate = rate / 2
+        for rows in self._blocks():
+            scale, zero = self._parameters(rows)
+            ratio = self._ratio(rows, scale)
+            by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero)
+            moved = self.offset[rows]
+            moved.sub_(by_offset.sign_().view_as(moved), alpha=rate).clamp_(-_FURTHEST, _FURTHEST)
+            self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
+            self.factor[rows].clamp_(*_FACTORS)
+            if by_zero is not None:
+                self.shift[rows] -= range_rate * self._scheme.dtype.half_range * by_zero.sign_()
+            new_scale, zero = self._parameters(rows)
+            ratio *= (scale / new_scale).unsqueeze(-1)
+            self._write(rows, ratio, new_scale, zero, values)
+
+    def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the loss by offset (N, K), scale (N, G) and zero point (N, G; None when symmetric).
+
+        Args:
+            gradient: (N, K) of the loss by the values.
+        """
+        rows = slice(None)
+        scale, zero = self._parameters(rows)
+        by_offset, by_scale, by_zero = self._gradients(rows, self._ratio(rows, scale), gradient, scale, zero)
+        return by_offset.view(gradient.shape), by_scale, by_zero
+
+    def result(self) -> QuantizedTensor:
+        """The present codes and parameters."""
+        codes = torch.empty(self._weight.shape, dtype=self._scheme.dtype.storage, device=self._weight.device)
+        for rows in self._blocks():
+            scale, zero = self._parameters(rows)
+            codes[rows] = self._codes(rows, self._ratio(rows, scale), zero)[1].view_as(codes[rows]).to(codes.dtype)
+        scale, zero = self._parameters(slice(None))
+        return make_tensor(codes, scale, zero, self._scheme, self._scale_dtype, None)
+
+    def _blocks(self) -> list[slice]:
+        return [slice(row, row + self._step_rows) for row in range(0, self._weight.shape[0], self._step_rows)]
+
+    def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """(R, G) scale and zero point as they are stored; a scale keeps the sign that it started with."""
+        start = self._start[rows]
+        scale = round_scale(start.abs() * self.factor[rows], self._scale_dtype).copysign_(start)
+        if self._start_zero is None:
+            return scale, None
+        return scale, (self._start_zero[rows] + self.shift[rows]).round_().clamp_(self._low, self._high)
+
+    def _ratio(self, rows: slice, scale: Tensor) -> Tensor:
+        """(R, G, g) weights in units of their scale."""
+        return self._weight[rows].float().view(*scale.shape, -1) / scale.unsqueeze(-1)
+
+    def _codes(self, rows: slice, ratio: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(R, G, g) codes before and after clamping."""
+        raw = (ratio + self.offset[rows].view_as(ratio)).round_()
+        if zero is not None:
+            raw += zero.unsqueeze(-1)
+        return raw, raw.clamp(self._low, self._high)
+
+    def _gradients(
+        self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        raw, codes = self._codes(rows, ratio, zero)
+        outside = raw != codes
+        by_value = gradient.to(torch.float32, copy=True).view_as(ratio)
+        if zero is not None:
+            codes -= zero.unsqueeze(-1)
+        by_scale = codes.mul_(by_value).sum(-1)
+        by_zero = None if zero is None else (by_value * outside).sum(-1).mul_(-scale)
+        by_value.masked_fill_(outside, 0.0)
+        by_scale -= torch.mul(ratio, by_value, out=raw).sum(-1)
+        return by_value.mul_(scale.unsqueeze(-1)), by_scale, by_zero
+
+    def _write(self, rows: slice, ratio: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor) -> None:
+        codes = self._codes(rows, ratio, zero)[1]
+        if zero is not None:
+            codes -= zero.unsqueeze(-1)
+        out[rows].copy_(codes.mul_(scale.unsqueeze(-1)).view(-1, out.shape[1]))
