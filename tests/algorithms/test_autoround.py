@@ -84,7 +84,7 @@ def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
     by_offset, by_scale, _ = tuned.gradients(gradient)
     tuned.step(gradient, values, 0.1)
     torch.testing.assert_close(tuned.offset, -0.1 * by_offset.sign())
-    assert (((tuned.factor - 1) * by_scale) <= 0).all() and (tuned.factor != 1).any()
+    torch.testing.assert_close(tuned.factor, 1 - 0.05 * (by_scale * scale).sign())  # also where a scale is negative
     expected = torch.empty_like(weight)
     tuned.decode(expected)
     torch.testing.assert_close(values, expected)
@@ -93,7 +93,7 @@ def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
 
 def test_a_negative_scale_stays_negative():
     weight, scheme, scale, _ = problem()
-    tuned = TunedWeight(weight, scheme, -scale, None, torch.bfloat16)
+    tuned = TunedWeight(weight, scheme, -scale.abs(), None, torch.bfloat16)
     values = torch.empty_like(weight)
     for _ in range(3):
         tuned.step(torch.randn_like(weight), values, 0.2)
@@ -173,7 +173,7 @@ def test_quantized_inputs_are_seen_while_tuning(layer_of):
         plain = replace(layer, schemes={name: replace(s, activation=None) for name, s in layer.schemes.items()})
         with tunable(plain, names) as (block, _):
             assert block.error(Examples(plain), range(2)) == 0
-        assert quantized > 1e-4
+        assert quantized > 1e-6
         STEP(**QUICK).apply(layer)
     assert not layer.notes
 
