@@ -96,6 +96,8 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
 
 
 def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    if kind is Any:
+        return {}
     members = union_members(kind)
     if members:
         return {"anyOf": [_schema_of(member, definitions) for member in members]}
