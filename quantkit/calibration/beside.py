@@ -12,6 +12,10 @@ from quantkit.calibration.observers import PairObserver
 from quantkit.checkpoint.memory import release_freed_memory
 
 
+class _Enough(Exception):
+    """Raised inside a forward pass once every input has been seen."""
+
+
 def observe_beside_original(layer: LayerContext, observers: Mapping[str, PairObserver]) -> None:
     """Run all calibration data through a layer and the original one, each with the states of its own model.
 
@@ -33,15 +37,22 @@ def observe_beside_original(layer: LayerContext, observers: Mapping[str, PairObs
 
 
 def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """(T, K) inputs that linears of a block get while `run` runs it."""
+    """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
     found: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args: found.update({name: args[0].reshape(-1, args[0].shape[-1])})
+        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found[name] = args[0].reshape(-1, args[0].shape[-1])
+            if len(found) == len(names):
+                raise _Enough
+
+        return before
 
     handles = [block.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
     try:
         run()
+    except _Enough:
+        pass
     finally:
         for handle in handles:
             handle.remove()

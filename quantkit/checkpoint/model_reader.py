@@ -51,9 +51,13 @@ class ModelReader(CheckpointReader):
     Args:
         path: of the checkpoint.
         architecture: its family.
+    Attributes:
+        notes: what a user should know about the view, a sentence each.
     Raises:
         ModelError, CheckpointError: as `CheckpointReader`.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str, architecture: Architecture) -> None:
         super().__init__(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.algorithms.base import Opener
 from quantkit.architectures import Architecture, LinearSet, split_experts
 from quantkit.calibration.discover import Discovery
 from quantkit.checkpoint.model_reader import ModelReader
@@ -126,7 +127,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
     architecture, discovery = find_model(source)
-    reader = ModelReader(source.path, architecture)
+    reader = _open(source.path, architecture, recipe, described=discovery is None)
     place = pick_device(device)
     dtype = _source_dtype(reader, architecture)
     compute = pick_compute_dtype(dtype, place)
@@ -135,7 +136,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     layers, left_alone = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    warnings = check_loaders(architecture, layers, recipe.format)
+    warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     _check_output(target, reader.path)
@@ -156,6 +157,16 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
+
+
+def _open(path: Path, architecture: Architecture, recipe: Recipe, *, described: bool) -> ModelReader:
+    """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
+    for step, name in zip(recipe.steps, recipe.step_names, strict=True):
+        if isinstance(step, Opener):
+            if not described:
+                raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
+            return step.open(path, architecture)
+    return ModelReader(path, architecture)
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,0 +1,95 @@
+"""Orthogonal matrices that spread every coordinate over all others: randomised Hadamard rotations.
+
+A Hadamard matrix exists here for 2^k m, where m is 1 or a size of Paley's constructions over a prime; other widths get
+a random orthogonal matrix. Multiplication by 2^k is done by sums and differences, not by a matrix.
+Shapes: D width, T any rows.
+Source: Ashkboos et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs; Paley 1933.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Paley blocks wider than this are not looked for: their product would cost what a dense matrix does.
+_WIDEST_BLOCK = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotation:
+    """An orthogonal (D, D) matrix Q, applied without being formed.
+
+    Args:
+        block: (m, m) float32 orthogonal matrix.
+        signs: (D,) float32, 1 or -1: Q = diag(signs) (H kron block), H the normalised Hadamard matrix of size D / m.
+    """
+
+    block: Tensor
+    signs: Tensor
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """(T, D) float32 rows times Q; not modified."""
+        width, size = len(self.signs), len(self.block)
+        found = (rows * self.signs).view(len(rows), width // size, size) @ self.block
+        half = 1
+        while half < width // size:
+            pairs = found.view(len(rows), -1, 2, half * size)
+            found = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2)
+            half *= 2
+        return found.view(len(rows), width).div_((width // size) ** 0.5)
+
+    def apply_blocks(self, rows: Tensor) -> Tensor:
+        """(T, n D) rows times Q in each of their n blocks, e.g. heads."""
+        return self.apply(rows.reshape(-1, len(self.signs))).view(rows.shape)
+
+
+def random_rotation(width: int, seed: int) -> Rotation:
+    """A randomised Hadamard rotation of this width where there is one, else a random orthogonal matrix.
+
+    Args:
+        width: D > 0.
+        seed: equal arguments give equal matrices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (width,), generator=generator).float().mul_(2).sub_(1)
+    odd = width & -width
+    for size in (width // odd << shift for shift in range(odd.bit_length())):
+        block = _hadamard(size) if size <= _WIDEST_BLOCK else None
+        if block is not None:
+            return Rotation(block=block / size**0.5, signs=signs)
+    normal = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    return Rotation(block=torch.linalg.qr(normal)[0].float(), signs=signs)
+
+
+def _hadamard(size: int) -> Tensor | None:
+    """(m, m) of +-1 with orthogonal rows: m = 1, or q + 1 for a prime q = 3 mod 4, or 2 q + 2 for one q = 1 mod 4."""
+    if size == 1:
+        return torch.ones(1, 1)
+    if size % 4:
+        return None
+    if _is_prime(size - 1):
+        core = _bordered(size - 1, -1)
+        return core + torch.eye(size)
+    if _is_prime(size // 2 - 1) and (size // 2 - 1) % 4 == 1:
+        core, one = _bordered(size // 2 - 1, 1), torch.eye(size // 2)
+        return torch.kron(core, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) + torch.kron(
+            one, torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+        )
+    return None
+
+
+def _bordered(prime: int, corner: int) -> Tensor:
+    """(q + 1, q + 1): quadratic residues of all differences, bordered by ones; skew for corner -1, else symmetric."""
+    squares = {value * value % prime for value in range(1, prime)}
+    residue = torch.tensor([0.0] + [1.0 if value in squares else -1.0 for value in range(1, prime)])
+    places = torch.arange(prime)
+    found = torch.zeros(prime + 1, prime + 1)
+    found[0, 1:], found[1:, 0] = 1, corner
+    found[1:, 1:] = residue[(places[:, None] - places[None]) % prime]
+    return found
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
