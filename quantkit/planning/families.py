@@ -113,7 +113,7 @@ FAMILIES = {
         },
     ),
     "glm4_moe": Family(o_bias=False, mlp_bias=False),
-    "gpt_oss": Family(qkv_bias=True, o_bias=True, sinks=True, experts="mlp.experts", expert_bias=True),
+    "gpt_oss": Family(qkv_bias=True, o_bias=True, sinks=True, expert_bias=True),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _PLAIN,
     "deepseek_v32": _PLAIN,
@@ -271,8 +271,6 @@ def _mlp(config: Config, family: Family, start: str, width: int) -> Iterator[Mat
 
 def _experts(family: Family, hidden: int, width: int) -> list[tuple[str, int, int]]:
     """Name, N and K of the linears of one expert."""
-    if family.expert_bias:
-        return [(f"{family.experts}.gate_up_proj", 2 * width, hidden), (f"{family.experts}.down_proj", hidden, width)]
     names = ("w1", "w3", "w2") if family.experts.startswith("block_sparse") else ("gate_proj", "up_proj", "down_proj")
     sizes = ((width, hidden), (width, hidden), (hidden, width))
     return [(f"{family.experts}.{name}", *size) for name, size in zip(names, sizes, strict=True)]

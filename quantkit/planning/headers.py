@@ -134,11 +134,10 @@ def _layer(config: Config, index: int, tensors: list[tuple[str, Stored]], attent
     sizes: Counter[tuple[str, int, int]] = Counter()
     other = 0
     for local, stored in tensors:
-        matrix = _matrix_size(local, stored.shape)
-        if matrix is None:
+        matrices_here = _matrix_sizes(local, stored.shape, transposed=config.family == "gpt_oss")
+        if not matrices_here:
             other += math.prod(stored.shape)
-        else:
-            sizes[matrix[0]] += matrix[1]
+        sizes.update(matrices_here)
     matrices = tuple(
         Matrix(
             name=name,
@@ -153,14 +152,24 @@ def _layer(config: Config, index: int, tensors: list[tuple[str, Stored]], attent
     return Layer(attention=attention, matrices=matrices, other=other)
 
 
-def _matrix_size(local: str, shape: tuple[int, ...]) -> tuple[tuple[str, int, int], int] | None:
-    """Name, N, K and number of copies of a linear's weight; None for everything else."""
+def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:
+    """Copies of each linear in a tensor by its name, N and K; nothing for what is no linear's weight.
+
+    Args:
+        local: name of the tensor in its layer.
+        shape: of the tensor; with three dimensions it holds all experts, gate and up together.
+        transposed: it then has the inputs before the outputs.
+    """
     name = _EXPERT.sub("experts.0.", local.removesuffix(".weight"))
     if len(shape) == 3 and "experts" in name.split("."):
-        return (name, shape[1], shape[2]), shape[0]
+        count, rows, columns = shape if not transposed else (shape[0], shape[2], shape[1])
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "gate_up_proj":
+            return {(f"{owner}.0.{leaf}", rows, columns): count}
+        return {(f"{owner}.0.{part}", rows // 2, columns): count for part in ("gate_proj", "up_proj")}
     if len(shape) != 2 or not local.endswith(".weight"):
-        return None
-    return (name, shape[0], shape[1]), 1
+        return {}
+    return {(name, shape[0], shape[1]): 1}
 
 
 def _split(tensors: dict[str, Stored]) -> tuple[str, list[tuple[int, str, Stored]], dict[str, Stored]]:

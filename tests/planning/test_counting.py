@@ -27,6 +27,7 @@ from quantkit.planning.source import from_model
 from quantkit.recipe import load
 from quantkit.runtime.config import read_config
 from tests.helpers import FAMILIES as SMALL
+from tests.helpers import make_model
 from tests.planning.shapes import shape_of
 
 SIZES = {
@@ -161,6 +162,16 @@ def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama
     again = estimate(tmp_path / "out")
     assert [row.size.total for row in again.weights] == [found]
     assert again.shape.num_parameters == plan.shape.num_parameters
+
+
+@pytest.mark.parametrize("recipe", ["rtn-int8", "fp8-dynamic"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
+    folder = make_model(tmp_path / "model", family)
+    pipeline.quantize(str(folder), load(recipe), tmp_path / "out", device="cpu")
+    found = CheckpointReader(tmp_path / "out").num_bytes
+    assert estimate(folder, recipe=recipe).weights[-1].size.disk == found
+    assert [row.size.total for row in estimate(tmp_path / "out").weights] == [found]
 
 
 @pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8"])
@@ -338,7 +349,7 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
     assert found == {
         "mlp.gate": (1, 1, False),
         "mlp.experts.0.up_proj": (4, 2, True),
-        "mlp.experts.down_proj": (4, 2, True),
+        "mlp.experts.0.down_proj": (4, 2, True),
     }
     assert shape.num_parameters - shape.active_parameters == 2 * 2 * 32 * 64
     assert shape.remarks == ("1 more layers in the shards (MTP) are not counted",)
