@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,5 +108,8 @@ def _save(model: Any, folder: Path) -> Path:
             elif parameter.dim() == 2 and "embed" not in name:
                 parameter.mul_(4)
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [type(model).__name__]  # transformers 4.57 forgets it for some wrappers
+    (folder / "config.json").write_text(json.dumps(config))
     save_tokenizer(folder)
     return folder

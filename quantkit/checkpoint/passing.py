@@ -147,19 +147,21 @@ def build_model(reader: CheckpointReader) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
-            model: nn.Module = _from_config(reader, config)
+            found = class_of(reader, config)
+            build = getattr(found, "_from_config", None) or found.from_config
+            model: nn.Module = build(config)
             return model.eval()
     except Exception as error:  # whatever transformers raises on a config it cannot use
         reason = first_line(error)
         raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
 
 
-def _from_config(reader: CheckpointReader, config: Any) -> Any:
-    """A model of the class that config.json names, if it is one for such a config; else the causal LM for it."""
+def class_of(reader: CheckpointReader, config: Any) -> Any:
+    """The class that config.json names, if it is one for such a config; else the automatic one of causal LMs."""
     import transformers
 
     for name in reader.config.get("architectures") or ():
         found = getattr(transformers, str(name), None)
         if getattr(found, "config_class", None) is type(config):
-            return found._from_config(config)  # type: ignore[union-attr]
-    return transformers.AutoModelForCausalLM.from_config(config)
+            return found
+    return transformers.AutoModelForCausalLM

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.passing import class_of
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
@@ -162,10 +163,11 @@ def load_with_transformers(
         ResourceError: it is too large.
     """
     check_memory(reader, dtype, device, memory)
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        settings = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+        model, found = class_of(reader, settings).from_pretrained(
             reader.path,
             dtype=dtype,
             local_files_only=True,
