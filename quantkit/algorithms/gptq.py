@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.architectures import find_expert
+from quantkit.architectures import LinearSet, find_expert
 from quantkit.calibration.beside import observe_beside_original
 from quantkit.calibration.layer import LayerContext
 from quantkit.calibration.observers import CrossGram, Gram
@@ -35,6 +35,8 @@ _RUN = 32
 _FIT_ELEMENTS = 1 << 22
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
+# Weights that go through the loop as one matrix, in float32: 1 GiB.
+_TALLEST = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ class GPTQ:
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
         sets = layer.pending()
-        rounds = [[entry] for entry in sets] if self.true_sequential else [sets]
+        rounds = [[entry] for entry in sets] if self.true_sequential else fitting_rounds(layer, sets)
         for entries in rounds:
             grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
             layer.observe(grams)
@@ -111,9 +113,26 @@ class GPTQ:
         factor, raised = cholesky_factor(hessian, order, self.damping)
         del hessian  # used up; for wide inputs it is the largest thing in memory
         if raised:
-            layer.notes.append(f"{', '.join(names)}: damping raised to {raised:.3g}, the Hessian is nearly singular")
+            listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
+            layer.notes.append(f"{listed}: damping raised to {raised:.3g}, the Hessian is nearly singular")
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
-            members = [name for name in names if layer.schemes[name].weight == scheme]
+            same = [name for name in names if layer.schemes[name].weight == scheme]
+            self._quantize_tall(layer, same, scheme, factor, order, error)
+        release_freed_memory()
+
+    def _quantize_tall(
+        self,
+        layer: LayerContext,
+        names: list[str],
+        scheme: WeightScheme,
+        factor: Tensor,
+        order: Tensor,
+        error: Tensor | None,
+    ) -> None:
+        """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
+        each = max(1, _TALLEST // layer.weight(names[0]).numel())
+        for start in range(0, len(names), each):
+            members = names[start : start + each]
             weights = [layer.weight(name) for name in members]
             if error is not None:
                 weights = [corrected(weight, error, factor, order, self.upstream) for weight in weights]
@@ -121,7 +140,6 @@ class GPTQ:
             found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
             for name, part in zip(members, found, strict=True):
                 layer.commit(name, part)
-        release_freed_memory()
 
     def _order(self, importance: Tensor) -> Tensor:
         """(K,) column indices in the order in which they are settled."""
@@ -160,6 +178,29 @@ class GPTQ:
             make_tensor(code, scale, zero, scheme, scale_dtype, of_tensor, None if columns is None else index)
             for code, (scale, zero), of_tensor in zip(codes, ranges, largest, strict=True)
         ]
+
+
+def fitting_rounds(
+    layer: LayerContext, sets: list[tuple[LinearSet, tuple[str, ...]]]
+) -> list[list[tuple[LinearSet, tuple[str, ...]]]]:
+    """Sets whose statistics are gathered at once; those of many experts would not fit, so they come in turns.
+
+    Args:
+        layer: its weights are what the statistics may take as much memory as.
+        sets: as `LayerContext.pending` gives them.
+    """
+    limit = sum(parameter.nbytes for parameter in layer.block.parameters())
+    rounds: list[list[tuple[LinearSet, tuple[str, ...]]]] = [[]]
+    taken = 0
+    for entry in sets:
+        first = entry[1][0]
+        size = 4 * layer.weight(first).shape[1] ** 2
+        if rounds[-1] and find_expert(first) is not None and taken + size > limit:
+            rounds.append([])
+            taken = 0
+        rounds[-1].append(entry)
+        taken += size
+    return rounds
 
 
 def settle_columns(

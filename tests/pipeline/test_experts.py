@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quantkit.algorithms.gptq import fitting_rounds
 from quantkit.architectures import find
 from quantkit.calibration._experts import STARVED_TOKENS
+from quantkit.calibration.layer import LayerContext
 from quantkit.checkpoint.experts import rebuild_layer
 from quantkit.checkpoint.model_reader import ModelReader
 from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoint.skeleton import Skeleton
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.pipeline.run import _Run
 from quantkit.runtime.llm import LLM
@@ -196,3 +199,17 @@ def test_what_no_loader_takes_is_refused(mixtral, tmp_path, text_file):
     with pytest.raises(RecipeError, match=r"experts\.0\.w1, .*, \.\.\. .*w3 are fused by inference engines"):
         run(mixtral, "rtn-int8", tmp_path / "out", overrides={"ignore": ["*.experts.2.*"]})
     assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_experts_come_in_turns_when_they_are_many(mixtral):
+    architecture = find(CheckpointReader(mixtral).config)
+    skeleton = Skeleton(ModelReader(mixtral, architecture), architecture, torch.float32, torch.device("cpu"))
+    block, sets = skeleton.layer(0), skeleton.linear_sets(0)
+    layer = LayerContext(name="x", block=block, sets=sets, schemes={}, scale_dtype={}, head_dim=16)
+    pending = [(group, group.linears) for group in sets]
+    assert fitting_rounds(layer, pending) == [pending]  # narrow experts: everything fits
+    for expert in range(4):
+        block.get_submodule(f"block_sparse_moe.experts.{expert}").w2 = torch.nn.Linear(400, 2, bias=False)
+    rounds = fitting_rounds(layer, pending)
+    assert [len(entries) for entries in rounds] == [len(pending) - 4, *[1] * 4]
+    assert [entry for entries in rounds for entry in entries] == pending
