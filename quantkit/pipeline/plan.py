@@ -288,7 +288,7 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     weights = max(sum(n * k for n, k in layer.values()) for layer in shapes)
     width = max(k for layer in shapes for _, k in layer.values())
     tallest = max(n * k for layer in shapes for n, k in layer.values())
-    solver = 2 * 4 * width * width if "gptq" in plan.recipe.step_names else 0
+    solver = (3 if plan.needs_original else 2) * 4 * width * width if "gptq" in plan.recipe.step_names else 0
     hidden = num_tokens * plan.skeleton.hidden_size * size
     layers = 2 if plan.needs_original else 1
     return {
