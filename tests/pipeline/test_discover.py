@@ -14,9 +14,9 @@ from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.pipeline.model import find_model
-from tests.helpers import edit_config, load_tensors, make_model, transformers_logits
+from tests.helpers import edit_config, known_to_transformers, load_tensors, make_model, transformers_logits
 from tests.pipeline.test_quantize import IDS, run
-from tests.undescribed import IMAGE_TOKEN, UNDESCRIBED, WRAPPERS, make_undescribed, make_wrapper
+from tests.undescribed import IMAGE_TOKEN, MIXTURES, UNDESCRIBED, WRAPPERS, make_undescribed, make_wrapper
 
 RECIPES = ("gptq-int4", "awq-int4", "rtn-int8", "fp8-dynamic")
 
@@ -107,6 +107,29 @@ def test_a_run_that_was_interrupted_resumes_bit_for_bit(tmp_path, text_file):
     first, second = load_tensors(tmp_path / "whole"), load_tensors(tmp_path / "parts")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("family", sorted(filter(known_to_transformers, MIXTURES)))
+def test_experts_that_no_file_describes_load_in_transformers(tmp_path, family):
+    model = make_undescribed(tmp_path / "model", family)
+    result = run(model, "rtn-int8", tmp_path / "out")
+    assert sum(".experts." in linear.name for linear in result.layers[-1].linears) == 12
+    found, original = (transformers_logits(folder, IDS) for folder in (tmp_path / "out", model))
+    assert 0 < (found - original).norm() / original.norm() < 0.1
+
+
+def test_two_schemes_in_a_wrapper_are_found_by_module_and_by_file_names(tmp_path):
+    model = make_wrapper(tmp_path / "model", "llava")
+    override = {"modules": "*.mlp.down_proj", "weights": {"dtype": "int4", "group_size": 32}}
+    run(model, "rtn-int8", tmp_path / "out", overrides={"overrides": [override]})
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    few = next(group["targets"] for group in groups.values() if group["weights"]["num_bits"] == 4)
+    assert {"model.language_model.layers.1.mlp.down_proj", "language_model.model.layers.1.mlp.down_proj"} <= set(few)
+    source = load_wrapper(model)
+    with torch.no_grad():
+        logits = load_wrapper(tmp_path / "out")(input_ids=IDS).logits
+        expected = decode_into(source, model, tmp_path / "out")(input_ids=IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_an_encoder_with_a_decoder_is_refused_before_any_work(tmp_path):
