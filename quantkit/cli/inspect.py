@@ -65,7 +65,7 @@ def _overview(summary: CheckpointSummary) -> Table:
     from rich.table import Table
 
     from quantkit.checkpoint.sizes import human_bytes
-    from quantkit.results import describe_caches
+    from quantkit.results import describe_caches, describe_experts
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -82,6 +82,9 @@ def _overview(summary: CheckpointSummary) -> Table:
     cache = describe_caches(summary.layers)
     if cache is not None:
         table.add_row("KV cache", cache)
+    experts = describe_experts(summary.layers)
+    if experts is not None:
+        table.add_row("experts", experts)
     return table
 
 

@@ -137,7 +137,7 @@ def _summary(result: CompressionResult) -> Table:
     from rich.table import Table
 
     from quantkit.checkpoint.sizes import human_bytes
-    from quantkit.results import describe_caches
+    from quantkit.results import describe_caches, describe_experts
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -155,6 +155,9 @@ def _summary(result: CompressionResult) -> Table:
     cache = describe_caches(result.layers)
     if cache is not None:
         table.add_row("KV cache", cache)
+    experts = describe_experts(result.layers)
+    if experts is not None:
+        table.add_row("experts", experts)
     table.add_row("size", sizes)
     table.add_row("time", _times(result))
     table.add_row("peak memory", human_bytes(result.peak_bytes))

@@ -40,7 +40,8 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
     if not linears:
         return {}
     members: dict[LinearScheme, list[str]] = {}
-    for name, scheme in linears.items():
+    # Experts first: transformers decodes those by the first group when none names a class or an expression.
+    for name, scheme in sorted(linears.items(), key=lambda item: ".experts." not in item[0]):
         members.setdefault(scheme, []).append(name)
     if len(members) > 1 and any(not scheme.weight.symmetric for scheme in members):
         # Whatever wrote it, transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read it; see below.

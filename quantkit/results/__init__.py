@@ -20,6 +20,7 @@ from quantkit.results.compression import (
     LinearRecord,
     ModuleSummary,
     describe_caches,
+    describe_experts,
     to_dict,
 )
 from quantkit.results.evaluation import (
@@ -79,5 +80,6 @@ __all__ = [
     "Verdict",
     "Workload",
     "describe_caches",
+    "describe_experts",
     "to_dict",
 ]

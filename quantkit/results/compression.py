@@ -164,6 +164,21 @@ def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
     return "; ".join([usual, *different])
 
 
+def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
+    """How many calibration tokens experts were given, over all layers, for tables; None without experts or data.
+
+    Args:
+        layers: one record each.
+    """
+    counts = {layer.name: layer.tokens_per_expert for layer in layers if layer.tokens_per_expert}
+    if not counts:
+        return None
+    name, few = min(counts.items(), key=lambda item: min(item[1]))
+    starved = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
+    text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one: {min(few):,} ({name})"
+    return text if not starved else f"{text}; starved in {len(starved)} layers: {starved[0].rpartition('; ')[2]}"
+
+
 def _describe_cache(record: CacheRecord) -> str:
     def side(name: str) -> str:
         kept = record.scheme.get(name)

@@ -213,3 +213,13 @@ def test_statistics_of_experts_come_in_turns_when_they_are_many(mixtral):
     rounds = fitting_rounds(layer, pending)
     assert [len(entries) for entries in rounds] == [len(pending) - 4, *[1] * 4]
     assert [entry for entries in rounds for entry in entries] == pending
+
+
+def test_experts_may_have_other_numbers_than_attention(mixtral, tmp_path):
+    """transformers takes one scheme for all experts, and the right one only if it comes first in config.json."""
+    changes = {"overrides": [{"modules": "*.experts.*", "weights": {"dtype": "int4", "group_size": 32}}]}
+    run(mixtral, "rtn-int8", tmp_path / "out", overrides=changes)
+    run(mixtral, "rtn-int8", tmp_path / "dense", overrides={**changes, "format": "dense"})
+    torch.testing.assert_close(
+        transformers_logits(tmp_path / "out", IDS), transformers_logits(tmp_path / "dense", IDS), rtol=0, atol=1e-4
+    )
