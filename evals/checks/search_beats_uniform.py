@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from make_tasks import calibration_text
 
 import quantkit
+from quantkit.evaluate.damage import Probe
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
+from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.runtime.llm import LLM
 from quantkit.statistics import compare_pairs
 
@@ -52,9 +53,10 @@ def load(path: Path | None) -> LLM:
     return load_llm(None if path is None else str(path), dtype="float32", device="cpu", threads=1)
 
 
-def window_kl(path: Path, original: LLM, windows: Windows) -> list[float]:
+def window_kl(path: Path, probe: Probe, windows: Windows) -> list[float]:
     """KL of each window."""
-    return list(fidelity(load(path), original, windows, greedy_tokens=0).window_kl)
+    pieces = probe.compare(load(path)).kl.split([len(ids) for ids in windows])
+    return [float(piece.double().mean()) for piece in pieces]
 
 
 def bootstrap(ours: list[float], theirs: list[float], rounds: int = 4000) -> float:
@@ -96,28 +98,29 @@ def check(work: Path, given: argparse.Namespace) -> int:
     found = quantkit.search(None, "gptq-int4", recipe, bits=given.bits, overrides=settings, progress=say, **how)
     original = load(None)
     windows = fixed_windows(original, calibration_text("search check", 120_000), max_tokens=32_000)
+    probe = Probe(original, windows)
     ours_path = work / f"searched-{given.bits:g}"
     command = [sys.executable, "-m", "quantkit", "quantize", "--recipe", str(recipe), "-o", str(ours_path)]
     subprocess.run([*command, "--overwrite", "--quiet", "--device", "cpu"], check=True, stdout=subprocess.DEVNULL)
-    ours = window_kl(ours_path, original, windows)
+    ours = window_kl(ours_path, probe, windows)
     mean = sum(ours) / len(ours)
     print(f"searched: {found.bits_per_weight:.3f} bits, expected {found.expected_kl:.5f}, "
           f"measured {found.measured_kl:.5f} on the same text ({100 * found.prediction_error:+.1f} %), "
           f"{mean:.5f} on new text ({100 * (found.expected_kl / mean - 1):+.1f} %)")  # fmt: skip
     off = max(abs(found.prediction_error), abs(found.expected_kl / mean - 1))
-    beaten = [against(work, ours, mean, windows, original, given, *item) for item in uniform_recipes(given.quick)]
+    beaten = [against(work, ours, windows, probe, given, *item) for item in uniform_recipes(given.quick)]
     print(f"{sum(beaten)} of {len(beaten)} as they should be; prediction off by {100 * off:.1f} % at most")
     return 0 if all(beaten) and off <= TOLERANCE else 1
 
 
 def against(
-    work: Path, ours: list[float], mean: float, windows: Windows, original: LLM, given: argparse.Namespace,
+    work: Path, ours: list[float], windows: Windows, probe: Probe, given: argparse.Namespace,
     name: str, changes: dict[str, object], must: bool,
 ) -> bool:  # fmt: skip
     """One uniform recipe beside the searched one; whether it is beaten, where it has to be."""
     path = work / name.replace(" ", "-")
     bits = compress(path, changes, given.samples)
-    theirs = window_kl(path, original, windows)
+    theirs = window_kl(path, probe, windows)
     paired = compare_pairs([(theirs, ours)])
     won = paired.difference < 0 and paired.p_value < 0.05
     print(f"{name:22} {bits:.3f} bits, KL {sum(theirs) / len(theirs):.5f}, ours is {paired.ratio:.2f} of it "
