@@ -106,9 +106,13 @@ class Measured:
 
     def kl(self, choice: Choice) -> float:
         """KL of the original with every unit in its chosen form, none of it additive."""
-        chosen = [place.forms[n] for place, n in zip(self.places, choice, strict=True) if n < len(place.forms)]
         key = "choice " + ",".join(map(str, choice)) + " of " + " ".join(self._names)
-        return self._state.get(key, lambda: self._probe.measure(chosen).mean)
+        return self._state.get(key, lambda: self.kl_on(self._probe, choice))
+
+    def kl_on(self, probe: Probe, choice: Choice) -> float:
+        """The same on the text of another probe."""
+        chosen = [place.forms[n] for place, n in zip(self.places, choice, strict=True) if n < len(place.forms)]
+        return probe.measure(chosen).mean
 
 
 def measure_units(

@@ -133,15 +133,13 @@ def _summary(result: SearchResult) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    summed = f"{result.sum_kl:.5f} added up unit by unit"
     table.add_row("model", result.model)
     table.add_row("target", f"{result.target}, {'reached' if result.reached else 'missed'}")
     table.add_row("bits per weight", f"{result.bits_per_weight:.3f}, scales included")
     table.add_row("size", human_bytes(result.output_bytes))
-    table.add_row("expected KL", f"{result.expected_kl:.5f} ({summed}) on {result.data}, {result.num_tokens:,} tokens")
+    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up unit by unit"
+    table.add_row("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})")
     table.add_row("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)")
-    if result.held_out_kl is not None:
-        table.add_row("on new text", f"{result.held_out_kl:.5f}, {result.held_out_tokens:,} tokens")
     if result.recovery is not None:
         table.add_row("recovery", f"{result.recovery:.2f} %")
     table.add_row("time", human_seconds(result.seconds))

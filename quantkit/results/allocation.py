@@ -61,11 +61,11 @@ class SearchResult(Record):
         candidates: what each unit could be given.
         units: what each was given.
         data: name of the text.
-        num_tokens: positions that damages and the expectation were measured on.
+        num_tokens: positions that damages were measured on, and about as many for what was expected and measured.
         sum_kl: of the units chosen, one at a time, added up.
-        expected_kl: of all of them together in the original model, before anything was compressed by the recipe.
-        measured_kl: of the model compressed by the recipe, on the same text.
-        held_out_kl, held_out_tokens: the same on text that the search has not used; None where there was too little.
+        search_kl: of all of them together, on the tokens that they were chosen on: lower than on others.
+        expected_kl: the same on tokens that the search has not used, before anything was compressed by the recipe.
+        measured_kl: of the model compressed by the recipe, on the tokens of `expected_kl`.
         recovery: per cent of the original's task scores, where that was the target.
         notes: what is out of the ordinary.
         seconds: wall time of this process.
@@ -83,10 +83,9 @@ class SearchResult(Record):
     data: str
     num_tokens: int
     sum_kl: float
+    search_kl: float
     expected_kl: float
     measured_kl: float
-    held_out_kl: float | None = None
-    held_out_tokens: int = 0
     recovery: float | None = None
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

@@ -66,7 +66,7 @@ def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, fo
     uniform = next(candidate for candidate in result.candidates if candidate.name == "int4:32")
     assert uniform.bits_per_weight == pytest.approx(4 + 32 / 32)  # the scales of a float32 model
     original, rounded = (load_llm(str(p), device="cpu", **ENGINE) for p in (folder, work / "int4-32"))
-    for part, ours in ((0, result.measured_kl), (1, result.held_out_kl)):
+    for part, ours in ((0, result.search_kl), (1, result.measured_kl)):
         windows = fixed_windows(original, TEXT, max_tokens=1200)[part::2][:2]
         assert ours < 0.9 * fidelity(rounded, original, windows, greedy_tokens=0).mean_kl
 
@@ -85,7 +85,7 @@ def test_the_recipe_runs_unchanged_and_gives_what_was_measured(found, folder, te
     one, other = ((p / "model-00001-of-00003.safetensors").read_bytes() for p in (tmp_path / "again", place / "made"))
     assert one == other
     original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (folder, tmp_path / "again"))
-    windows = fixed_windows(original, TEXT, max_tokens=1200)[::2][:2]  # two of 256 are below 600
+    windows = fixed_windows(original, TEXT, max_tokens=1200)[1::2][:2]  # two of 256 are below 600
     assert fidelity(again, original, windows, greedy_tokens=0).mean_kl == pytest.approx(result.measured_kl, rel=1e-4)
 
 
@@ -130,7 +130,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, folder, options, tmp_p
     lines = []
     again = search(str(folder), Target(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
     assert any(line.startswith("13 numbers taken over") for line in lines)
-    same = ("units", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
+    same = ("units", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
     assert not (tmp_path / "mine.yaml.search").exists()
 
@@ -150,6 +150,7 @@ def test_a_second_target_measures_nothing_twice(found, folder, options, work, tm
     assert not any("unit 1 of" in line for line in lines)
     assert second.reached
     assert second.measured_kl <= goal.kl
+    assert second.expected_kl == pytest.approx(second.measured_kl, rel=1e-4)
     assert second.bits_per_weight < result.bits_per_weight
     assert load(tmp_path / "kl.yaml").gates == (f"kl<={goal.kl:g}",)
 

@@ -39,8 +39,7 @@ def result(**changes):
         "sum_kl": 0.0029,
         "expected_kl": 0.0030,
         "measured_kl": 0.0031,
-        "held_out_kl": 0.0033,
-        "held_out_tokens": 8000,
+        "search_kl": 0.0027,
         "notes": ("left out int2:128: no",),
     }
     return SearchResult(**{**given, **changes})
@@ -61,12 +60,13 @@ def run(monkeypatch):
 def test_what_was_expected_measured_and_chosen_is_printed(run):
     done, calls = run("--bits", "4.5", "--candidates", "int4,int5:32", "--quiet")
     assert done.exit_code == 0, done.output
-    for text in ("0.00300 (0.00290 added up unit by unit)", "0.00310 (expected -3 %)", "int5:32", "left out int2:128"):
-        assert text in done.output
+    shown = " ".join(done.output.split())
+    for text in ("0.00300 on demo (0.00270 on the tokens", "0.00310 (expected -3 %)", "int5:32", "left out int2:128"):
+        assert text in shown
     model, target, options = calls[0]
     assert (model, target.text, options.candidates) == (None, "bits<=4.5", ("int4", "int5:32"))
     assert options.engine == {"dtype": "fp32"}
-    assert "quantkit quantize --recipe demo-bits-4.5.yaml" in " ".join(done.output.split())
+    assert "quantkit quantize --recipe demo-bits-4.5.yaml" in shown
 
 
 def test_json_is_the_whole_result(run):
