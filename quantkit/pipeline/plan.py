@@ -281,20 +281,22 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
 
     Args:
         plan: the run.
-        num_tokens: calibration tokens whose hidden states are kept in memory.
+        num_tokens: calibration tokens whose hidden states are kept in memory, of both models if a step needs both.
     """
     size = torch.empty((), dtype=plan.compute_dtype).element_size()
     shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
     weights = max(sum(n * k for n, k in layer.values()) for layer in shapes)
     width = max(k for layer in shapes for _, k in layer.values())
     tallest = max(n * k for layer in shapes for n, k in layer.values())
+    tunes = "autoround" in plan.recipe.step_names
     solver = (3 if plan.needs_original else 2) * 4 * width * width if "gptq" in plan.recipe.step_names else 0
+    tuning = weights * (4 + 2 * size) if tunes else 0  # an offset, a decoded copy and a gradient of each weight
     hidden = num_tokens * plan.skeleton.hidden_size * size
     layers = 2 if plan.needs_original else 1
     return {
         "layer": layers * weights * size,
-        "hidden_states": hidden,
-        "statistics": solver,
+        "hidden_states": hidden * 3 // 2 if tunes else hidden,  # the targets beside them
+        "statistics": solver + tuning,
         "working_copies": 3 * 4 * tallest,
     }
 

@@ -36,6 +36,7 @@ class RecipePlan:
         num_tokens: calibration tokens, 0 without steps.
         samples: calibration sequences, 0 without steps.
         solves: GPTQ is among the steps.
+        tunes: AutoRound is.
         conflicts: why it cannot be done, one line each; the first is what an error says.
         cache: what it makes of the KV cache, outliers aside; None = nothing.
     """
@@ -47,6 +48,7 @@ class RecipePlan:
     num_tokens: int
     samples: int
     solves: bool
+    tunes: bool
     conflicts: tuple[str, ...]
     cache: KVForm | None = None
 
@@ -80,6 +82,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         solves="gptq" in recipe.step_names,
+        tunes="autoround" in recipe.step_names,
         conflicts=tuple(_conflicts(shape, recipe, chosen)),
         cache=None if goal is None else from_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )

@@ -7,6 +7,7 @@ import pytest
 from quantkit.recipe import check, load, shipped
 
 MEANING = {
+    "autoround-int4": ("int4 g128", ("autoround",)),
     "awq-int4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv8": ("int4 g128 asym", ("awq",)),
