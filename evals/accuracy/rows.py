@@ -59,9 +59,13 @@ NUMBERS = {
 
 METHODS: dict[str, Steps] = {
     "rtn": [],
+    "rtn calibrated": ["rtn"],
     "awq": ["awq"],
     "gptq": ["gptq"],
+    "gptq upstream": [{"gptq": {"upstream": 1.0}}],
+    "gptq upstream sequential": [{"gptq": {"upstream": 1.0, "true_sequential": True}}],
     "awq+gptq": ["awq", "gptq"],
+    "awq+gptq upstream": ["awq", {"gptq": {"upstream": 1.0}}],
 }
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
