@@ -66,6 +66,8 @@ METHODS: dict[str, Steps] = {
     "gptq upstream sequential": [{"gptq": {"upstream": 1.0, "true_sequential": True}}],
     "awq+gptq": ["awq", "gptq"],
     "awq+gptq upstream": ["awq", {"gptq": {"upstream": 1.0}}],
+    "autoround": ["autoround"],
+    "awq+autoround": ["awq", "autoround"],
 }
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}

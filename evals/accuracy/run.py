@@ -63,7 +63,9 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> tuple[Path, floa
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         return (work / "log.txt").read_text(errors="replace").strip().splitlines()[-1]
-    return output, usage.ru_utime + usage.ru_stime, usage.ru_maxrss // 1024
+    # Its own record: ru_maxrss of a child begins with what this process has in memory.
+    peak = json.loads((output / "quantkit-run.json").read_text(encoding="utf-8"))["peak_bytes"]
+    return output, usage.ru_utime + usage.ru_stime, peak // 2**20
 
 
 def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
