@@ -31,7 +31,7 @@ ActOrder = Literal["none", "weight", "group"]
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN = 32
-# Elements of the products of codes and factor held at once while scales are fitted.
+# Elements of the products of codes and factor held at once while scales are fitted; a quarter of the factor if more.
 _FIT_ELEMENTS = 1 << 22
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
@@ -305,20 +305,21 @@ def fit_scales(
     scale, zero = ranges
     backwards = order.flip(0)
     index = group_index[backwards]
-    groups = scale.shape[1]
-    member = torch.nn.functional.one_hot(index, groups).T.to(factor.dtype)  # (G, K)
-    step = max(1, _FIT_ELEMENTS // (groups * len(order)))
+    groups, width = scale.shape[1], len(order)
+    members = torch.argsort(index, stable=True).view(groups, -1)  # (G, g) where a group's columns are in the factor
+    parts = factor[members.flatten()].view(groups, -1, width)  # (G, g, K): a group's codes only meet its own rows
+    step = max(1, max(_FIT_ELEMENTS, factor.numel() // 4) // (groups * width))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
         rows = slice(start, start + step)
         values = codes[rows, backwards].float()
         if zero is not None:
             values -= zero[rows][:, index]
-        coded = (values.unsqueeze(1) * member) @ factor  # (R, G, K)
+        coded = torch.bmm(values[:, members].transpose(0, 1), parts).transpose(0, 1)  # (R, G, K)
         target = (weight[rows, backwards].float() @ factor).unsqueeze(2)  # (R, K, 1)
         normal = coded @ coded.transpose(1, 2)  # (R, G, G)
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
-        fitted[rows] = torch.linalg.solve(normal, coded @ target).squeeze(2)
+        fitted[rows] = torch.linalg.solve_ex(normal, coded @ target)[0].squeeze(2)
     usable = torch.isfinite(fitted) & (fitted * scale > 0)
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from quantkit.algorithms.awq import AWQ
 from quantkit.algorithms.gptq import GPTQ, STEP, cholesky_factor, corrected, fit_scales, settle_columns
@@ -141,6 +142,18 @@ def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypa
         design[torch.arange(48), index] = values
         expected = torch.linalg.lstsq(root.T @ design, root.T @ weight[row].double()).solution
         torch.testing.assert_close(fitted[row].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
+    """Multiplications, not time: each group's codes meet only their own rows of the factor."""
+    weight, hessian = problem(width=256, rows=8)
+    scheme, order = WeightScheme(dtype=INT4, group_size=16), torch.arange(256)
+    ranges, factor = minmax_parameters(weight, scheme, torch.float32), cholesky_factor(hessian, order, 0.01)[0]
+    codes = torch.randint(-8, 8, weight.shape, dtype=torch.int8)
+    with FlopCounterMode(display=False) as counter:
+        fit_scales(weight, codes, ranges, factor, order, order // 16, torch.float32)
+    products = 2 * weight.shape[0] * 256 * 256
+    assert counter.get_total_flops() < 4 * products
 
 
 def test_the_corrected_target_is_the_least_squares_solution():
