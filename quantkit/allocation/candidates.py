@@ -46,6 +46,26 @@ class Candidate:
         return {"dtype": self.dtype, "group_size": self.group_size, "symmetric": True}
 
 
+def base_groups(base: Recipe) -> int | str:
+    """Group size of the recipe that a search starts from: a number or "channel".
+
+    Raises:
+        RecipeError: it quantizes no weights, or shares scales in a way that candidates cannot.
+    """
+    weights = base.source.get("weights")
+    if weights is None:
+        raise RecipeError(
+            f"recipe {base.name!r} has no weights to search numbers for; start from one such as gptq-int4"
+        )
+    size: int | str = weights["group_size"]
+    if isinstance(size, str) and size != "channel":
+        raise RecipeError(
+            f"recipe {base.name!r} has weights.group_size {size}, and candidates have groups of inputs; "
+            "set weights.group_size to a number or 'channel'"
+        )
+    return size
+
+
 def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candidate, ...]:
     """Candidates as given by a user; `skip` among them is dropped, since leaving alone is always a choice.
 

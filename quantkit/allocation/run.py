@@ -7,6 +7,7 @@ expected and measured at the end, since a choice looks better on the tokens that
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import time
@@ -15,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.allocation.candidates import SKIP, Candidate, default_candidates, mixed_changes, read_candidates, usable
+from quantkit.allocation.candidates import (
+    SKIP,
+    Candidate,
+    base_groups,
+    default_candidates,
+    mixed_changes,
+    read_candidates,
+    usable,
+)
 from quantkit.allocation.choose import Target, within_budget, within_kl
 from quantkit.allocation.measure import Measured, Workshop, measure_units
 from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
@@ -92,9 +101,9 @@ def search(
     output = options.output or Path(f"{_short(model)}-{_slug(target)}.yaml")
     _check_outputs(output, options)
     work = options.work or output.with_name(f"{output.name}.search")
+    group = base_groups(options.recipe)
     if not options.resume:
-        shutil.rmtree(work, ignore_errors=True)
-    group = options.recipe.source["weights"]["group_size"]
+        _start_over(work)
     wanted = read_candidates(options.candidates, group) if options.candidates else default_candidates(group)
     candidates, notes = usable(model, options.recipe, wanted, options.device)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
@@ -200,7 +209,8 @@ class _Run:
         ]
         recipe = self._write(choice, hopes)
         shop.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
-        folder = shop.folder / f"result-{hashlib.sha256(repr(choice).encode()).hexdigest()[:8]}"
+        said = json.dumps([recipe.source, recipe.gates])  # a choice is only numbers of candidates, which may change
+        folder = shop.folder / f"result-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
         made = shop.compress(recipe, folder)
         self.folder = folder
         llm = shop.load(folder)
@@ -303,6 +313,15 @@ def _check_outputs(output: Path, options: SearchOptions) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
+def _start_over(work: Path) -> None:
+    """Delete what an earlier search has left; anything else is not ours to delete."""
+    if work.exists() and not (work / "state.json").is_file() and (not work.is_dir() or any(work.iterdir())):
+        raise OutputError(
+            f"{work} is not of a search (it has no state.json), so it is not deleted; give another --work"
+        )
+    shutil.rmtree(work, ignore_errors=True)
+
+
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:
     """Name of the text, its windows, and a note where it is one that the compression may have seen."""
     notes: tuple[str, ...] = ()
@@ -324,8 +343,10 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
 def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
     """Everything that decides the numbers that are kept."""
     source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
+    data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return {
         "recipe": source,
+        "calibration": hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None,
         "source": CheckpointReader(folder).digests(),
         "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
         "versions": describe_versions(),

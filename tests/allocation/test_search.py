@@ -175,6 +175,44 @@ def test_nothing_is_replaced_unasked(found, folder, options):
         search(str(folder), Target(bits=4), options(place / "mine"))
 
 
+def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(folder, options, work, tmp_path):
+    """The same choice, all units the first candidate, is another model where the first candidate is another."""
+    cheap = options(tmp_path / "cheap.yaml", work=work, candidates=("int3:32",))
+    least = search(str(folder), Target(bits=4.01), cheap)
+    dear = search(str(folder), Target(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",)))
+    assert {unit.choice for unit in least.units} == {"int3:32"}
+    assert {unit.choice for unit in dear.units} == {"int8:32"}
+    assert least.output_bytes < dear.output_bytes
+    assert least.measured_kl > dear.measured_kl
+
+
+def test_starting_over_deletes_only_what_a_search_has_made(folder, options, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match=r"mine is not of a search .* give another --work"):
+        search(str(folder), Target(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
+    assert (mine / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(("name", "message"), [("kv-fp8", "no weights to search"), ("fp8-block", "groups of inputs")])
+def test_recipes_without_groups_to_search_are_refused(name, message, folder, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        search(str(folder), Target(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
+
+
+def test_other_calibration_text_in_the_same_file_is_another_search(folder, options, text, tmp_path):
+    data, work = tmp_path / "mine.txt", tmp_path / "work"
+    data.write_text(TEXT)
+    changes = {"calibration.data": str(data), "calibration.samples": 2, "calibration.sequence_length": 16}
+    recipe = load("gptq-int4", {"weights.group_size": 32, **changes})
+    given = {"recipe": recipe, "candidates": ("int4:32",), "text": str(text), "max_tokens": 64, "engine": ENGINE}
+    search(str(folder), Target(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
+    data.write_text(TEXT[::-1])
+    with pytest.raises(ResumeError, match="calibration"):
+        search(str(folder), Target(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
+
+
 def test_candidates_are_read_and_those_that_do_not_fit_are_named(folder):
     assert read_candidates(["int4", "int8:channel", "skip", "int4"], 64) == (
         Candidate(dtype="int4", group_size=64),
