@@ -22,6 +22,7 @@ from quantkit.recipe.steps import build_steps
 
 __all__ = ["build", "check", "load", "shipped"]
 
+_FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
 
 
@@ -90,9 +91,12 @@ def check(path: str | Path) -> list[str]:
     names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
     if "smoothquant" in names and scheme is not None and scheme.activation is None:
         remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
-    if "gptq" in names and names[-1] != "gptq":
-        late = ", ".join(names[names.index("gptq") + 1 :])
-        remarks.append(f"gptq fixes the codes, so the steps after it ({late}) come too late; move gptq to the end")
+    first = next((name for name in names if name in _FIX_CODES), names[-1] if names else "")
+    if names and names[-1] != first:
+        late = ", ".join(names[names.index(first) + 1 :])
+        remarks.append(
+            f"{first} fixes the codes, so the steps after it ({late}) come too late; move {first} to the end"
+        )
     if scheme is None:
         return remarks
     mixed = scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind

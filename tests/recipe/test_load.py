@@ -163,7 +163,7 @@ MISTAKES = {
         "overrides[0].weights: fp8 has no zero point"
     ),
     INT4_G32 + "steps: gptq": "steps: expected a list, found 'gptq'",
-    INT4_G32 + "steps: [gpqt]": "steps[0]: unknown step 'gpqt' (did you mean 'gptq'?); there are: awq",
+    INT4_G32 + "steps: [gpqt]": "steps[0]: unknown step 'gpqt' (did you mean 'gptq'?); there are: autoround, awq",
     INT4_G32 + "steps: [3]": "steps[0]: expected a step such as 'gptq'",
     INT4_G32 + "steps: [{gptq: {}, awq: {}}]": "steps[0]: expected a step such as 'gptq'",
     INT4_G32 + "steps: [gptq, gptq]": "steps[1]: step 'gptq' is given twice",
@@ -200,7 +200,7 @@ def test_a_file_that_is_not_text(tmp_path):
     ("name", "expected"),
     [
         ("awq-int", "(did you mean 'awq-int4'?)"),
-        ("missing.yaml", "is neither a shipped recipe nor a file; shipped: awq-int4"),
+        ("missing.yaml", "is neither a shipped recipe nor a file; shipped: autoround-int4, awq-int4"),
         (".", "is a directory, not a recipe file"),
     ],
 )
@@ -273,6 +273,7 @@ def test_changes_do_not_hide_a_mistake_in_the_file(write):
         (INT4_G32 + "steps: [gptq]", []),
         (INT4_G32 + "steps: [smoothquant]", ["'activations' is not set"]),
         (INT4_G32 + "steps: [gptq, awq]", ["the steps after it (awq) come too late"]),
+        (INT4_G32 + "steps: [autoround, gptq]", ["the steps after it (gptq) come too late"]),
         (INT4_G32 + "activations: {dtype: fp8}", []),
         ("weights: {dtype: int8}\nactivations: {dtype: fp8}", ["int8 weights with fp8 activations"]),
     ],
