@@ -15,7 +15,7 @@ from quantkit.calibration.kv_cache import calibrate_cache
 from quantkit.calibration.layer import LayerContext
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import AuditError, ModelError, SchemeError
-from quantkit.formats._kv_cache import cache_tensors, describe_cache, read_cache_schemes
+from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.recipe import Recipe
 from quantkit.results import CacheRecord, LayerRecord
@@ -105,12 +105,22 @@ def check_scales(path: Path, expected: Mapping[str, Tensor]) -> None:
                 raise AuditError(f"{name} is zero, negative or not finite")
 
 
-def with_cache(recipe: Recipe, described: dict[str, Any], records: Sequence[LayerRecord]) -> dict[str, Any]:
-    """Entries of config.json, those for the KV cache added."""
+def with_cache(
+    recipe: Recipe, config: Mapping[str, Any], described: dict[str, Any], records: Sequence[LayerRecord]
+) -> dict[str, Any]:
+    """The config.json to write: what is described, and the KV cache, which takes the place of one in the source.
+
+    Args:
+        recipe: as given.
+        config: contents of the source's config.json.
+        described: entries that the format adds.
+        records: one per layer.
+    """
     if recipe.kv_cache is None:
-        return described
+        return {**config, **described}
+    config = {key: value for key, value in config.items() if key != CONFIG_KEY}
     layers = [scheme_from_dict(record.kv_cache.scheme) for record in records if record.kv_cache is not None]
-    return describe_cache(described, recipe.kv_cache.scheme, layers)
+    return {**config, **describe_cache(described, recipe.kv_cache.scheme, layers)}
 
 
 def check_cache_written(

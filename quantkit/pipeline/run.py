@@ -260,9 +260,9 @@ class _Run:
             bits = 8 * written / weight.codes.numel()
             layer.records[linear] = replace(layer.records[linear], bits_per_weight=bits)
             tensors |= {f"{prefix}.{key}": value.cpu() for key, value in local.items()}
-        codes = {f"{layer.name}.{linear}.weight" for linear in layer.quantized}
+        made = {*scales, *(f"{layer.name}.{linear}.weight" for linear in layer.quantized)}
         parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
-        for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in codes):
+        for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in made):
             tensors[key], kept = plan.reader.tensor(key), parameters.get(key)
             if kept is not None and not torch.equal(tensors[key].to(kept.dtype), kept.cpu()):
                 tensors[key] = kept.to(tensors[key].dtype).cpu()  # changed by a step
@@ -290,7 +290,7 @@ class _Run:
             *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.left_alone), group_order=plan.group_order
         )
         described = decode_at_load(described, plan.architecture)
-        config = {**plan.reader.config, **with_cache(plan.recipe, described, self.state.records)}
+        config = with_cache(plan.recipe, plan.reader.config, described, self.state.records)
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():
             shutil.copyfile(path, folder / path.name)

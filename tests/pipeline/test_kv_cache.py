@@ -16,7 +16,7 @@ from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.pipeline import kv_cache as stage
 from quantkit.pipeline import run as pipeline_run
 from quantkit.recipe.load import build
-from tests.helpers import edit_config, load_tensors, make_model, transformers_logits
+from tests.helpers import edit_config, edit_tensors, load_tensors, make_model, transformers_logits
 from tests.pipeline.kv_models import DEMO, perplexity, plant_outliers
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "phi3", "cohere2", "granite")
@@ -207,3 +207,13 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
     assert found["naive"] > 1.3 * exact
     assert found["detected"] < 1.02 * exact
     assert found["fp8"] < 1.02 * exact
+
+
+def test_a_cache_described_by_the_source_is_replaced(tmp_path, text_file):
+    """Scales and entries of a checkpoint whose weights were left alone, or of another tool."""
+    model = make_model(tmp_path / "model")
+    edit_config(model, **{CONFIG_KEY: {"version": 1, "keys": None, "values": None, "rotation": "none", "layers": {}}})
+    edit_tensors(model, model__layers__0__self_attn__k_scale=torch.tensor([77.0]))
+    quantize(model, tmp_path / "out", text_file)
+    assert CONFIG_KEY not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert 0 < load_tensors(tmp_path / "out")["model.layers.0.self_attn.k_scale"].item() < 1
