@@ -80,9 +80,10 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         assert scheme is not None, f"{names[0]} has no activations to quantize"
         largest = _choose(observers[names[0]], scheme, method)
         if not 0 < largest < float("inf"):
+            instead = "leave activations out" if scheme.dynamic else "set activations.dynamic=true"
             raise DataError(
                 f"{layer.name}.{names[0]}: the largest input in all calibration data is {largest}, which gives no "
-                "scale; use other data (calibration.data), or set activations.dynamic=true"
+                f"scale; use other data (calibration.data), or {instead}"
             )
         for name in names:
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])

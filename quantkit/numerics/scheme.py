@@ -52,6 +52,11 @@ class WeightScheme:
         """
         if self.group_size is None:
             return in_features
+        if in_features % self.group_size and self.dtype.group is not None:
+            raise SchemeError(
+                f"{self.dtype.name} has a scale per {self.group_size} inputs, which does not divide {in_features} "
+                "inputs; add this linear to ignore, or choose another weights.dtype"
+            )
         if in_features % self.group_size:
             divisors = [d for d in range(1, in_features + 1) if in_features % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - (self.group_size or d)))

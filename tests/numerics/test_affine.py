@@ -14,7 +14,7 @@ from quantkit.numerics.affine import (
     round_to_nearest,
     search_parameters,
 )
-from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, find_dtype
+from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, NVFP4, find_dtype
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
@@ -172,6 +172,8 @@ def test_token_quantization_scales_each_token_alone(dtype):
 def test_group_size_that_does_not_divide_names_the_nearest():
     with pytest.raises(SchemeError, match=r"group_size 128 does not divide 172 inputs; nearest that does: 86"):
         WeightScheme(dtype=INT4, group_size=128).group_width(172)
+    with pytest.raises(SchemeError, match=r"nvfp4 has a scale per 16 inputs, .*60 inputs; add this linear to ignore"):
+        WeightScheme(dtype=NVFP4, group_size=16).group_width(60)
 
 
 @pytest.mark.parametrize(
