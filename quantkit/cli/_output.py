@@ -121,7 +121,10 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QuantkitError):
         return error.exit_code, _one_line(str(error))
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; `quantkit quantize` goes on where it stopped when it is given again"
+        return (
+            INTERRUPTED,
+            "interrupted; quantize and search go on where they stopped when the same command is given again",
+        )
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

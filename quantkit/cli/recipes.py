@@ -37,7 +37,7 @@ def list_recipes(output_to: Output) -> None:
     output_to.result(
         lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in found.items()]},
         lambda: _table(found),
-        lambda: "next: quantkit recipes show NAME",
+        lambda: "what each is for: quantkit recipes show NAME",
     )
 
 
@@ -78,8 +78,7 @@ def _table(found: dict[str, Recipe]) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("recipe", "weights", "activations", "steps"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("description")
+        table.add_column(title, overflow="fold")
     for name, recipe in found.items():
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
@@ -87,13 +86,8 @@ def _table(found: dict[str, Recipe]) -> Table:
         weights = "as they are" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
-        table.add_row(name, weights, activations, steps, _first_sentence(recipe.description))
+        table.add_row(name, weights, activations, steps)
     return table
-
-
-def _first_sentence(text: str) -> str:
-    head, separator, _ = text.partition(". ")
-    return head + separator.strip()
 
 
 COMMAND = recipes

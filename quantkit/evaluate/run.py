@@ -20,7 +20,7 @@ from quantkit.evaluate.tasks import TaskSource, check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 from quantkit.runtime.llm import LLM
 
-EXTRA = "lm-eval is not installed; tasks need it: pip install 'quantkit[eval]'"
+EXTRA = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

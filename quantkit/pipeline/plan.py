@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import reduce
@@ -19,7 +20,7 @@ from quantkit.checkpoint.source import resolve
 from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.pipeline.kv_cache import check_cache
 from quantkit.pipeline.loaders import check_loaders
 from quantkit.pipeline.model import find_model
@@ -263,9 +264,20 @@ def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
             try:
                 format_.check(scheme, shapes[name])
             except SchemeError as error:
-                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}") from None
+                hint = _common_group(skeleton, layers, scheme.weight)
+                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}{hint}") from None
             checked.add((scheme, shapes[name]))
     format_.config({f"{skeleton.layer_name(i)}.{n}": s for i, ss in enumerate(layers) for n, s in ss.items()}, ())
+
+
+def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], asked: WeightScheme) -> str:
+    """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
+    widths = {skeleton.linear_shapes(i)[name][1] for i, schemes in enumerate(layers) for name in schemes}
+    common, size = math.gcd(*widths), asked.group_size
+    if size is None or asked.block_rows > 1 or asked.dtype.kind == "float" or common % size == 0:
+        return ""
+    fitting = min((d for d in range(1, common + 1) if common % d == 0), key=lambda d: abs(d - size))
+    return f"; for all linears: --set weights.group_size={fitting}"
 
 
 def _check_steps(recipe: Recipe, format_: Format) -> None:

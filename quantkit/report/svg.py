@@ -60,7 +60,7 @@ STYLE: dict[str, Any] = {
     "savefig.facecolor": "none",
     "figure.constrained_layout.use": True,
 }
-INSTALL = "pip install 'quantkit[eval]'"
+INSTALL = "pip install '.[eval]' in quantkit's folder"
 
 
 def new_figure(width: float = 5.2, height: float = 3.2, *, rows: int = 1) -> tuple[Figure, Any]:
