@@ -276,7 +276,8 @@ def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
     common, size = math.gcd(*widths), asked.group_size
     if size is None or asked.block_rows > 1 or asked.dtype.kind == "float" or common % size == 0:
         return ""
-    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
+    wanted: int = size
+    _, fitting = min((abs(d - wanted), d) for d in range(1, common + 1) if common % d == 0)
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
