@@ -274,10 +274,9 @@ def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
     """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
     widths = {skeleton.linear_shapes(i)[name][1] for i, schemes in enumerate(layers) for name in schemes}
     common, size = math.gcd(*widths), asked.group_size
-    if size is None or asked.block_rows > 1 or asked.dtype.kind == "float" or common % size == 0:
+    if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
         return ""
-    wanted: int = size
-    _, fitting = min((abs(d - wanted), d) for d in range(1, common + 1) if common % d == 0)
+    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
