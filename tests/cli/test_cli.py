@@ -340,6 +340,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(tmp_path
 import os, signal
 from quantkit.cli import main
 from quantkit.cli._progress import Progressing
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 Progressing.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
 main({["quantize", *options]})
 """

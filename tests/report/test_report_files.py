@@ -176,7 +176,7 @@ def test_all_files_are_written_and_nothing_half(report, tmp_path):
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_the_extra_everything_but_the_page_is_written(report, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ReportError, match=rf"needs {package}, which is not installed; pip install 'quantkit\[eval\]'"):
+    with pytest.raises(ReportError, match=rf"needs {package}, which is not installed; pip install '\.\[eval\]'"):
         write_report(report, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "junit.xml", "report.json"]
     assert "html" not in write_report(report, tmp_path, html=False)
