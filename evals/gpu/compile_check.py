@@ -1,10 +1,14 @@
 """Compile every kernel that quantkit launches, for every chip generation, on a machine without a GPU.
 
-    python evals/gpu/compile_check.py [--write docs/kernels-resources.md] [--targets 80 90]
+    python evals/gpu/compile_check.py [--write] [--targets 80 90] [--kernel norm] [--jobs 2]
+    python evals/gpu/compile_check.py --check
 
 What is compiled is what the Python functions launch: they run on tensors without memory, and each launch is recorded
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
-have, on an error of the compiler, and on a kernel of the package that nothing here launches.
+have, on an error of the compiler, and on a kernel of the package that nothing here launches. What has been compiled
+before (`evals/results/compile/kernels.json`) is not compiled again unless its source, types, constants or options have
+changed; `--write` keeps what is new, drops what nothing launches any more, and writes `docs/kernels-resources.md`.
+`--check` compiles nothing: it says what the file lacks, what it has too much, and what in it cannot be shipped.
 """
 
 from __future__ import annotations
@@ -13,21 +17,15 @@ import argparse
 import importlib
 import os
 import pkgutil
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from recorder import Launch, Recorder
+from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, table
 from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.triton as kernels
@@ -35,73 +33,20 @@ from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
 from quantkit.kernels.triton.layout import PackedWeight
+from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
+from quantkit.numerics.scheme import KVScheme
 
-# Shared memory that one block may ask for, KiB: CUDA C++ Programming Guide, table of compute capabilities.
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
-# The assembler puts a few registers aside to fit one more block on a processor; more than that is a kernel too large.
-MOST_SPILLS = 8
 PROCESSORS = 132
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
+DTYPES = ("bfloat16", "float16")
+# Channels of a head, of the models that there are; any number up to 256 runs.
+HEAD_DIMS = (128, 64, 80, 96, 112, 192, 256)
+KV_TYPES = {name: kv_scheme(name) for name in ("auto", "fp8", "int8", "int4")}
+# Rarer ones, which a checkpoint can ask for; compiled for heads of 128 channels.
+RARE_KV_TYPES = {
+    "fp8 per token": KVScheme(key=FP8_TOKEN, value=FP8_TOKEN),
+    "int4 per token": KVScheme(key=INT4_TOKEN, value=INT4_TOKEN),
+    "int8 and int4": KVScheme(key=INT8_TOKEN, value=INT4_TOKEN),
 }
-
-
-@dataclass
-class Launch:
-    """One recorded launch."""
-
-    kernel: JITFunction[Any]
-    label: str
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-    options: dict[str, int]
-
-    @property
-    def key(self) -> str:
-        """The same for launches that compile to the same code."""
-        return repr((self.kernel.__name__, self.signature, self.constants, self.attributes, self.options))
-
-
-@dataclass
-class Recorder:
-    """Stands in for the launcher of every kernel."""
-
-    label: str = ""
-    launches: dict[str, Launch] = field(default_factory=dict)
-
-    def record(self, kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        """Keep a launch instead of making it."""
-        given = dict(zip(kernel.arg_names, values, strict=False))
-        options = {key: named.pop(key) for key in ("num_warps", "num_stages") if key in named}
-        given |= named
-        launch = Launch(kernel, self.label, {}, {}, {}, options)
-        for index, name in enumerate(kernel.arg_names):
-            constant = kernel.params[index].is_constexpr
-            launch.signature[name] = _sign(given[name], (index,), constant, launch)
-        self.launches.setdefault(launch.key, launch)
-
-
-def _sign(value: Any, path: tuple[int, ...], constant: bool, launch: Launch) -> Any:
-    """The type of an argument as the compiler wants it; what Triton would specialize on is noted in the launch."""
-    if isinstance(value, tuple):
-        return tuple(_sign(item, (*path, index), constant, launch) for index, item in enumerate(value))
-    if constant or value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
-        launch.constants[path] = value
-        return "constexpr"
-    if isinstance(value, float):
-        return "fp32"
-    aligned = True if isinstance(value, torch.Tensor) else value % 16 == 0
-    if aligned:
-        launch.attributes[path] = [["tt.divisibility", 16]]
-    return f"*{_TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -160,32 +105,39 @@ def _batch(count: int) -> ForwardBatch:
 
 
 def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
-    """Paged decode and the store: KV types, head widths, options."""
-    from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill
-
+    """Paged decode, chunks and the store: KV types, head widths, options."""
     plain = AttentionOptions(scale=0.1)
     every = AttentionOptions(scale=0.1, window=512, softcap=30.0, sinks=meta(32, dtype=torch.float32))
-    for kind in ("auto", "fp8", "int8", "int4"):
-        for dim in (64, 80, 128, 256):
-            layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=kv_scheme(kind))
-            tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
-            views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
-            query, key, value = (meta(32, heads, dim, dtype=dtype) for heads in (32, 8, 8))
-            for options in (plain, every) if dim == 128 else (plain,):
-                for count in (1, 32) if dim == 128 else (32,):
-                    recorder.label = f"{kind} KV, {dim} channels, batch {count}"
-                    recorder.label += ", window, softcap, sinks" if options is every else ""
-                    out = meta(count, 32, dim, dtype=dtype)
-                    paged_decode.attend(query[:count], key[:count], value[:count], views, _batch(count), options, out)
-                out = meta(32, 32, dim, dtype=dtype)
-                chunks = replace(_batch(32), query_lengths=(512,) * 32)
-                recorder.label = f"{kind} KV, {dim} channels, chunks"
-                recorder.label += ", window, softcap, sinks" if options is every else ""
-                paged_prefill.attend(query, key, value, views, chunks, options, out)
-            recorder.label = f"{kind} KV, {dim} channels"
-            kv_store.store(key, value, views, _batch(32))
-            if tail is not None:
-                kv_store.store_tail(key, views, _batch(32))
+    for dim in HEAD_DIMS:
+        for kind, scheme in (KV_TYPES | RARE_KV_TYPES if dim == 128 else KV_TYPES).items():
+            usual = dim == 128 and kind in KV_TYPES
+            for count in (1, 32) if usual else (32,):
+                _launch_layer(recorder, f"{kind} KV, {dim} channels", scheme, dim, count, plain, dtype)
+            if usual:
+                _launch_layer(recorder, f"{kind} KV, {dim} channels, window, cap, sinks", scheme, dim, 32, every, dtype)
+
+
+def _launch_layer(
+    recorder: Recorder, label: str, scheme: KVScheme | None, dim: int, count: int, options: AttentionOptions,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
+    from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill
+
+    layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
+    tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
+    views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
+    query, key, value = (meta(count, heads, dim, dtype=dtype) for heads in (32, 8, 8))
+    out = meta(count, 32, dim, dtype=dtype)
+    recorder.label = f"{label}, batch {count}"
+    paged_decode.attend(query, key, value, views, _batch(count), options, out)
+    recorder.label = f"{label}, chunks"
+    chunks = replace(_batch(count), query_lengths=(512,) * count)
+    paged_prefill.attend(query, key, value, views, chunks, options, out)
+    recorder.label = label
+    kv_store.store(key, value, views, _batch(count))
+    if tail is not None:
+        kv_store.store_tail(key, views, _batch(count))
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -221,6 +173,7 @@ def record(chip: int, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.flo
             module.capability = lambda device: chip
     try:
         for dtype in dtypes:
+            recorder.suffix = ", fp16" if dtype == torch.float16 else ", bf16"
             for work in (launch_linears, launch_attention, launch_small):
                 work(recorder, dtype)
     finally:
@@ -244,110 +197,86 @@ def unlaunched(launches: Iterable[Launch]) -> set[str]:
     return found - {launch.kernel.__name__ for launch in launches}
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What one compiled kernel needs."""
-
-    kernel: str
-    label: str
-    target: int
-    registers: int
-    shared: int
-    spills: int
-    error: str = ""
-
-    @property
-    def problem(self) -> str:
-        """Why this cannot be shipped; empty if it can."""
-        if self.error:
-            return self.error
-        if self.spills > MOST_SPILLS:
-            return f"{self.spills} stores of spilled registers"
-        limit = SHARED_KIB[self.target] * 1024
-        return f"{self.shared} bytes of shared memory, {limit} at most" if self.shared > limit else ""
+def everything(
+    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES
+) -> dict[tuple[str, int], Launch]:
+    """All launches by key and chip."""
+    kinds = [getattr(torch, name) for name in dtypes]
+    return {(launch.key, target): launch for target in targets for launch in record(target, kinds)}
 
 
-def compile_one(launch: Launch, target: int) -> Resources:
-    """Compile for a chip and read what the assembler says."""
-    name = launch.kernel.__name__
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    try:
-        done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
-    except Exception as error:  # compilers raise whatever they like
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return Resources(name, launch.label, target, 0, 0, 0, f"{type(error).__name__}: {lines[-1][:160]}")
-    registers, spills = _usage(done.asm["cubin"])
-    return Resources(name, launch.label, target, registers, done.metadata.shared, spills)
+def _compile(wanted: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
+    """Compile what is wanted; what has no problem is kept, every now and then also on disk."""
+    found: list[Resources] = []
+    for launch, item in compile_all(wanted, arguments.jobs):
+        found.append(item)
+        if not item.problem:
+            store.found[launch.key, item.target] = item
+        if item.problem or arguments.verbose:
+            print(item, item.problem, flush=True)
+        if arguments.write and len(found) % 20 == 0:
+            store.write()
+            print(f"{len(found)} of {len(wanted)}", flush=True)
+    return found
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and how many instructions put one into memory."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = _cuobjdump("-res-usage", file.name)
-        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-        # A stack may be there for other reasons; a spill is a store to it.
-        spills = len(re.findall(r"\bSTL\b", _cuobjdump("-sass", file.name))) if numbers.get("STACK") else 0
-    return numbers.get("REG", 0), spills
-
-
-def _cuobjdump(*arguments: str) -> str:
-    """Output of the disassembler that comes with Triton."""
-    command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def table(found: list[Resources]) -> str:
-    """A page: for each kernel and chip the most that any variant needs."""
-    lines = [
-        "# What the GPU kernels need",
-        "",
-        "Made by `python evals/gpu/compile_check.py --write docs/kernels-resources.md`, with Triton's own compiler and",
-        f"assembler (triton {triton.__version__}); nothing here was run. Per kernel and chip: variants compiled, most",
-        "registers of a thread, most shared memory of a block, most stores of spilled registers.",
-        "",
-        "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
-        "|---|" + "---|" * len(SHARED_KIB),
+def differences(launches: dict[tuple[str, int], Launch], store: Store) -> list[str]:
+    """What is wrong with what is known of all launches, one line each; empty if nothing is."""
+    new = {at: launch for at, launch in launches.items() if at not in store.found}
+    stale = [item for at, item in store.found.items() if at not in launches]
+    said = [f"{launch.name} for sm_{at[1]}, {launch.label}: not compiled" for at, launch in new.items()]
+    said += [f"{item.kernel} for sm_{item.target}, {item.label}: nothing launches it" for item in stale]
+    said += [
+        f"{item.kernel} for sm_{item.target}, {item.label}: {item.problem}"
+        for item in store.found.values()
+        if item.problem
     ]
-    for name in sorted({item.kernel for item in found}):
-        cells = []
-        for target in SHARED_KIB:
-            rows = [item for item in found if item.kernel == name and item.target == target]
-            most, shared, spills = (
-                max((getattr(row, key) for row in rows), default=0) for key in ("registers", "shared", "spills")
-            )
-            text = f"{len(rows)}: {most} regs, {shared / 1024:.1f} KiB" + (f", {spills} spilled" if spills else "")
-            cells.append(text if rows else "-")
-        lines.append(f"| `{name.strip('_')}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    said += [f"{name}: in the package, but nothing here launches it" for name in unlaunched(launches.values())]
+    if not PAGE.exists() or PAGE.read_text() != table(store):
+        said.append(f"{PAGE.relative_to(ROOT)}: not what {STORE.relative_to(ROOT)} gives")
+    return said
+
+
+def _check() -> None:
+    said = differences(everything(), Store.read())
+    for line in said[:40]:
+        print(line)
+    print(f"{len(said)} differences" + ("; python evals/gpu/compile_check.py --write" if said else ""))
+    sys.exit(bool(said))
 
 
 def main() -> None:
-    """Compile, print what is wrong, write the table."""
+    """Compile what is not known, print what is wrong, write file and page."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", action="store_true", help=f"keep what is found in {STORE.name} and {PAGE.name}")
+    parser.add_argument("--all", action="store_true", help="compile also what is known")
     parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_KIB))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
-    parser.add_argument("--kernel", help="only kernels whose name has this in it")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--kernel", default="", help="only kernels whose name has this in it")
+    parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--check", action="store_true", help="compare what is launched with what is known")
     arguments = parser.parse_args()
-    found, missing = [], set()
-    for target in arguments.targets:
-        launches = record(target, [getattr(torch, name) for name in arguments.dtypes])
-        missing |= unlaunched(launches)
-        for launch in launches:
-            if arguments.kernel and arguments.kernel not in launch.kernel.__name__:
-                continue
-            found.append(compile_one(launch, target))
-            if found[-1].problem or arguments.verbose:
-                print(found[-1], found[-1].problem, flush=True)
-    wrong = [item for item in found if item.problem]
-    for name in sorted(missing):
+    if arguments.check:
+        _check()
+    launches = everything(arguments.targets, arguments.dtypes)
+    missing = sorted(unlaunched(launches.values()))
+    store = Store.read()
+    if arguments.all or store.triton != Store().triton:
+        store = Store()
+    wanted = {at: launch for at, launch in launches.items() if arguments.kernel in launch.name}
+    new = [(launch, target) for (key, target), launch in wanted.items() if (key, target) not in store.found]
+    print(f"{len(wanted)} launches, {len(wanted) - len(new)} known, {len(new)} to compile", flush=True)
+    wrong = [item for item in _compile(new, store, arguments) if item.problem]
+    for name in missing:
         print(f"{name} is in the package, but nothing here launches it")
-    if arguments.write and not wrong and not missing:
-        arguments.write.write_text(table(found))
-    print(f"{len(found)} compiled, {len(wrong)} with a problem, {len(missing)} kernels unchecked")
+    if arguments.write:
+        every = everything()
+        store.found = {at: item for at, item in store.found.items() if at in every}
+        store.write()
+        PAGE.write_text(table(store))
+        print(f"{len(store.found)} of {len(every)} known")
+    print(f"{len(new)} compiled, {len(wrong)} with a problem, {len(missing)} kernels unchecked")
     sys.exit(bool(wrong or missing))
 
 

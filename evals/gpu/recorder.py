@@ -1,0 +1,155 @@
+"""Launches of quantkit's kernels, recorded instead of made, and the key under which their compiled form is known.
+
+A key says what is compiled: the source of a kernel and of all device functions it calls, the types of its arguments,
+its constants, what Triton may assume of numbers, warps and stages. Comments, docstrings, line numbers, paths and
+versions are not in it, so it only changes where the machine code may.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+_KEYS: dict[Any, str] = {}
+
+
+@dataclass
+class Launch:
+    """One recorded launch."""
+
+    kernel: JITFunction[Any]
+    label: str
+    signature: dict[str, Any] = field(default_factory=dict)
+    constants: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    attributes: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    options: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return str(self.kernel.__name__)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for launches that compile to the same code."""
+        said = (
+            source_key(self.kernel),
+            list(self.signature.items()),
+            sorted((path, repr(value)) for path, value in self.constants.items()),
+            sorted(self.attributes.items()),
+            sorted(self.options.items()),
+        )
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Recorder:
+    """Stands in for the launcher of every kernel."""
+
+    label: str = ""
+    suffix: str = ""
+    launches: dict[str, Launch] = field(default_factory=dict)
+
+    def record(self, kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+        """Keep a launch instead of making it."""
+        given = dict(zip(kernel.arg_names, values, strict=False))
+        launch = Launch(kernel, self.label + self.suffix)
+        launch.options = {key: named.pop(key) for key in _OPTIONS if key in named}
+        given |= named
+        for index, name in enumerate(kernel.arg_names):
+            constant = kernel.params[index].is_constexpr
+            value = given[name] if name in given else kernel.params[index].default
+            launch.signature[name] = _sign(value, (index,), constant, launch)
+        self.launches.setdefault(launch.key, launch)
+
+
+def _sign(value: Any, path: tuple[int, ...], constant: bool, launch: Launch) -> Any:
+    """The type of an argument as the compiler wants it; what Triton would specialize on is noted in the launch."""
+    if isinstance(value, tuple) and not constant:
+        return tuple(_sign(item, (*path, index), constant, launch) for index, item in enumerate(value))
+    if constant or value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        launch.constants[path] = value
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    aligned = True if isinstance(value, torch.Tensor) else value % 16 == 0
+    if aligned:
+        launch.attributes[path] = [["tt.divisibility", 16]]
+    return f"*{_TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
+
+
+def source_key(kernel: JITFunction[Any]) -> str:
+    """Hash of a kernel's source with that of the device functions and constants it names."""
+    if kernel not in _KEYS:
+        found: dict[str, str] = {}
+        _collect(kernel, found)
+        _KEYS[kernel] = hashlib.sha256(
+            "\n".join(f"{name}\n{found[name]}" for name in sorted(found)).encode()
+        ).hexdigest()
+    return _KEYS[kernel]
+
+
+def _collect(kernel: JITFunction[Any], found: dict[str, str]) -> None:
+    function = kernel.fn
+    own = f"{function.__module__}.{function.__qualname__}"
+    if own in found:
+        return
+    source = textwrap.dedent(inspect.getsource(function))
+    found[own] = _tokens(source)
+    for name, value in _named(ast.parse(source), function.__globals__):
+        if isinstance(value, JITFunction):
+            _collect(value, found)
+        elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
+            found[f"{own}.{name}"] = repr(value)
+
+
+def _named(tree: ast.AST, known: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the names in a function stand for, also those behind a module's name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in known:
+            found.append((node.id, known[node.id]))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = known.get(node.value.id)
+            if isinstance(module, ModuleType) and not module.__name__.startswith("triton"):
+                found.append((f"{node.value.id}.{node.attr}", getattr(module, node.attr, None)))
+    return found
+
+
+def _tokens(source: str) -> str:
+    """Source from `def` on without comments, docstring and blank lines."""
+    kept, words = [], tokenize.generate_tokens(io.StringIO(source[source.index("def ") :]).readline)
+    previous = tokenize.INDENT
+    for word in words:
+        if word.type in _LAYOUT:
+            continue
+        if word.type == tokenize.STRING and previous == tokenize.INDENT:
+            previous = tokenize.STRING
+            continue
+        previous = word.type
+        kept.append({tokenize.INDENT: ">", tokenize.DEDENT: "<", tokenize.NEWLINE: ";"}.get(word.type, word.string))
+    return " ".join(kept)

@@ -1,0 +1,173 @@
+"""What compiled kernels need: compile a recorded launch, keep what the assembler says as JSON, print it as a page.
+
+The JSON has one entry per key (see `recorder`), with registers of a thread, bytes of shared memory of a block and
+stores of spilled registers for each chip. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import triton
+from recorder import Launch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = ROOT / "evals/results/compile/kernels.json"
+PAGE = ROOT / "docs/kernels-resources.md"
+# Shared memory that one block may ask for, KiB: CUDA C++ Programming Guide, table of compute capabilities.
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+# The assembler puts a few registers aside to fit one more block on a processor; more than that is a kernel too large.
+MOST_SPILLS = 8
+_WORK: list[tuple[Launch, int]] = []
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs on one chip."""
+
+    kernel: str
+    label: str
+    target: int
+    registers: int
+    shared: int
+    spills: int
+    error: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why this cannot be shipped; empty if it can."""
+        if self.error:
+            return self.error
+        if self.spills > MOST_SPILLS:
+            return f"{self.spills} stores of spilled registers"
+        limit = SHARED_KIB[self.target] * 1024
+        return f"{self.shared} bytes of shared memory, {limit} at most" if self.shared > limit else ""
+
+
+@dataclass
+class Store:
+    """What is known of compiled kernels.
+
+    Args:
+        triton: version of the compiler; what another has said is not kept.
+        found: by key and chip.
+    """
+
+    triton: str = triton.__version__
+    found: dict[tuple[str, int], Resources] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = STORE) -> Store:
+        """What a file holds; nothing where there is none."""
+        if not path.exists():
+            return cls()
+        data = json.loads(path.read_text())
+        found = {
+            (key, int(chip)): Resources(entry["kernel"], entry["label"], int(chip), *numbers)
+            for key, entry in data["kernels"].items()
+            for chip, numbers in entry["chips"].items()
+        }
+        return cls(data["triton"], found)
+
+    def write(self, path: Path = STORE) -> None:
+        """One line per entry, sorted, so that changes show."""
+        entries: dict[str, dict[str, object]] = {}
+        for (key, chip), item in sorted(self.found.items(), key=lambda pair: (pair[1].kernel, pair[1].label, pair[0])):
+            entry = entries.setdefault(key, {"kernel": item.kernel, "label": item.label, "chips": {}})
+            entry["chips"][str(chip)] = [item.registers, item.shared, item.spills]  # type: ignore[index]
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            f'{{\n "made_by": "python evals/gpu/compile_check.py --write",\n "triton": "{self.triton}",\n'
+            f' "numbers": "registers of a thread, bytes of shared memory of a block, stores of spilled registers",\n'
+            f' "kernels": {{\n{lines}\n }}\n}}\n'
+        )
+
+
+def compile_one(launch: Launch, target: int) -> Resources:
+    """Compile for a chip and read what the assembler says."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    try:
+        done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+    except Exception as error:  # compilers raise whatever they like
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        return Resources(launch.name, launch.label, target, 0, 0, 0, f"{type(error).__name__}: {lines[-1][:160]}")
+    registers, spills = _usage(done.asm["cubin"])
+    return Resources(launch.name, launch.label, target, registers, done.metadata.shared, spills)
+
+
+def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple[Launch, Resources]]:
+    """Compile for chips, in several processes; in no order."""
+    _WORK[:] = work
+    if jobs == 1 or len(work) < 2:
+        for index in range(len(work)):
+            yield work[index][0], _compile_number(index)[1]
+        return
+    # Forked, so that what has been recorded is there.
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for index, found in pool.imap_unordered(_compile_number, range(len(work))):
+            yield work[index][0], found
+
+
+def _compile_number(index: int) -> tuple[int, Resources]:
+    return index, compile_one(*_WORK[index])
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and how many instructions put one into memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = _cuobjdump("-res-usage", file.name)
+        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        # A stack may be there for other reasons; a spill is a store to it.
+        spills = len(re.findall(r"\bSTL\b", _cuobjdump("-sass", file.name))) if numbers.get("STACK") else 0
+    return numbers.get("REG", 0), spills
+
+
+def _cuobjdump(*arguments: str) -> str:
+    """Output of the disassembler that comes with Triton."""
+    command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def table(store: Store) -> str:
+    """A page: for each kernel and chip the most that any variant needs."""
+    found = list(store.found.values())
+    lines = [
+        "# What the GPU kernels need",
+        "",
+        "Made by `python evals/gpu/compile_check.py --write` out of `evals/results/compile/kernels.json`, which has",
+        f"each variant; compiled with Triton's own compiler and assembler (triton {store.triton}), nothing was run.",
+        "Per kernel and chip: variants, most registers of a thread, most shared memory of a block, most stores of",
+        "spilled registers. A test holds file and page to the kernels: a changed kernel has to be compiled anew.",
+        "",
+        "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
+        "|---|" + "---|" * len(SHARED_KIB),
+    ]
+    for name in sorted({item.kernel for item in found}):
+        cells = []
+        for target in SHARED_KIB:
+            rows = [item for item in found if item.kernel == name and item.target == target]
+            most, shared, spills = (
+                max((getattr(row, key) for row in rows), default=0) for key in ("registers", "shared", "spills")
+            )
+            text = f"{len(rows)}: {most} regs, {shared / 1024:.1f} KiB" + (f", {spills} spilled" if spills else "")
+            cells.append(text if rows else "-")
+        lines.append(f"| `{name.strip('_')}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def default_jobs() -> int:
+    """Processes that compile at once."""
+    return max(1, min(16, len(os.sched_getaffinity(0))))
