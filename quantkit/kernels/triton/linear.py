@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.triton import layout, w4a16
+from quantkit.kernels.triton import configs, layout, w4a16
+from quantkit.kernels.triton.choices import Vendor
 from quantkit.numerics.tensor import QuantizedTensor
 
 
@@ -32,8 +33,6 @@ class PackedLinear:
         self._packed = layout.pack(weight, device)
         self._bias = None if bias is None else bias.to(device, dtype)
         self._dtype = dtype
-        # The 16 fields of an INT2 word do not fit the registers of a tile.
-        self._most_rows = w4a16.ROW_LIMIT if self._packed.bits == 2 else w4a16.TILE_LIMIT
         self.stored_bytes = self._packed.num_bytes + (0 if self._bias is None else self._bias.nbytes)
         self.description = f"{weight.scheme.describe()} (Triton)"
 
@@ -42,6 +41,6 @@ class PackedLinear:
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
         inputs = x.to(self._dtype).contiguous()
-        if len(x) <= self._most_rows:
+        if not isinstance(configs.product(self._packed, len(x), x.device), Vendor):
             return w4a16.multiply(inputs, self._packed, self._bias).to(x.dtype)
         return functional.linear(inputs, w4a16.decode(self._packed, self._dtype), self._bias).to(x.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import capability, pages, power_of_two
+from quantkit.kernels.triton import capability, configs, pages, power_of_two
 
 
 @triton.jit
@@ -313,8 +313,8 @@ def attend(
     """
     layout, count = views.layout, len(batch.query_lengths)
     heads, group = layout.num_heads, query.shape[1] // layout.num_heads
-    tile, warps = pages.tile_of(views)
-    parts = pages.num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, tile, query.device)
+    choice = configs.decode(views, count, query.shape[1], query.device)
+    parts = pages.num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, choice, query.device)
     part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
     part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
     native = capability(query.device) >= pages.FP8_CAPABILITY
@@ -335,7 +335,7 @@ def attend(
         HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
         GROUP=group, ROWS=max(16, power_of_two(group)),
         K_WIDTH=k_width, K_BLOCK=pages.block(k_width), V_WIDTH=v_width, V_BLOCK=pages.block(v_width),
-        PAGE=layout.page_size, TILE=tile, num_warps=warps, num_stages=2,
+        PAGE=layout.page_size, TILE=choice.tile, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     _merge_kernel[(query.shape[1], count)](
         part_out, part_sums, options.sinks, out, batch.query_starts, out.stride(0),

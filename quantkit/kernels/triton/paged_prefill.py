@@ -18,11 +18,8 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import capability, pages, power_of_two
+from quantkit.kernels.triton import capability, configs, pages, power_of_two
 from quantkit.kernels.triton.paged_decode import _load_query, _place, _score, _scores, _tail_scores, _weigh
-from quantkit.numerics.dtype import INT4
-
-_ROWS = 64
 
 
 @triton.jit
@@ -210,12 +207,8 @@ def attend(
     layout = views.layout
     group = query.shape[1] // layout.num_heads
     lanes = power_of_two(group)
-    widest = max(layout.head_dim, layout.value_width)
-    # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
-    halved = INT4 in (layout.scheme.key.dtype, layout.scheme.value.dtype)
-    crowded = widest > 128 if layout.is_quantized and not halved else widest > 64 and halved
-    rows = max(_ROWS // 2 if crowded else _ROWS, lanes)
-    tile, warps = pages.tile_of(views)[0], 8 if widest > 64 else 4
+    choice = configs.prefill(views, query.shape[1], query.device)
+    rows = max(choice.rows, lanes)
     native = capability(query.device) >= pages.FP8_CAPABILITY
     k_width, v_width = pages.width(views.key, layout.head_dim), pages.width(views.value, layout.value_width)
     tail = views.key_tail
@@ -235,5 +228,5 @@ def attend(
         HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
         HAS_SINKS=options.sinks is not None, GROUP=group, LANES=lanes, ROWS=rows,
         K_WIDTH=k_width, K_BLOCK=pages.block(k_width), V_WIDTH=v_width, V_BLOCK=pages.block(v_width),
-        PAGE=layout.page_size, TILE=tile, num_warps=warps, num_stages=2,
+        PAGE=layout.page_size, TILE=choice.tile, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

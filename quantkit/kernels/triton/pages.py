@@ -10,8 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from quantkit.kernels.layouts import KVViews, PagedArray
+from quantkit.kernels.layouts import PagedArray
 from quantkit.kernels.triton import num_processors, power_of_two
+from quantkit.kernels.triton.choices import Decode
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
 PLAIN, E4M3, BYTE, NIBBLE = range(4)
@@ -22,8 +23,6 @@ GRANULARITIES = {"tensor": FIXED, "head": FIXED, "token": TOKEN, "channel": CHAN
 FP8_CAPABILITY = 89
 """From which on a chip converts e4m3 itself."""
 
-_MAX_PARTS = 64
-_LEAST_TILES = 4
 _BY_HAND = 256.0  # what e4m3 decoded by hand is too small by
 
 
@@ -63,13 +62,8 @@ def strides(array: PagedArray) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return array.codes.stride()[:3], (0, 0) if array.scale is None else array.scale.stride()[:2]
 
 
-def tile_of(views: KVViews) -> tuple[int, int]:
-    """Tokens of a tile, and warps: what the registers hold."""
-    wide = max(views.layout.head_dim, views.layout.value_width) > 128
-    return min(views.layout.page_size, 32 if wide else 64), 8 if wide else 4
-
-
-def num_parts(programs: int, tokens: int, tile: int, device: torch.device) -> int:
+def num_parts(programs: int, tokens: int, choice: Decode, device: torch.device) -> int:
     """Parts of a sequence, so that the chip is full and a part has some tiles; a power of two."""
-    wanted = -(-2 * num_processors(device) // programs)
-    return min(power_of_two(wanted), power_of_two(-(-tokens // (_LEAST_TILES * tile))), _MAX_PARTS)
+    wanted = -(-choice.programs * num_processors(device) // programs)
+    filled = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
+    return min(power_of_two(wanted), filled, choice.most_parts)

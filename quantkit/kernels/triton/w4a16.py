@@ -20,20 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.triton import capability, num_processors, power_of_two
+from quantkit.kernels.triton import capability, configs, num_processors, power_of_two
+from quantkit.kernels.triton.choices import Rows, Vendor, default_tile
 from quantkit.kernels.triton.layout import PackedWeight
-
-ROW_LIMIT = 4
-"""Rows up to which each is multiplied on its own."""
-
-TILE_LIMIT = 64
-"""Rows up to which the weight is decoded inside the product."""
-
-TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 8, 2)}
-"""By rows of a tile: its outputs, its warps, and the loads under way at once. Guesses until a GPU has been had."""
-
-HOPPER_TILES = {**TILES, 64: (64, 8, 2)}
-"""The same where the tensor cores take 64 rows at a time."""
 
 _PARTS = 64
 _MOST_TILES = 1 << 14  # of a product in parts: one with more fills any chip without
@@ -252,13 +241,13 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
         (M, N), dtype of x; float32 sums, rounded once.
     """
     (count, width), outputs = x.shape, weight.shape[0]
-    by_row = count <= ROW_LIMIT
-    tiles_by_rows = HOPPER_TILES if capability(x.device) >= 90 else TILES
-    block_m = next((size for size in tiles_by_rows if count <= size), TILE_LIMIT)
-    block_n = (8 if weight.bits == 2 else 16) if by_row else tiles_by_rows[block_m][0]
-    tiles = -(-outputs // block_n) * (1 if by_row else -(-count // block_m))
-    programs = (8 if by_row else 2) * num_processors(x.device)
-    parts = num_parts(tiles, weight.num_blocks, min(programs, _MOST_TILES))
+    choice = configs.product(weight, count, x.device)
+    if isinstance(choice, Vendor):  # who asks for a product here has no other
+        choice = default_tile(count, capability(x.device))
+    block_n = choice.block_n
+    row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
+    tiles = -(-outputs // block_n) * row_tiles
+    parts = num_parts(tiles, weight.num_blocks, min(choice.programs * num_processors(x.device), _MOST_TILES))
     out = x.new_empty(count, outputs)
     partial, counters = None, None
     if parts > 1:
@@ -278,12 +267,11 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
     }
     sizes = (count, outputs, width, weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
     tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters, *sizes)
-    if by_row:
-        _rows_kernel[(-(-outputs // block_n), parts)](*tensors, ROWS=power_of_two(count), num_warps=4, **shared)
+    grid, options = (-(-outputs // block_n), parts), {"num_warps": choice.warps, "num_stages": choice.stages}
+    if isinstance(choice, Rows):
+        _rows_kernel[grid](*tensors, ROWS=power_of_two(count), **options, **shared)
     else:
-        grid = (-(-outputs // block_n), parts, -(-count // block_m))
-        _, warps, stages = tiles_by_rows[block_m]
-        _tile_kernel[grid](*tensors, BLOCK_M=block_m, num_warps=warps, num_stages=stages, **shared)
+        _tile_kernel[(*grid, row_tiles)](*tensors, BLOCK_M=choice.block_m, **options, **shared)
     return out
 
 

@@ -14,8 +14,8 @@ import torch
 from quantkit.kernels import ops, reference
 from quantkit.kernels._torch_linear import quantize_tokens
 from quantkit.kernels.attention import TorchAttention
+from quantkit.kernels.triton import choices, norms, w4a16, w8a8
 from quantkit.kernels.triton import linear as packed_linear
-from quantkit.kernels.triton import norms, w4a16, w8a8
 from quantkit.kernels.triton.attention import TritonAttention, can
 from quantkit.kernels.triton.layout import find_span, natural, pack
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
@@ -96,7 +96,7 @@ def test_numbers_of_parts():
 def test_more_rows_than_tiles_take_the_decoded_weight():
     weight, bias = quantized("int4", 128, False, (24, 512)), torch.randn(24)
     linear = packed_linear.PackedLinear(weight, bias=bias, dtype=torch.float32, device=CPU)
-    x = torch.randn(w4a16.TILE_LIMIT + 1, 512)
+    x = torch.randn(choices.TILE_LIMIT + 1, 512)
     check(linear(x), x, weight.dequantize(), bias.double())
     assert linear(x[:0]).shape == (0, 24)
 

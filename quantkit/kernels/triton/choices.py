@@ -1,0 +1,144 @@
+"""What can be chosen about a kernel without changing what it computes, and what is chosen where nobody has measured.
+
+The values here are guesses until a GPU has been had; they compile for every chip without spilling. Values measured on
+a GPU are data: `tuned` reads and writes them, `configs` finds the one for a launch.
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROW_LIMIT = 4
+"""Rows up to which each is multiplied on its own."""
+
+TILE_LIMIT = 64
+"""Rows up to which the weight is decoded inside the product."""
+
+ROW_BUCKETS = (1, 4, 16, 32, 64, 128, 256)
+"""Numbers of rows that are measured; one between two of them counts as the higher, one above them all is not tuned."""
+
+_HOPPER = 90
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """A product in which each row of inputs is multiplied on its own.
+
+    Args:
+        block_n: outputs of a program.
+        warps, stages: of a program; a stage is a load under way.
+        programs: per multiprocessor, that K is cut for.
+    """
+
+    block_n: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A product on tensor cores that decodes the weight on its way to them.
+
+    Args:
+        block_m, block_n: rows and outputs of a program.
+        warps, stages: of a program.
+        programs: per multiprocessor, that K is cut for.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vendor:
+    """The weight is decoded into memory, and the product is the vendor's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """Attention of one new token per sequence.
+
+    Args:
+        tile: tokens of a tile, a page at most.
+        warps, stages: of a program.
+        programs: per multiprocessor, that sequences are cut for.
+        least_tiles: tiles of a part at least.
+        most_parts: of a sequence.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    least_tiles: int
+    most_parts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill:
+    """Attention of several new tokens per sequence.
+
+    Args:
+        rows: of a program: tokens times the query heads of a key head.
+        tile: keys of a tile, a page at most.
+        warps, stages: of a program.
+    """
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+Product = Rows | Tile | Vendor
+Choice = Rows | Tile | Vendor | Decode | Prefill
+
+_TILES = {
+    16: Tile(block_m=16, block_n=64, warps=4, stages=2, programs=2),
+    32: Tile(block_m=32, block_n=64, warps=4, stages=2, programs=2),
+    64: Tile(block_m=64, block_n=32, warps=8, stages=2, programs=2),
+}
+# Where the tensor cores take 64 rows at a time.
+_HOPPER_TILES = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=8, stages=2, programs=2)}
+
+
+def default_tile(count: int, chip: int) -> Tile:
+    """The tile for this many rows on a chip of this compute capability, whether or not a tile is best."""
+    tiles = _HOPPER_TILES if chip >= _HOPPER else _TILES
+    return tiles[next((size for size in tiles if count <= size), TILE_LIMIT)]
+
+
+def default_product(count: int, bits: int, chip: int) -> Product:
+    """How `count` rows are multiplied with a weight of so many bits."""
+    if count <= ROW_LIMIT:
+        return Rows(block_n=8 if bits == 2 else 16, warps=4, stages=3, programs=8)
+    # The 16 fields of an INT2 word do not fit the registers of a tile.
+    if count > TILE_LIMIT or bits == 2:
+        return Vendor()
+    return default_tile(count, chip)
+
+
+def default_decode(widest: int, page_size: int) -> Decode:
+    """For keys or values of so many channels: what the registers hold."""
+    wide = widest > 128
+    return Decode(
+        tile=min(page_size, 32 if wide else 64),
+        warps=8 if wide else 4,
+        stages=2,
+        programs=2,
+        least_tiles=4,
+        most_parts=64,
+    )
+
+
+def default_prefill(widest: int, page_size: int, quantized: bool, halved: bool) -> Prefill:
+    """For keys or values of so many channels, quantized or not, `halved` if two share a byte."""
+    # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
+    crowded = widest > 128 if quantized and not halved else widest > 64 and halved
+    tile = default_decode(widest, page_size).tile
+    return Prefill(rows=32 if crowded else 64, tile=tile, warps=8 if widest > 64 else 4, stages=2)
