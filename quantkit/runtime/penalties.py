@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.kernels.transfer import send
 from quantkit.runtime.types import Sequence
 
 Array = np.ndarray[Any, Any]
@@ -74,16 +75,18 @@ def apply_penalties(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
     seen = [sequence.history.seen(sequence.drafts[:ahead]) for _, sequence, ahead in chosen if sequence.history]
     sizes = [len(tokens) for tokens, _ in seen]
 
-    def column(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), sizes)).to(logits.device)
-
     params = [sequence.params for _, sequence, _ in chosen]
-    where = torch.from_numpy(np.repeat([row for row, _, _ in chosen], sizes)).to(logits.device)
-    tokens = torch.from_numpy(np.concatenate([tokens for tokens, _ in seen])).to(logits.device)
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in seen])).to(logits.device)
-    repetition = column([p.repetition_penalty for p in params])
+    factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+    where, tokens, counts, table = send(
+        logits.device,
+        np.repeat([row for row, _, _ in chosen], sizes),
+        np.concatenate([tokens for tokens, _ in seen]),
+        np.concatenate([counts for _, counts in seen]),
+        np.repeat(np.array(factors, dtype=np.float32), sizes, axis=0),
+    )
+    repetition, presence, frequency = table.unbind(-1)
     values = logits[where, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= column([p.presence_penalty for p in params]) * (counts > 0)
-    values -= column([p.frequency_penalty for p in params]) * counts
+    values -= presence * (counts > 0)
+    values -= frequency * counts
     return logits.index_put((where, tokens), values)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.transfer import send
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -162,5 +163,6 @@ class RopeTable:
         self._cos, self._sin = self._angles(torch.arange(self._length, device=self.device), 0)
 
     def _angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        angles = positions.float().unsqueeze(1) * frequencies(self.rope, length).to(self.device)  # (T, R/2)
+        (waves,) = send(self.device, frequencies(self.rope, length).numpy())
+        angles = positions.float().unsqueeze(1) * waves  # (T, R/2)
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor

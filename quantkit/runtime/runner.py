@@ -2,7 +2,7 @@
 
 At batch 1 a step of a small model takes a few hundred microseconds, so nothing here is built element by element: the
 numbers are written into arrays that live as long as the engine, and the tensors of a CPU batch are views of them. A
-batch is therefore valid until the next one is built.
+batch is therefore valid until the next one is built. To other devices they go in one copy that nobody waits for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.transfer import send
 from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
 from quantkit.runtime.model import NativeModel
 
@@ -53,12 +54,11 @@ class Piece(NamedTuple):
 
 
 class _Buffer:
-    """An array, and tensors over the beginning of the same memory (on other devices: copies of it)."""
+    """An array, and tensors over the beginning of the same memory."""
 
-    def __init__(self, count: int, dtype: Any, device: torch.device) -> None:
+    def __init__(self, count: int, dtype: Any) -> None:
         self.array: Array = np.zeros(count, dtype=dtype)
         self._tensor = torch.from_numpy(self.array)
-        self._device = None if device.type == "cpu" else device
         self._view = self._tensor[:0]
         self._count = 0
 
@@ -66,7 +66,7 @@ class _Buffer:
         """The first entries; decode steps ask for the same number again and again, and get the same view."""
         if count != self._count:
             self._view, self._count = self._tensor[:count], count
-        return self._view if self._device is None else self._view.to(self._device)
+        return self._view
 
 
 class BatchBuilder:
@@ -83,8 +83,8 @@ class BatchBuilder:
         self._page_size = page_size
         self._device = torch.device(device)
         self._table = np.full((max_sequences, max_pages), -1, dtype=np.int32)
-        self._starts = _Buffer(max_sequences + 1, np.int32, self._device)
-        self._rows = _Buffer(max_sequences, np.int64, self._device)
+        self._starts = _Buffer(max_sequences + 1, np.int32)
+        self._rows = _Buffer(max_sequences, np.int64)
         self._reserve(4 * max_sequences)
 
     def build(self, pieces: Sequence[Piece]) -> ForwardBatch:
@@ -108,18 +108,33 @@ class BatchBuilder:
                 logits[num_logits] = row
                 num_logits += 1
         starts[len(pieces)] = at
+        tokens, positions, slots, tails, wanted, begins, table = self._send(
+            (self._tokens, at),
+            (self._positions, at),
+            (self._slots, at),
+            (self._rows, len(pieces)),
+            (self._logits, num_logits),
+            (self._starts, len(pieces) + 1),
+            table=self._rows_of(pieces, -(-longest // self._page_size)),
+        )
         return ForwardBatch(
-            token_ids=self._tokens.first(at),
-            positions=self._positions.first(at),
-            query_starts=self._starts.first(len(pieces) + 1),
-            page_table=torch.from_numpy(self._rows_of(pieces, -(-longest // self._page_size))).to(self._device),
-            slots=self._slots.first(at),
-            tail_rows=self._rows.first(len(pieces)),
-            logit_rows=self._logits.first(num_logits),
+            token_ids=tokens,
+            positions=positions,
+            query_starts=begins,
+            page_table=table,
+            slots=slots,
+            tail_rows=tails,
+            logit_rows=wanted,
             query_lengths=tuple([len(piece.tokens) for piece in pieces]),
             context_lengths=tuple([piece.start + len(piece.tokens) for piece in pieces]),
             sequence_ids=tuple([piece.holder.id for piece in pieces]),
         )
+
+    def _send(self, *parts: tuple[_Buffer, int], table: Array) -> tuple[Tensor, ...]:
+        """The first entries of buffers, and a page table, on the device: views on the CPU, else one copy."""
+        if self._device.type == "cpu":
+            return (*[buffer.first(count) for buffer, count in parts], torch.from_numpy(table))
+        return send(self._device, *[buffer.array[:count] for buffer, count in parts], table)
 
     def _fill(self, piece: Piece, at: int) -> None:
         """Write tokens, positions and slots of one piece."""
@@ -160,9 +175,7 @@ class BatchBuilder:
 
     def _reserve(self, count: int) -> None:
         """Room for so many new tokens in a step."""
-        self._tokens, self._positions, self._slots, self._logits = (
-            _Buffer(count, np.int64, self._device) for _ in range(4)
-        )
+        self._tokens, self._positions, self._slots, self._logits = (_Buffer(count, np.int64) for _ in range(4))
 
 
 class Reading:

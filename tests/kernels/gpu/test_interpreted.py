@@ -42,6 +42,13 @@ def test_kernels_compute_what_the_reference_does():
     assert "skipped" not in said
 
 
+@needs_triton
+def test_steps_wait_for_nothing():
+    said = run("-m", "pytest", "-p", "no:cacheprovider", "tests/kernels/gpu/no_sync.py", TRITON_INTERPRET="0")
+    assert "passed" in said
+    assert "skipped" not in said
+
+
 def test_without_a_gpu_nothing_of_triton_is_used(monkeypatch):
     from quantkit.kernels import triton
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,6 +141,21 @@ def test_the_engine_gives_the_cpus_text(kv_cache):
         alone = [llm.generate([prompt], SamplingParams(max_tokens=60))[0].text for prompt in prompts]
         assert alone == texts[-1]
     assert texts[0] == texts[1]
+
+
+def test_arrays_sent_one_after_another_do_not_overwrite_each_other():
+    """The host goes on at once; what it writes next must not reach what is still being copied."""
+    from quantkit.kernels.transfer import send
+
+    busy = torch.randn(4096, 4096, device=CUDA)
+    for _ in range(20):
+        busy = busy @ busy.T / 4096
+    numbers = np.empty(100_000, dtype=np.int64)
+    found = []
+    for value in range(50):
+        numbers.fill(value)
+        found.append(send(CUDA, numbers, numbers[:5])[0])
+    assert [(int(tensor.min()), int(tensor.max())) for tensor in found] == [(value, value) for value in range(50)]
 
 
 def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):

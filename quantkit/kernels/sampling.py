@@ -1,0 +1,167 @@
+"""From logits to tokens on the logits' device: greedy, temperature, top-k, top-p, min-p; all rows at once.
+
+Order: temperature, top-k, top-p, min-p (the last two over what the one before left), then the draw. A token that ties
+with the last one kept is kept too.
+
+The draw is a race (Gumbel-max): token i wins with probability softmax(x)[i] where x[i] - log(E[i]) is largest and
+E[i] are exponential variates, a function of the row's key and of i, and of nothing else. So a row gives the same token
+alone or in a batch, and on any device. A NaN among the logits wins, as it does in `argmax`.
+
+Plain torch, on any device. Not here: what a request is, its seeds and penalties (`runtime.sampling`).
+Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
+Shapes: R rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.kernels.transfer import send
+
+# Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
+COLDEST = 1e-30
+"""Lower temperatures are taken for this one."""
+
+# Sorting few tokens is enough when top-p or top-k ends among them.
+_FEW = 256
+
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64: the counter's step, and the two factors."""
+
+
+class Draw(NamedTuple):
+    """How the token of a row is drawn.
+
+    Args:
+        key: 64 random bits, as a signed integer.
+        temperature: above 0.
+        top_k: among so many of the likeliest; None = all.
+        top_p: among the likeliest that together have this probability.
+        min_p: among those at least this share as likely as the likeliest.
+    """
+
+    key: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+
+
+def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
+    """One token for each row, where the logits are.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        draws: how for each row; None = the largest logit, the first of equals.
+    Returns:
+        (R,) int64.
+    """
+    drawn = [index for index, draw in enumerate(draws) if draw is not None]
+    if not drawn:
+        return largest(logits)
+    asked = [draw for draw in draws if draw is not None]
+    if len(drawn) == len(draws):
+        return _race(logits, asked)
+    tokens = largest(logits)
+    (rows,) = send(logits.device, np.array(drawn, dtype=np.int64))
+    tokens[rows] = _race(logits[rows], asked)
+    return tokens
+
+
+def largest(logits: Tensor) -> Tensor:
+    """The token with the largest logit of each row, the first of equals: (R, V) to (R,) int64."""
+    if logits.device.type == "cpu":  # numpy finds it at memory speed; torch takes seven times as long
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | None]:
+    """The tokens that temperature, top-k, top-p and min-p leave.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        draws: of each row.
+    Returns:
+        logits over temperature (R, C), -inf where excluded; and the token ids (R, C) they belong to, None = all V.
+    """
+    size = logits.shape[-1]
+    limits = np.array([min(draw.top_k or size, size) for draw in draws])
+    numbers = [(max(draw.temperature, COLDEST), draw.top_p, draw.min_p) for draw in draws]
+    counts, table = send(logits.device, limits, np.array(numbers, dtype=np.float32))
+    temperatures, shares, least = table.unsqueeze(-1).unbind(1)  # (R, 1) each
+    scaled = logits / temperatures
+    bound: Tensor | None = None
+    if any(draw.min_p > 0 for draw in draws):
+        bound = scaled.amax(-1, keepdim=True) + least.log()
+    if any(draw.top_k is not None or draw.top_p < 1 for draw in draws):
+        width = min(size, max([_FEW, *(int(count) + 1 for count in limits if count < size)]))
+        return _nucleus(scaled, bound, counts.unsqueeze(-1), shares, width)
+    return scaled if bound is None else scaled.masked_fill(scaled < bound, -torch.inf), None
+
+
+def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The tokens (R, C) that top-k and then top-p keep, no smaller than `least` (R, 1); the likeliest `width` first."""
+    size = scaled.shape[-1]
+    total = scaled.logsumexp(-1, keepdim=True)
+    while True:
+        values, ids = scaled.topk(width, dim=-1)
+        rank = torch.arange(width, device=scaled.device)
+        inside = values.masked_fill(rank >= counts, -torch.inf)
+        chances = (inside - torch.where(counts < size, inside.logsumexp(-1, keepdim=True), total)).exp()
+        # A token stays when those before it do not reach top_p yet; the first always does.
+        # Rounded sums may reach 1 before the end, but a share of 1 keeps all.
+        reached = (chances.cumsum(-1) - chances >= shares) & (shares < 1)
+        kept = (~reached & (rank < counts)) | (rank == 0)
+        bound = values.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        # Few tokens will do when the last of them is out in every row: then whoever ties with the bound is in.
+        if width == size or bool((values[:, -1:] < bound).all()):
+            bound = bound if least is None else torch.maximum(bound, least)
+            return values.masked_fill(values < bound, -torch.inf), ids
+        width = size
+
+
+def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    values, ids = candidates(logits, draws)
+    noise = log_exponentials([draw.key for draw in draws], logits.shape[-1], logits.device, ids)
+    winner = (values - noise).argmax(-1)
+    return winner if ids is None else ids.gather(-1, winner.unsqueeze(-1)).squeeze(-1)
+
+
+def log_exponentials(keys: Sequence[int], size: int, device: torch.device, ids: Tensor | None = None) -> Tensor:
+    """Logarithms of exponential variates, a function of key and token only.
+
+    Args:
+        keys: of the rows.
+        size: V.
+        device: where.
+        ids: (R, C) tokens; None = all V.
+    Returns:
+        (R, C) or (R, V) float32.
+    """
+    counters = _counters(size, device)
+    (seeds,) = send(device, np.array(keys, dtype=np.int64))
+    x = seeds.unsqueeze(-1) + (counters if ids is None else counters[ids])  # wraps
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x *= _signed(MIX_1)
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x *= _signed(MIX_2)
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    # 32 bits, scaled to (0, 1). Small values decide the race and are exact; 1 itself would be log(0).
+    uniform = (((x >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_()
+
+
+@lru_cache(maxsize=8)
+def _counters(size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, size + 1, device=device) * _signed(GOLDEN)
+
+
+def _signed(bits: int) -> int:
+    """The same 64 bits as a signed integer, which is what torch has."""
+    return bits - (1 << 64) if bits >> 63 else bits

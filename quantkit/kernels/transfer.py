@@ -1,0 +1,54 @@
+"""Small arrays of the host on their way to a device: one copy for all of them, which nobody waits for.
+
+A copy from ordinary memory makes the host wait for everything that was launched before it. So the arrays are put one
+behind another into pinned memory, and go from there. That memory is torch's: it keeps freed pinned blocks and hands
+one out again only after the copies out of it are done, so a step never overwrites what the last one is still sending.
+Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.decode_graphs`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+
+_ALIGNMENT = 16
+
+
+def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
+    """The arrays as tensors on a device.
+
+    Args:
+        device: where to. On the CPU nothing is copied: the tensors are views.
+        arrays: of any shapes and numeric types; elsewhere than on the CPU free to be changed on return.
+    Returns:
+        a tensor for each, of its shape and type; on a device they share one piece of memory.
+    """
+    if device.type == "cpu":
+        return tuple(torch.from_numpy(array) for array in arrays)
+    host, starts = _pack(arrays, pinned=device.type == "cuda")
+    return _unpack(host.to(device, non_blocking=True), arrays, starts)
+
+
+def _pack(arrays: tuple[Array, ...], *, pinned: bool) -> tuple[Tensor, list[int]]:
+    """Bytes of all arrays in one piece of memory, and where each starts."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    memory = host.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    return host, starts
+
+
+def _unpack(there: Tensor, arrays: tuple[Array, ...], starts: list[int]) -> tuple[Tensor, ...]:
+    return tuple(
+        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    )
