@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import Results, measure, num_copies, parse
+from timing import Results, parse
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes
+from quantkit.measure.timing import measure, num_copies
 from quantkit.runtime.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")

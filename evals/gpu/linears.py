@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from timing import Results, measure, num_copies, parse
+from timing import Results, parse
 from torch import Tensor
 
 from quantkit.kernels.linear import make_linear
+from quantkit.measure.timing import measure, num_copies
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

@@ -1,4 +1,4 @@
-"""Timing for all GPU benches: rotating operands, graph replay, medians, ceilings of the same run."""
+"""What all GPU benches share: arguments, rows of results, the machine and its ceilings, measured in the same run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-Calls = Sequence[Callable[[], object]]
+from quantkit.measure.timing import measure
 
 
 def parse(seconds: float = 60.0) -> argparse.Namespace:
@@ -121,71 +120,3 @@ def gemm_rate(size: int = 8192) -> float:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / measure([lambda: torch.mm(a, b, out=out)], "cuda", repeats=20)["us"] * 1e6
-
-
-def num_copies(num_bytes: int, device: str, limit: int = 64) -> int:
-    """How many copies of an operand make more than four L2 caches."""
-    if device != "cuda":
-        return 2
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(1, min(limit, -(-4 * cache // max(num_bytes, 1)) + 1))
-
-
-def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
-    """Microseconds of one call: median, p10 and p90 over repeats, each repeat going once through all calls.
-
-    On CUDA a graph of all calls is replayed; calls that cannot be captured are timed as they are, host included.
-    """
-    if device != "cuda":
-        return _measure_host(calls, repeats)
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    rounds = max(1, 32 // len(calls)) if _quick(calls) else 1
-    run, how = _captured(calls, rounds)
-    samples = []
-    for _ in range(3):
-        run()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        samples.append((begin, end))
-    torch.cuda.synchronize()
-    times = sorted(b.elapsed_time(e) * 1e3 / (len(calls) * rounds) for b, e in samples)
-    return {"us": median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "how": how}
-
-
-def _quick(calls: Calls) -> bool:
-    begun = time.perf_counter()
-    calls[0]()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun < 2e-3
-
-
-def _captured(calls: Calls, rounds: int) -> tuple[Callable[[], object], str]:
-    def run() -> None:
-        for _ in range(rounds):
-            for call in calls:
-                call()
-
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            run()
-    except Exception:  # a host sync inside, or an allocation that a graph cannot have
-        torch.cuda.synchronize()
-        return run, "eager"
-    return graph.replay, "graph"
-
-
-def _measure_host(calls: Calls, repeats: int) -> dict[str, Any]:
-    times = []
-    for _ in range(min(repeats, 3)):
-        begun = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - begun) * 1e6 / len(calls))
-    times.sort()
-    return {"us": median(times), "p10": times[0], "p90": times[-1], "how": "host"}

@@ -1,0 +1,121 @@
+"""Time of short device work: operands that rotate through more than the cache, replayed graphs, medians, turns.
+
+On CUDA a graph of all calls is recorded once and replayed, so that the host is not in the figure; calls that cannot be
+recorded are timed as they are, and the figure says so. Elsewhere it is the host's clock, for rehearsals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+Calls = Sequence[Callable[[], object]]
+
+_CACHES = 4  # operands rotate through more than so many L2 caches
+_QUICK_S = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """Calls, ready to be timed.
+
+    Args:
+        run: makes them all.
+        num_calls: how many that is.
+        how: "graph", "eager" or "host".
+    """
+
+    run: Callable[[], object]
+    num_calls: int
+    how: str
+
+
+def num_copies(num_bytes: int, device: str, limit: int = 64) -> int:
+    """How many copies of an operand make more than four L2 caches."""
+    if torch.device(device).type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(limit, -(-_CACHES * cache // max(num_bytes, 1)) + 1))
+
+
+def record(calls: Calls, device: str) -> Recorded:
+    """Run calls once, which compiles what they need, and make them one graph."""
+    if torch.device(device).type != "cuda":
+        return Recorded(run=lambda: [call() for call in calls], num_calls=len(calls), how="host")
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = max(1, 32 // len(calls)) if _quick(calls) else 1
+    run, how = _captured(calls, rounds)
+    for _ in range(3):
+        run()
+    return Recorded(run=run, num_calls=len(calls) * rounds, how=how)
+
+
+def in_turns(recorded: Sequence[Recorded], device: str, repeats: int) -> list[list[float]]:
+    """Microseconds of one call of each, measured in turns whose order alternates, so that drift meets all alike.
+
+    Returns:
+        for each of `recorded`, one sample per turn.
+    """
+    order = list(enumerate(recorded))
+    if torch.device(device).type != "cuda":
+        return _host_turns(order, repeats)
+    events: list[list[tuple[Any, Any]]] = [[] for _ in recorded]
+    for turn in range(repeats):
+        for index, item in order if turn % 2 == 0 else reversed(order):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            item.run()
+            end.record()
+            events[index].append((begin, end))
+    torch.cuda.synchronize()
+    return [
+        [begin.elapsed_time(end) * 1e3 / item.num_calls for begin, end in samples]
+        for item, samples in zip(recorded, events, strict=True)
+    ]
+
+
+def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
+    """Microseconds of one call: median, p10 and p90 over repeats, each repeat going once through all calls."""
+    item = record(calls, device)
+    times = sorted(in_turns([item], device, repeats if item.how != "host" else min(repeats, 3))[0])
+    return {"us": median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "how": item.how}
+
+
+def _host_turns(order: list[tuple[int, Recorded]], repeats: int) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in order]
+    for turn in range(repeats):
+        for index, item in order if turn % 2 == 0 else reversed(order):
+            begun = time.perf_counter()
+            item.run()
+            times[index].append((time.perf_counter() - begun) * 1e6 / item.num_calls)
+    return times
+
+
+def _quick(calls: Calls) -> bool:
+    begun = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun < _QUICK_S
+
+
+def _captured(calls: Calls, rounds: int) -> tuple[Callable[[], object], str]:
+    def run() -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except Exception:  # a host sync inside, or an allocation that a graph cannot have
+        torch.cuda.synchronize()
+        return run, "eager"
+    return graph.replay, "graph"
