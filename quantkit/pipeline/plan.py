@@ -40,6 +40,7 @@ class Plan:
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         left_alone: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
+        source_dtype: widest of the decoder layers' weights as stored.
         compute_dtype: of the layer under compression and the hidden states.
         output: directory of the finished checkpoint.
         device: where layers are computed.
@@ -56,6 +57,7 @@ class Plan:
     layers: tuple[dict[str, LinearScheme], ...]
     left_alone: tuple[str, ...]
     scale_dtype: dict[str, torch.dtype]
+    source_dtype: torch.dtype
     compute_dtype: torch.dtype
     output: Path
     device: torch.device
@@ -152,6 +154,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         layers=layers,
         left_alone=left_alone,
         scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
+        source_dtype=dtype,
         compute_dtype=compute,
         output=target,
         device=place,

@@ -320,7 +320,7 @@ class _Run:
             num_layers=len(records),
             num_quantized=len(linears),
             left_alone=plan.left_alone,
-            bits_per_weight=bits / weights if weights else 8.0 * plan.compute_dtype.itemsize,
+            bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
             source_bytes=plan.reader.num_bytes,
             output_bytes=size,
             layers=records,

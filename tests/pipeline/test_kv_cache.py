@@ -106,6 +106,12 @@ def test_weights_that_are_left_alone_are_the_source_bit_for_bit(tiny_llama, tmp_
     assert (result.num_quantized, result.bits_per_weight) == (0, 32.0)
 
 
+def test_bits_per_weight_of_what_is_left_alone_are_the_stored_ones(tmp_path, text_file):
+    """CPUs compute in float32 where the checkpoint has float16."""
+    model = make_model(tmp_path / "model", dtype=torch.float16)
+    assert quantize(model, tmp_path / "out", text_file).bits_per_weight == 16.0
+
+
 def test_keys_are_observed_with_the_weights_as_they_are_written(tiny_llama, tmp_path, text_file):
     """Scales of quantized weights are those of the dense checkpoint that holds the decoded values."""
     weights = {"weights": {"dtype": "int4", "group_size": 16}, "kv_cache": {"dtype": "fp8"}}
