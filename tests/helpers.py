@@ -10,6 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# Of every tiny model, unless its family needs others.
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What a tiny model of a family needs beside the sizes that all share.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -137,22 +150,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """A transformers config of a family: two layers, width 64, four query heads on two key/value heads."""
     from transformers import AutoConfig
 
-    settings = {
-        "vocab_size": 260,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    return AutoConfig.for_model(
-        family, **{**settings, **SETTINGS.get(family, COMPRESSED_ONLY.get(family, {})), **changes}
-    )
+    own = SETTINGS.get(family, COMPRESSED_ONLY.get(family, {}))
+    return AutoConfig.for_model(family, **{**SIZES, "tie_word_embeddings": False, **own, **changes})
 
 
 def make_model(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers import save_tokenizer, tiny_config
+from tests.helpers import SIZES, save_tokenizer, tiny_config
 
 # Persimmon: one projection for q, k and v head by head, squared ReLU. DiffLlama: differences of attentions.
 # LFM2: convolutions in place of attention in some layers. BioGPT: learned positions, biases everywhere.
@@ -31,18 +31,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 
-_TEXT = {
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,7 +45,7 @@ _QWEN_TOKENS = {"image_token_id": 258, "video_token_id": 257, "vision_start_toke
 IMAGE_TOKEN = 258
 WRAPPERS: dict[str, dict[str, Any]] = {
     "llava": {
-        "text_config": {"model_type": "llama", **_TEXT},
+        "text_config": {"model_type": "llama", **SIZES},
         "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
         "image_token_index": IMAGE_TOKEN,
     },
@@ -67,7 +55,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "head_dim": 16,
             "sliding_window": 32,
             "layer_types": ["sliding_attention", "full_attention"],
-            **_TEXT,
+            **SIZES,
         },
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "mm_tokens_per_image": 4,
@@ -76,7 +64,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "eoi_token_index": 257,
     },
     "qwen2_vl": {
-        "text_config": {**_TEXT, "rope_parameters": _ROPE, "rope_scaling": {**_ROPE, "type": "mrope"}},
+        "text_config": {**SIZES, "rope_parameters": _ROPE, "rope_scaling": {**_ROPE, "type": "mrope"}},
         "vision_config": _QWEN_VISION,
         **_QWEN_TOKENS,
     },
