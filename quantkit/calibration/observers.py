@@ -29,17 +29,26 @@ class PairObserver(Protocol):
         ...
 
 
-class Gram:
-    """Mean of x x' over tokens: GPTQ's Hessian up to a factor.
+class _MeanMatrix:
+    """A (K, K) float32 sum over tokens, whose mean is handed out once.
 
     Args:
         width: K.
-        device: where the (K, K) float32 matrix lives.
+        device: where the matrix lives.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._sum = torch.zeros(width, width, dtype=torch.float32, device=device)
         self.num_tokens = 0
+
+    def finish(self) -> Tensor:
+        """The (K, K) mean; the observer gives up its memory and is not to be used again."""
+        total, self._sum = self._sum, torch.empty(0)
+        return total.div_(max(self.num_tokens, 1))
+
+
+class Gram(_MeanMatrix):
+    """Mean of x x' over tokens: GPTQ's Hessian up to a factor."""
 
     def update(self, inputs: Tensor) -> None:
         """Add (T, K) inputs."""
@@ -48,30 +57,21 @@ class Gram:
             for start in range(0, values.shape[1], _PANEL):
                 stop = min(start + _PANEL, values.shape[1])
                 self._sum[start:stop, :stop].addmm_(values[:, start:stop].T, values[:, :stop])
-        self.num_tokens += values.shape[0]
+        self.num_tokens += inputs.shape[0]
 
     def finish(self) -> Tensor:
-        """The (K, K) matrix; the observer gives up its memory and is not to be used again."""
-        total, self._sum = self._sum, torch.empty(0)
-        for start in range(0, total.shape[0], _PANEL):
-            stop = min(start + _PANEL, total.shape[0])
-            block = total[start:stop, start:stop]
+        """The (K, K) mean, of which only the lower half was summed; see `_MeanMatrix.finish`."""
+        mean = super().finish()
+        for start in range(0, mean.shape[0], _PANEL):
+            stop = min(start + _PANEL, mean.shape[0])
+            block = mean[start:stop, start:stop]
             block.copy_(block.tril() + block.tril(-1).T)
-            total[:start, start:stop] = total[start:stop, :start].T
-        return total.div_(max(self.num_tokens, 1))
+            mean[:start, start:stop] = mean[start:stop, :start].T
+        return mean
 
 
-class CrossGram:
-    """What the inputs of a linear have in common with their error: mean of (o - x) x', o from the original model.
-
-    Args:
-        width: K.
-        device: where the (K, K) float32 matrix lives.
-    """
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self._sum = torch.zeros(width, width, dtype=torch.float32, device=device)
-        self.num_tokens = 0
+class CrossGram(_MeanMatrix):
+    """What the inputs of a linear have in common with their error: mean of (o - x) x', o from the original model."""
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
@@ -79,11 +79,6 @@ class CrossGram:
             values = rows.float()
             self._sum.addmm_((wanted.float() - values).T, values)
         self.num_tokens += inputs.shape[0]
-
-    def finish(self) -> Tensor:
-        """The (K, K) matrix; the observer gives up its memory and is not to be used again."""
-        total, self._sum = self._sum, torch.empty(0)
-        return total.div_(max(self.num_tokens, 1))
 
 
 class GroupGram:

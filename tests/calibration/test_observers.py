@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.calibration import observers
-from quantkit.calibration.observers import Gram, GroupGram, Magnitude, Sample
+from quantkit.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Sample
 
 
 @pytest.fixture
@@ -15,9 +15,10 @@ def batches():
     return [torch.randn(n, 24) for n in (5, 1, 40)]
 
 
-@pytest.mark.parametrize("panel", [7, 24, 512])
-def test_gram_is_the_mean_outer_product(batches, panel, monkeypatch, device):
+@pytest.mark.parametrize(("panel", "tokens"), [(7, 1024), (24, 3), (512, 40), (24, 16)])
+def test_gram_is_the_mean_outer_product(batches, panel, tokens, monkeypatch, device):
     monkeypatch.setattr(observers, "_PANEL", panel)
+    monkeypatch.setattr(observers, "_TOKENS", tokens)  # batches are taken in pieces, and all of them count
     gram = Gram(24, device)
     for batch in batches:
         gram.update(batch.to(device))
@@ -25,6 +26,16 @@ def test_gram_is_the_mean_outer_product(batches, panel, monkeypatch, device):
     found = gram.finish()
     torch.testing.assert_close(found.cpu().double(), everything.T @ everything / 46, rtol=1e-5, atol=1e-6)
     assert torch.equal(found, found.T)
+
+
+def test_cross_gram_is_the_mean_product_of_errors_and_inputs(batches, monkeypatch, device):
+    monkeypatch.setattr(observers, "_TOKENS", 16)
+    cross = CrossGram(24, device)
+    originals = [batch + torch.randn_like(batch) for batch in batches]
+    for batch, original in zip(batches, originals, strict=True):
+        cross.update(batch.to(device), original.to(device))
+    x, o = torch.cat(batches).double(), torch.cat(originals).double()
+    torch.testing.assert_close(cross.finish().cpu().double(), (o - x).T @ x / 46, rtol=1e-5, atol=1e-6)
 
 
 def test_group_gram_is_the_diagonal_blocks_of_the_gram(batches, device):
