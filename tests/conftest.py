@@ -8,17 +8,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import quantkit
 from quantkit.architectures import find
 from quantkit.calibration.activations import ActivationStore
 from quantkit.calibration.layer import LayerContext
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.skeleton import Skeleton
+from quantkit.measure import ceilings
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from tests.helpers import FAMILIES, TEXT, make_model
@@ -54,6 +58,32 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an original, `llama`, its 4-bit checkpoint `out`, and `text.txt`; not to be changed by tests."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_model(folder / "llama")
+    (folder / "llama" / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    (folder / "text.txt").write_text(TEXT)
+    quantkit.quantize(folder / "llama", "rtn-int4", folder / "out", overrides=["weights.group_size=32"], device="cpu")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(models: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint in `models` that may be changed."""
+    return Path(shutil.copytree(models / "out", tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def quick_ceilings() -> Iterator[None]:
+    """The machine's limits are measured on little, in a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
+        patch.setattr(ceilings, "_GEMM_ROWS", 64)
+        yield
 
 
 @pytest.fixture(scope="session")

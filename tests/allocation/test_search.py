@@ -18,30 +18,18 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.recipe import load
 from quantkit.results import SearchResult
-from tests.helpers import TEXT, make_model
+from tests.helpers import TEXT
 
 ENGINE = {"dtype": "float32", "threads": 1}
 CANDIDATES = ("int3:32", "int4:32", "int8:32")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def options(text, tmp_path_factory):
+def options(text_file, tmp_path_factory):
     """A search by plain rounding; what it measures is kept for the others."""
 
     def make(output, **changes):
-        given = {"candidates": CANDIDATES, "text": str(text), "max_tokens": 600, "device": "cpu", "engine": ENGINE}
+        given = {"candidates": CANDIDATES, "text": str(text_file), "max_tokens": 600, "device": "cpu", "engine": ENGINE}
         return SearchOptions(recipe=load("rtn-int4", ["weights.group_size=32"]), output=output, **{**given, **changes})
 
     return make
@@ -53,19 +41,21 @@ def work(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder, options, work, tmp_path_factory):
+def found(tiny_llama, options, work, tmp_path_factory):
     place = tmp_path_factory.mktemp("out")
-    result = search(str(folder), Target(bits=5.0), options(place / "mine.yaml", work=work, checkpoint=place / "made"))
+    result = search(
+        str(tiny_llama), Target(bits=5.0), options(place / "mine.yaml", work=work, checkpoint=place / "made")
+    )
     return result, place
 
 
-def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, folder, work):
+def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, tiny_llama, work):
     result, _ = found
     assert 4.7 < result.bits_per_weight <= 5.0
     assert len({unit.choice for unit in result.units}) > 1
     uniform = next(candidate for candidate in result.candidates if candidate.name == "int4:32")
     assert uniform.bits_per_weight == pytest.approx(4 + 32 / 32)  # the scales of a float32 model
-    original, rounded = (load_llm(str(p), device="cpu", **ENGINE) for p in (folder, work / "int4-32"))
+    original, rounded = (load_llm(str(p), device="cpu", **ENGINE) for p in (tiny_llama, work / "int4-32"))
     for part, ours in ((0, result.search_kl), (1, result.measured_kl)):
         windows = fixed_windows(original, TEXT, max_tokens=1200)[part::2][:2]
         assert ours < 0.9 * fidelity(rounded, original, windows, greedy_tokens=0).mean_kl
@@ -77,14 +67,14 @@ def test_a_result_says_the_same_after_json(found):
     assert SearchResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
-def test_the_recipe_runs_unchanged_and_gives_what_was_measured(found, folder, text, tmp_path):
+def test_the_recipe_runs_unchanged_and_gives_what_was_measured(found, tiny_llama, text_file, tmp_path):
     result, place = found
-    made = quantkit.quantize(folder, place / "mine.yaml", tmp_path / "again", device="cpu")
+    made = quantkit.quantize(tiny_llama, place / "mine.yaml", tmp_path / "again", device="cpu")
     assert made.output_bytes == result.output_bytes
     assert made.bits_per_weight == pytest.approx(result.bits_per_weight, rel=1e-3)
     one, other = ((p / "model-00001-of-00003.safetensors").read_bytes() for p in (tmp_path / "again", place / "made"))
     assert one == other
-    original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (folder, tmp_path / "again"))
+    original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (tiny_llama, tmp_path / "again"))
     windows = fixed_windows(original, TEXT, max_tokens=1200)[1::2][:2]  # two of 256 are below 600
     assert fidelity(again, original, windows, greedy_tokens=0).mean_kl == pytest.approx(result.measured_kl, rel=1e-4)
 
@@ -104,7 +94,7 @@ def test_the_file_says_what_was_expected_and_measured(found):
     assert load(place / "mine.yaml").name == "mine"
 
 
-def test_a_killed_search_goes_on_and_ends_the_same(found, folder, options, tmp_path, monkeypatch):
+def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, tmp_path, monkeypatch):
     result, _ = found
     calls = []
 
@@ -123,30 +113,30 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, folder, options, tmp_p
     measure = module.Probe.measure
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 13))
     with pytest.raises(Killed):
-        search(str(folder), Target(bits=5.0), options(tmp_path / "mine.yaml"))
+        search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "mine.yaml"))
     assert not (tmp_path / "mine.yaml").exists()
     calls.clear()
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 10**9))
     lines = []
-    again = search(str(folder), Target(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
+    again = search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
     assert any(line.startswith("13 numbers taken over") for line in lines)
     same = ("units", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
     assert not (tmp_path / "mine.yaml.search").exists()
 
 
-def test_numbers_of_another_search_are_refused(found, folder, options, work, tmp_path):
+def test_numbers_of_another_search_are_refused(found, tiny_llama, options, work, tmp_path):
     changed = options(tmp_path / "x.yaml", work=work, max_tokens=300)
     with pytest.raises(ResumeError, match=r"started from something else \(windows.*--no-resume"):
-        search(str(folder), Target(bits=5.0), changed)
+        search(str(tiny_llama), Target(bits=5.0), changed)
 
 
-def test_a_second_target_measures_nothing_twice(found, folder, options, work, tmp_path):
+def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work, tmp_path):
     """And a KL that is asked for is reached with fewer bits than the budget before had."""
     result, _ = found
     lines = []
     goal = Target(kl=2 * result.measured_kl)
-    second = search(str(folder), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
+    second = search(str(tiny_llama), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
     assert not any("unit 1 of" in line for line in lines)
     assert second.reached
     assert second.measured_kl <= goal.kl
@@ -155,9 +145,9 @@ def test_a_second_target_measures_nothing_twice(found, folder, options, work, tm
     assert load(tmp_path / "kl.yaml").gates == (f"kl<={goal.kl:g}",)
 
 
-def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(found, folder, options, work, tmp_path, monkeypatch):
+def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(found, tiny_llama, options, work, tmp_path, monkeypatch):
     monkeypatch.setattr(Judge, "recovery", lambda self, llm: 100 - 10 * _kl(self.original, llm))
-    second = search(str(folder), Target(recovery=98.5), options(tmp_path / "r.yaml", work=work))
+    second = search(str(tiny_llama), Target(recovery=98.5), options(tmp_path / "r.yaml", work=work))
     assert second.reached
     assert second.recovery >= 98.5
     assert load(tmp_path / "r.yaml").gates == ("recovery>=98.5",)
@@ -167,53 +157,55 @@ def _kl(original, llm):
     return fidelity(llm, original, fixed_windows(original, TEXT, max_tokens=300), greedy_tokens=0).mean_kl
 
 
-def test_nothing_is_replaced_unasked(found, folder, options):
+def test_nothing_is_replaced_unasked(found, tiny_llama, options):
     _, place = found
     with pytest.raises(OutputError, match=r"mine\.yaml exists already"):
-        search(str(folder), Target(bits=4), options(place / "mine.yaml"))
+        search(str(tiny_llama), Target(bits=4), options(place / "mine.yaml"))
     with pytest.raises(OutputError, match=r"give a name that ends in \.yaml"):
-        search(str(folder), Target(bits=4), options(place / "mine"))
+        search(str(tiny_llama), Target(bits=4), options(place / "mine"))
 
 
-def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(folder, options, work, tmp_path):
+def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(tiny_llama, options, work, tmp_path):
     """The same choice, all units the first candidate, is another model where the first candidate is another."""
     cheap = options(tmp_path / "cheap.yaml", work=work, candidates=("int3:32",))
-    least = search(str(folder), Target(bits=4.01), cheap)
-    dear = search(str(folder), Target(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",)))
+    least = search(str(tiny_llama), Target(bits=4.01), cheap)
+    dear = search(
+        str(tiny_llama), Target(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",))
+    )
     assert {unit.choice for unit in least.units} == {"int3:32"}
     assert {unit.choice for unit in dear.units} == {"int8:32"}
     assert least.output_bytes < dear.output_bytes
     assert least.measured_kl > dear.measured_kl
 
 
-def test_starting_over_deletes_only_what_a_search_has_made(folder, options, tmp_path):
+def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputError, match=r"mine is not of a search .* give another --work"):
-        search(str(folder), Target(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
+        search(str(tiny_llama), Target(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
     assert (mine / "thesis.txt").exists()
 
 
 @pytest.mark.parametrize(("name", "message"), [("kv-fp8", "no weights to search"), ("fp8-block", "groups of inputs")])
-def test_recipes_without_groups_to_search_are_refused(name, message, folder, tmp_path):
+def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        search(str(folder), Target(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
+        search(str(tiny_llama), Target(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
 
 
-def test_other_calibration_text_in_the_same_file_is_another_search(folder, options, text, tmp_path):
+def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, options, text_file, tmp_path):
     data, work = tmp_path / "mine.txt", tmp_path / "work"
     data.write_text(TEXT)
     changes = {"calibration.data": str(data), "calibration.samples": 2, "calibration.sequence_length": 16}
     recipe = load("gptq-int4", {"weights.group_size": 32, **changes})
-    given = {"recipe": recipe, "candidates": ("int4:32",), "text": str(text), "max_tokens": 64, "engine": ENGINE}
-    search(str(folder), Target(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
+    given = {"recipe": recipe, "candidates": ("int4:32",), "text": str(text_file), "max_tokens": 64, "engine": ENGINE}
+    search(str(tiny_llama), Target(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
     data.write_text(TEXT[::-1])
     with pytest.raises(ResumeError, match="calibration"):
-        search(str(folder), Target(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
+        search(str(tiny_llama), Target(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
 
 
-def test_candidates_are_read_and_those_that_do_not_fit_are_named(folder):
+def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
     assert read_candidates(["int4", "int8:channel", "skip", "int4"], 64) == (
         Candidate(dtype="int4", group_size=64),
         Candidate(dtype="int8", group_size="channel"),
@@ -223,14 +215,14 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(folder):
             read_candidates([wrong], 32)
     assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
     base = load("rtn-int4", ["weights.group_size=32"])
-    kept, notes = usable(str(folder), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
+    kept, notes = usable(str(tiny_llama), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
     assert kept[0].name == "int4:32"
     assert any("left out int4:128" in note and "does not divide" in note for note in notes)
     with pytest.raises(RecipeError, match="none of the candidates can be used"):
-        usable(str(folder), base, read_candidates(["int4:128"], 32), "cpu")
+        usable(str(tiny_llama), base, read_candidates(["int4:128"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
     with pytest.raises(RecipeError, match="has overrides, which a search decides"):
-        usable(str(folder), pinned, kept, "cpu")
+        usable(str(tiny_llama), pinned, kept, "cpu")
 
 
 def test_many_modules_are_one_pattern_where_it_matches_nothing_else():

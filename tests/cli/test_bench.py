@@ -5,33 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from quantkit.cli import main
-from quantkit.measure import ceilings
 from quantkit.results import BenchmarkResult, Diagnosis
 
 SMALL = ["--prompt-tokens", "40", "--new-tokens", "5", "--requests", "2", "--threads", "1"]
 
 
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
 
 
 @pytest.fixture
-def run(capsys):
+def run(run):
     """Run `quantkit bench ...`; exit code, stdout, stderr."""
-
-    def bench(*args):
-        with pytest.raises(SystemExit) as exit_:
-            main(["bench", *map(str, args)])
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
-
-    return bench
+    return partial(run, "bench")
 
 
 def test_the_demo_model_without_an_argument(run):

@@ -6,34 +6,24 @@ import io
 import json
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from quantkit.cli import main
-from quantkit.measure import ceilings
 from quantkit.runtime import loader
 from tests.helpers import edit_config, edit_tensors, make_model
 
 PROMPT = "The boys by the mills"
 
 
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
 
 
 @pytest.fixture
-def run(capsys):
+def run(run):
     """Run `quantkit generate ...`; exit code, stdout, stderr."""
-
-    def generate(*args):
-        with pytest.raises(SystemExit) as exit_:
-            main(["generate", "--threads", "1", *map(str, args)])
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
-
-    return generate
+    return partial(run, "generate", "--threads", "1")
 
 
 def test_text_of_the_demo_model_and_nothing_else_on_stdout(run):

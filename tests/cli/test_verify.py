@@ -7,44 +7,10 @@ import shutil
 
 import pytest
 
-import quantkit
-from quantkit.cli import main
-from quantkit.measure import ceilings
 from quantkit.report import read_report
-from tests.helpers import TEXT, make_model
+from tests.helpers import make_model
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    make_model(folder / "llama")
-    (folder / "text.txt").write_text(TEXT)
-    quantkit.quantize(folder / "llama", "rtn-int4", folder / "out", overrides=["weights.group_size=32"], device="cpu")
-    return folder
-
-
-@pytest.fixture
-def checkpoint(models, tmp_path):
-    return shutil.copytree(models / "out", tmp_path / "out")
-
-
-@pytest.fixture
-def run(capsys):
-    """Run `quantkit ...`; exit code, stdout, stderr."""
-
-    def command(*args):
-        with pytest.raises(SystemExit) as exit_:
-            main(list(map(str, args)))
-        captured = capsys.readouterr()
-        return exit_.value.code, captured.out, captured.err
-
-    return command
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
 
 
 def quickly(models):

@@ -15,7 +15,7 @@ from quantkit.evaluate.damage import Goal, damage_map, propose
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
 from quantkit.results import DamageMap, DamageRecord
-from tests.helpers import TEXT, make_model
+from tests.helpers import TEXT
 
 NAMES = ["q/k/v", "o", "gate/up", "down"]
 CALIBRATED = ["calibration.samples=4", "calibration.sequence_length=64"]
@@ -26,20 +26,8 @@ def load(path):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def original(folder):
-    return load(folder)
+def original(tiny_llama):
+    return load(tiny_llama)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +41,17 @@ def compress(folder, output, recipe, *overrides):
 
 
 @pytest.fixture(scope="module")
-def coarse(folder, tmp_path_factory):
+def coarse(tiny_llama, tmp_path_factory):
     return compress(
-        folder, tmp_path_factory.mktemp("out") / "int3", "rtn-int4", "weights.dtype=int3", "weights.group_size=32"
+        tiny_llama, tmp_path_factory.mktemp("out") / "int3", "rtn-int4", "weights.dtype=int3", "weights.group_size=32"
     )
 
 
 @pytest.fixture(scope="module")
-def smoothed(folder, text, tmp_path_factory):
-    data = json.dumps(str(text))
+def smoothed(tiny_llama, text_file, tmp_path_factory):
+    data = json.dumps(str(text_file))
     sizes = [f"calibration.data={data}", "weights.group_size=32", *CALIBRATED]
-    return compress(folder, tmp_path_factory.mktemp("out") / "awq", "awq-int4", *sizes)
+    return compress(tiny_llama, tmp_path_factory.mktemp("out") / "awq", "awq-int4", *sizes)
 
 
 def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
@@ -89,11 +77,11 @@ def test_the_whole_is_the_checkpoint_and_all_units_together_are_the_whole(coarse
     assert all(torch.equal(a, b) for a, b in zip(reference, after, strict=True))
 
 
-def test_one_unit_alone_is_what_it_says(coarse, original, folder, windows, tmp_path):
+def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, tmp_path):
     """The same as a checkpoint in which only that unit was quantized."""
     rest = ["*.layers.0.*", "*.self_attn.*", "*.gate_proj", "*.up_proj"]
     alone = compress(
-        folder,
+        tiny_llama,
         tmp_path / "down",
         "rtn-int4",
         "weights.dtype=int3",
@@ -129,13 +117,13 @@ def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     assert wrong > 3 * found.records[0].kl
 
 
-def test_what_was_left_alone_is_no_unit(folder, original, windows, tmp_path):
-    llm = compress(folder, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
+def test_what_was_left_alone_is_no_unit(tiny_llama, original, windows, tmp_path):
+    llm = compress(tiny_llama, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
     found = damage_map(llm, original, windows)
     assert [(r.layer, r.unit) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
 
 
-def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, folder, windows, tmp_path):
+def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, tiny_llama, windows, tmp_path):
     total = damage_map(coarse, original, windows).total_kl
     goal = Goal(kl=total / 2)
     proposal = damage_map(coarse, original, windows, goal=goal, ignored=("*.nothing",)).proposal
@@ -145,7 +133,7 @@ def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, fo
     patterns = json.loads(proposal.overrides[0].removeprefix("ignore="))
     assert patterns[0] == "*.nothing"
     mended = compress(
-        folder,
+        tiny_llama,
         tmp_path / "out",
         "rtn-int4",
         "weights.dtype=int3",
@@ -219,12 +207,12 @@ def test_leaving_everything_alone_is_no_proposal():
     assert propose(units, found, exact(units, found), Goal(kl=0.01)) is None
 
 
-def test_refusals(coarse, original, folder, tmp_path):
+def test_refusals(coarse, original, tiny_llama, tmp_path):
     with pytest.raises(InputError, match="needs text"):
         damage_map(coarse, original, ())
-    half = load_llm(str(folder), dtype="bfloat16", device="cpu", threads=1)
+    half = load_llm(str(tiny_llama), dtype="bfloat16", device="cpu", threads=1)
     with pytest.raises(ModelError, match="differ in arithmetic or layers"):
         find_units(coarse, half)
-    foreign = load_llm(str(folder), dtype="float32", device="cpu", threads=1, backend="transformers")
+    foreign = load_llm(str(tiny_llama), dtype="float32", device="cpu", threads=1, backend="transformers")
     with pytest.raises(ModelError, match="runs by transformers"):
         find_units(foreign, original)

@@ -25,10 +25,7 @@ SMALL = {"prompt_tokens": 60, "new_tokens": 6, "num_requests": 2}
 ENGINE = {"threads": 1, "num_pages": 16}
 
 
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
 
 
 def test_runs_by_options():

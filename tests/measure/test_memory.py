@@ -100,11 +100,7 @@ def test_a_model_that_only_transformers_runs_has_no_prediction(tmp_path):
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int4"])
 @pytest.mark.parametrize("which", ["demo", "tiny"])
-def test_the_whole_record(tiny_llama, which, kv_cache, monkeypatch):
-    from quantkit.measure import ceilings
-
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
+def test_the_whole_record(tiny_llama, which, kv_cache, quick_ceilings):
     options = BenchmarkOptions(concurrencies=(1, 2), prompt_tokens=100, new_tokens=3, num_requests=2)
     # A pool of a few pages, so that the peak is not the pool alone.
     engine = {"kv_cache": kv_cache, "num_pages": 8, "threads": 1}

@@ -9,45 +9,23 @@ import shutil
 
 import pytest
 
-import quantkit
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.damage import Goal
 from quantkit.evaluate.run import EvaluationOptions
 from quantkit.gates import evaluate_gates
-from quantkit.measure import ceilings
 from quantkit.measure.benchmark import BenchmarkOptions
 from quantkit.report import read_report
 from quantkit.results import Report
 from quantkit.verification import VerifyOptions, check_gates, check_pair, set_aside, verify, verify_checkpoint, write
 from quantkit.verification.goals import repair_goal
-from tests.helpers import TEXT, make_model
+from tests.helpers import make_model
 from tests.report.synthetic import make_report
 
 BENCH = BenchmarkOptions(concurrencies=(1,), prompt_tokens=20, new_tokens=4, num_requests=2)
 ENGINE = {"threads": 1, "num_pages": 64, "device": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
-    monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "_GEMM_ROWS", 64)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """An original and its 4-bit checkpoint, with the text beside them; not to be changed."""
-    folder = tmp_path_factory.mktemp("models")
-    make_model(folder / "llama")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "llama" / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    quantkit.quantize(folder / "llama", "rtn-int4", folder / "out", overrides=["weights.group_size=32"], device="cpu")
-    return folder
-
-
-@pytest.fixture
-def checkpoint(models, tmp_path):
-    """A copy that may be changed."""
-    return shutil.copytree(models / "out", tmp_path / "out")
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
 
 
 def options(models, **changes):
@@ -56,12 +34,9 @@ def options(models, **changes):
 
 
 @pytest.fixture(scope="module")
-def report(models):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ceilings, "_BUFFER_BYTES", 1 << 20)
-        patch.setattr(ceilings, "_GEMM_ROWS", 64)
-        gates = ("kl<=0.0001", "memory_ratio<=0.9", "itl_ratio<=99")
-        return verify_checkpoint(models / "out", gates=gates, options=options(models, bench=BENCH))
+def report(models, quick_ceilings):
+    gates = ("kl<=0.0001", "memory_ratio<=0.9", "itl_ratio<=99")
+    return verify_checkpoint(models / "out", gates=gates, options=options(models, bench=BENCH))
 
 
 def test_it_finds_the_original_and_fills_the_report(report, models):
