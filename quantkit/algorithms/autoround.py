@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.algorithms._autoround_block import Examples, TunedBlock, tunable
 from quantkit.algorithms._autoround_weight import TunedWeight
+from quantkit.algorithms.base import LayerSizes, StepBytes
 from quantkit.calibration.layer import LayerContext
 from quantkit.calibration.observers import Magnitude
 from quantkit.checkpoint.memory import release_freed_memory
@@ -59,6 +60,10 @@ class AutoRound:
     def needs_original(self) -> bool:
         """The outputs of the original model are the target."""
         return True
+
+    def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
+        """An offset, a decoded copy and a gradient of each weight, and the outputs that are aimed at; see `Step`."""
+        return StepBytes(statistics=sizes.weights * (4 + 2 * sizes.element_bytes), hidden_states=sizes.states_bytes)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""

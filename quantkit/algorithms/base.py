@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from quantkit.architectures import Architecture
-from quantkit.calibration.layer import LayerContext
-from quantkit.checkpoint.model_reader import ModelReader
+if TYPE_CHECKING:  # planning asks steps for their memory, without torch
+    from pathlib import Path
+
+    from quantkit.architectures import Architecture
+    from quantkit.calibration.layer import LayerContext
+    from quantkit.checkpoint.model_reader import ModelReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What the memory that compressing takes depends on.
+
+    Args:
+        weights: numbers in the linears of the largest layer.
+        tallest: numbers in the largest linear.
+        width: inputs K of the widest linear.
+        element_bytes: of the dtype of weights and hidden states.
+        states_bytes: hidden states of one model that are kept in memory; 0 where they are on disk, or there is no data.
+    """
+
+    weights: int
+    tallest: int
+    width: int
+    element_bytes: int
+    states_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """What a step holds in memory at its highest, beside the layer and the hidden states.
+
+    Args:
+        statistics: of inputs, and what is tuned or solved.
+        hidden_states: more of these than those that the run keeps.
+    """
+
+    statistics: int = 0
+    hidden_states: int = 0
 
 
 class Step(Protocol):
@@ -18,7 +54,8 @@ class Step(Protocol):
 
     A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
     those of the quantized one, and the layer as it was, as `layer.original_store` and `layer.original`; it costs twice
-    the memory. A property `reorders_groups` says that groups are formed in another order than that of the inputs.
+    the memory. A property `reorders_groups` says that groups are formed in another order than that of the inputs. A
+    method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none.
     One step of a recipe may also be an `Opener`.
     """
 
@@ -45,3 +82,25 @@ class Opener(Protocol):
             ModelError: it cannot be done with this model; says why.
         """
         ...
+
+
+def needs_original(steps: Sequence[Step]) -> bool:
+    """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
+    return any(getattr(step, "needs_original", False) for step in steps)
+
+
+def predicted_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+    """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
+
+    Args:
+        steps: of a recipe, which run one after another.
+        sizes: of the model.
+    """
+    extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
+    models = 2 if needs_original(steps) else 1
+    return {
+        "layer": models * sizes.weights * sizes.element_bytes,
+        "hidden_states": models * sizes.states_bytes + max((e.hidden_states for e in extra), default=0),
+        "statistics": max((e.statistics for e in extra), default=0),
+        "working_copies": 3 * 4 * sizes.tallest,
+    }

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.base import LayerSizes, StepBytes
 from quantkit.architectures import LinearSet, find_expert
 from quantkit.calibration.beside import observe_beside_original
 from quantkit.calibration.layer import LayerContext
@@ -83,6 +84,10 @@ class GPTQ:
     def needs_original(self) -> bool:
         """Whether the inputs of the original model are looked at too."""
         return self.upstream > 0
+
+    def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
+        """The Gram matrix of the widest inputs, its factor, and with `upstream` the cross Gram; see `Step`."""
+        return StepBytes(statistics=(3 if self.upstream else 2) * 4 * sizes.width**2)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""

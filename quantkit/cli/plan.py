@@ -218,7 +218,7 @@ def _compression(plan: Estimate) -> Table:
     titles = {
         "layer": "weights of one layer",
         "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (or on disk)",
-        "statistics": "statistics of GPTQ",
+        "statistics": "statistics of the steps",
         "working_copies": "working copies",
     }
     for key, size in parts.items():

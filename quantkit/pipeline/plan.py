@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit.algorithms.base import Opener
+from quantkit.algorithms.base import LayerSizes, Opener, needs_original
+from quantkit.algorithms.base import predicted_bytes as steps_bytes
 from quantkit.architectures import Architecture, LinearSet, split_experts
 from quantkit.calibration.discover import Discovery
 from quantkit.checkpoint.model_reader import ModelReader
@@ -91,7 +92,7 @@ class Plan:
     @property
     def needs_original(self) -> bool:
         """Whether some step compares with the original model, whose hidden states are then kept too."""
-        return any(getattr(step, "needs_original", False) for step in self.recipe.steps)
+        return needs_original(self.recipe.steps)
 
     @property
     def rest(self) -> list[str]:
@@ -292,28 +293,22 @@ def _check_steps(recipe: Recipe, format_: Format) -> None:
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """What a run will hold in memory at once, by purpose; a plain estimate made before anything is read.
+    """What a run will hold in memory at once, by purpose; see `algorithms.base.predicted_bytes`.
 
     Args:
         plan: the run.
-        num_tokens: calibration tokens whose hidden states are kept in memory, of both models if a step needs both.
+        num_tokens: calibration tokens whose hidden states are kept in memory.
     """
-    size = torch.empty((), dtype=plan.compute_dtype).element_size()
+    size = plan.compute_dtype.itemsize
     shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
-    weights = max(sum(n * k for n, k in layer.values()) for layer in shapes)
-    width = max(k for layer in shapes for _, k in layer.values())
-    tallest = max(n * k for layer in shapes for n, k in layer.values())
-    tunes = "autoround" in plan.recipe.step_names
-    solver = (3 if plan.needs_original else 2) * 4 * width * width if "gptq" in plan.recipe.step_names else 0
-    tuning = weights * (4 + 2 * size) if tunes else 0  # an offset, a decoded copy and a gradient of each weight
-    hidden = num_tokens * plan.skeleton.hidden_size * size
-    layers = 2 if plan.needs_original else 1
-    return {
-        "layer": layers * weights * size,
-        "hidden_states": hidden * 3 // 2 if tunes else hidden,  # the targets beside them
-        "statistics": solver + tuning,
-        "working_copies": 3 * 4 * tallest,
-    }
+    sizes = LayerSizes(
+        weights=max(sum(n * k for n, k in layer.values()) for layer in shapes),
+        tallest=max(n * k for layer in shapes for n, k in layer.values()),
+        width=max(k for layer in shapes for _, k in layer.values()),
+        element_bytes=size,
+        states_bytes=num_tokens * plan.skeleton.hidden_size * size,
+    )
+    return steps_bytes(plan.recipe.steps, sizes)
 
 
 def describe_versions() -> dict[str, str]:

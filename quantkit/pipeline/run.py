@@ -132,7 +132,6 @@ class _Run:
         self.resumed = len(self.state.records)
         count = self.plan.skeleton.num_layers
         tokens = self.samples.num_tokens if self.samples and self.mode == "ram" else 0
-        tokens *= 2 if self.plan.needs_original else 1
         self.listener.plan(
             {
                 "num_layers": count,

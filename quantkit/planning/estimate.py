@@ -162,7 +162,7 @@ def estimate(
         on_device=() if device is None else _rows(shape, rows, forms, plan, device, length, batch, prompt or length),
         activations=activation_bytes(shape, TOKEN_BUDGET, batch),
         recipe=plan,
-        compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.solves, plan.tunes),
+        compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.steps),
         readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
         remarks=(*shape.remarks, *_remarks(shape, plan, device)),
     )

@@ -6,9 +6,10 @@ B sequences, L tokens of context, T tokens in one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quantkit.algorithms.base import LayerSizes, Step, predicted_bytes
 from quantkit.planning.kv_forms import KVForm
 from quantkit.planning.shape import Layer, Matrix, ModelShape
 from quantkit.planning.weights import WeightForm
@@ -164,28 +165,23 @@ def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
     return tokens * (2 * shape.hidden_size + widest) * size + sequences * shape.vocab_size * 4
 
 
-def compression_bytes(shape: ModelShape, num_tokens: int, solves: bool, tunes: bool = False) -> dict[str, int]:
-    """What `quantkit quantize` holds at once, by purpose; the same sums as `pipeline.plan.predicted_bytes`.
+def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step]) -> dict[str, int]:
+    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.predicted_bytes`.
 
     Args:
         shape: of the model.
         num_tokens: calibration tokens; 0 = a recipe without data.
-        solves: GPTQ is among the steps and keeps a matrix of its inputs.
-        tunes: AutoRound is: the original layer, its states and outputs are kept, and an offset, a decoded copy and a
-            gradient of each weight.
+        steps: of the recipe.
     """
-    size = shape.dtype_bytes
     matrices = [[m for m in layer.matrices if m.quantizable] for layer in shape.layers]
-    width = max((m.in_features for layer in matrices for m in layer), default=0)
-    tallest = max((m.out_features * m.in_features for layer in matrices for m in layer), default=0)
-    weights = max((sum(m.num_parameters for m in layer) for layer in matrices), default=0)
-    solver = 2 * 4 * width * width if solves else 0
-    return {
-        "layer": (2 if tunes else 1) * size * weights,
-        "hidden_states": (3 if tunes else 1) * num_tokens * shape.hidden_size * size,
-        "statistics": solver + (weights * (4 + 2 * size) if tunes else 0),
-        "working_copies": 3 * 4 * tallest,
-    }
+    sizes = LayerSizes(
+        weights=max((sum(m.num_parameters for m in layer) for layer in matrices), default=0),
+        tallest=max((m.out_features * m.in_features for layer in matrices for m in layer), default=0),
+        width=max((m.in_features for layer in matrices for m in layer), default=0),
+        element_bytes=shape.dtype_bytes,
+        states_bytes=num_tokens * shape.hidden_size * shape.dtype_bytes,
+    )
+    return predicted_bytes(steps, sizes)
 
 
 def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.algorithms.base import Step
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.memory import Scheme
@@ -35,8 +36,7 @@ class RecipePlan:
         forms: the different forms that occur.
         num_tokens: calibration tokens, 0 without steps.
         samples: calibration sequences, 0 without steps.
-        solves: GPTQ is among the steps.
-        tunes: AutoRound is.
+        steps: in running order.
         conflicts: why it cannot be done, one line each; the first is what an error says.
         cache: what it makes of the KV cache, outliers aside; None = nothing.
     """
@@ -47,8 +47,7 @@ class RecipePlan:
     forms: tuple[WeightForm, ...]
     num_tokens: int
     samples: int
-    solves: bool
-    tunes: bool
+    steps: tuple[Step, ...]
     conflicts: tuple[str, ...]
     cache: KVForm | None = None
 
@@ -81,8 +80,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         forms=tuple(sorted(found.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
-        solves="gptq" in recipe.step_names,
-        tunes="autoround" in recipe.step_names,
+        steps=recipe.steps,
         conflicts=tuple(_conflicts(shape, recipe, chosen)),
         cache=None if goal is None else from_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )

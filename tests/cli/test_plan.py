@@ -90,7 +90,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
     assert answer.exit_code == 0, answer.stderr
     found = rows(answer.stdout)
     assert found["gptq-int4"][0] == "4.250"
-    assert "statistics of GPTQ" in found
+    assert "statistics of the steps" in found
     assert found["vLLM"][0] == "yes"
     assert found["llama.cpp"][0] == "no"
     assert "hidden states of 65,536 tokens (or on disk)" in found

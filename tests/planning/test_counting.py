@@ -174,14 +174,18 @@ def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
     assert [row.size.total for row in estimate(tmp_path / "out").weights] == [found]
 
 
-@pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "autoround-int4"])
+@pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "gptq-int4", "autoround-int4"])
 def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_path):
     chosen = load(recipe, ["weights.group_size=channel"])
     theirs = make_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
     shape = from_model(tiny_llama)
     ours = plan_recipe(shape, chosen)
-    tokens = 2 * 640 if theirs.needs_original else 640
-    assert compression_bytes(shape, 640, ours.solves, ours.tunes) == predicted_bytes(theirs, tokens)
+    found = compression_bytes(shape, 640, ours.steps)
+    assert found == predicted_bytes(theirs, 640)
+    kept = {"rtn-int8": 1, "gptq-int8": 1, "gptq-int4": 2, "autoround-int4": 3}[recipe]  # targets beside both models'
+    assert found["hidden_states"] == kept * 640 * 64 * 4
+    assert found["layer"] == min(kept, 2) * compression_bytes(shape, 640, ())["layer"]
+    assert (found["statistics"] > 0) == (recipe != "rtn-int8")
 
 
 @pytest.mark.parametrize("name", [*KV_FORMS])
