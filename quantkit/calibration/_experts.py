@@ -14,6 +14,65 @@ from quantkit.architectures import find_expert
 STARVED_TOKENS = 64
 
 
+class _Enough(Exception):
+    """Raised inside a forward pass once there is nothing more to see."""
+
+
+def probe(
+    block: nn.Module,
+    modules: Sequence[str],
+    look: Callable[..., None],
+    run: Callable[[], object],
+    *,
+    all_tokens: bool = False,
+) -> None:
+    """Call `look(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
+
+    Args:
+        block: the layer; what it computes stays the same.
+        modules: each is reached once, unless it belongs to an expert.
+        look: see above.
+        run: runs the block.
+        all_tokens: experts are shown every token, not those that are routed to them.
+    """
+    waiting = set(modules)
+
+    def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        look(name, args, kwargs)
+        waiting.discard(name)
+        if not waiting:
+            raise _Enough
+
+    inside = [name for name in modules if all_tokens and find_expert(name)]
+    handles = hook_modules(block, [name for name in modules if name not in inside], seen)
+    if inside:
+        handles.append(show_all_tokens(block, inside, seen))
+    _run(run, handles)
+
+
+def probe_until(
+    block: nn.Module, modules: Sequence[str], last: str, look: Callable[..., None], run: Callable[[], object]
+) -> None:
+    """Call `look(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        raise _Enough
+
+    handles = hook_modules(block, modules, look)
+    _run(run, [*handles, block.get_submodule(last).register_forward_hook(after)])
+
+
+def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
+    """Run until a hook has enough, and remove the hooks."""
+    try:
+        run()
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def hook_modules(block: nn.Module, modules: Sequence[str], look: Callable[..., None]) -> list[RemovableHandle]:
     """Have `look(name, args, kwargs)` called before each of these modules (relative names); the caller removes them."""
 

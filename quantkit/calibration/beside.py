@@ -7,13 +7,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from quantkit.calibration._experts import probe
 from quantkit.calibration.layer import LayerContext
 from quantkit.calibration.observers import PairObserver
 from quantkit.checkpoint.memory import release_freed_memory
-
-
-class _Enough(Exception):
-    """Raised inside a forward pass once every input has been seen."""
 
 
 def observe_beside_original(layer: LayerContext, observers: Mapping[str, PairObserver]) -> None:
@@ -40,20 +37,8 @@ def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor])
     """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
     found: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found[name] = args[0].reshape(-1, args[0].shape[-1])
-            if len(found) == len(names):
-                raise _Enough
+    def look(name: str, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
+        found[name] = args[0].reshape(-1, args[0].shape[-1])
 
-        return before
-
-    handles = [block.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
-    try:
-        run()
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    probe(block, names, look, run)
     return found

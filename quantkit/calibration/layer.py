@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from quantkit.architectures import LinearSet, find_expert
-from quantkit.calibration._experts import STARVED_TOKENS, describe_starved, hook_modules, show_all_tokens
+from quantkit.calibration._experts import STARVED_TOKENS, describe_starved, probe, probe_until
 from quantkit.calibration.activations import ActivationStore
 from quantkit.calibration.observers import Observer, Sample
 from quantkit.checkpoint.memory import release_freed_memory
@@ -36,10 +36,6 @@ from quantkit.results import LinearRecord
 
 # Weights whose error is measured at once: its float32 copies must stay small beside the layer.
 _ERROR_BLOCK = 1 << 21
-
-
-class _Enough(Exception):
-    """Raised inside a forward pass once every hooked module has been seen."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,7 +131,7 @@ class LayerContext:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
         for hidden in self._hidden_states():
-            self._run_until(hidden, places[0].owner, hook_modules(self.block, list(names), look))
+            probe_until(self.block, list(names), places[0].owner, look, partial(self.forward, hidden))
         self.tokens_per_expert = tuple(counts.values())
         self.notes += describe_starved(counts, self.all_tokens)
 
@@ -153,7 +149,7 @@ class LayerContext:
             samples[name].update(inputs)
 
         for hidden in self._hidden_states():
-            self._probe(hidden, tuple(observers), look)
+            probe(self.block, tuple(observers), look, partial(self.forward, hidden), all_tokens=self.all_tokens)
         release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():
@@ -171,11 +167,15 @@ class LayerContext:
         """
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         left = max_tokens
+
+        def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args, kwargs))
+
         for hidden in self._hidden_states():
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
-            self._probe(kept, (module,), lambda name, args, kwargs: calls.append((args, kwargs)))
+            probe(self.block, (module,), keep, partial(self.forward, kept), all_tokens=self.all_tokens)
             left -= kept.shape[0] * kept.shape[1]
         return calls
 
@@ -286,40 +286,6 @@ class LayerContext:
     def _hidden_states(self) -> Iterator[Tensor]:
         assert self.store is not None, "this recipe has no calibration data"
         return iter(self.store)
-
-    def _probe(self, hidden: Tensor, modules: tuple[str, ...], look: Callable[..., None]) -> None:
-        """Call `look(name, args, kwargs)` as each module is reached, and stop after the last."""
-        waiting = set(modules)
-
-        def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            look(name, args, kwargs)
-            waiting.discard(name)
-            if not waiting:
-                raise _Enough
-
-        inside = [name for name in modules if self.all_tokens and find_expert(name)]
-        handles = hook_modules(self.block, [name for name in modules if name not in inside], seen)
-        if inside:
-            handles.append(show_all_tokens(self.block, inside, seen))
-        self._run(hidden, handles)
-
-    def _run_until(self, hidden: Tensor, module: str, handles: list[RemovableHandle]) -> None:
-        """Run the layer with hooks, stop after a module, and remove the hooks."""
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _Enough
-
-        self._run(hidden, [*handles, self.block.get_submodule(module).register_forward_hook(after)])
-
-    def _run(self, hidden: Tensor, handles: list[RemovableHandle]) -> None:
-        """Run the layer until a hook has enough, and remove the hooks."""
-        try:
-            self.forward(hidden)
-        except _Enough:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _quantized_inputs(self) -> Iterator[None]:

@@ -23,9 +23,7 @@ def test_ranges_are_the_best_of_the_outputs_of_each_group(make_layer):
     layer = make_layer()
     with torch.inference_mode():
         RTN().apply(layer)
-    seen = []
-    for hidden in layer.store:
-        layer._probe(hidden, ("mlp.down_proj",), lambda name, args, kwargs: seen.append(args[0].reshape(-1, 96)))
+    seen = [args[0].reshape(-1, 96) for args, _ in layer.capture("mlp.down_proj", 1 << 20)]
     inputs, weight = torch.cat(seen)[:, :16].double(), layer.weight("mlp.down_proj")[:, :16]
     chosen, dtype = layer.ranges["mlp.down_proj"][0], layer.schemes["mlp.down_proj"].weight.dtype
 
