@@ -2,6 +2,7 @@
 
     python evals/gpu/compile_check.py [--write] [--targets 80 90] [--kernel norm] [--jobs 2]
     python evals/gpu/compile_check.py --check
+    python evals/gpu/compile_check.py --candidates --targets 90 --dtypes bfloat16
 
 What is compiled is what the Python functions launch: they run on tensors without memory, and each launch is recorded
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
@@ -9,6 +10,7 @@ have, on an error of the compiler, and on a kernel of the package that nothing h
 before (`evals/results/compile/kernels.json`) is not compiled again unless its source, types, constants or options have
 changed; `--write` keeps what is new, drops what nothing launches any more, and writes `docs/kernels-resources.md`.
 `--check` compiles nothing: it says what the file lacks, what it has too much, and what in it cannot be shipped.
+`--candidates` compiles what `quantkit tune` may choose, which takes long and is not part of the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -158,7 +160,13 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         norms.gated(meta(4, 2 * 14336, dtype=dtype), name)
 
 
-def record(chip: int, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16)) -> list[Launch]:
+Work = Callable[[Recorder, torch.dtype], None]
+WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small)
+
+
+def record(
+    chip: int, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16), every: Sequence[Work] = WORK
+) -> list[Launch]:
     """Every launch that the engine can make on a chip."""
     recorder = Recorder()
     saved = JITFunction.run, kernels.num_processors, kernels.capability
@@ -174,7 +182,7 @@ def record(chip: int, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.flo
     try:
         for dtype in dtypes:
             recorder.suffix = ", fp16" if dtype == torch.float16 else ", bf16"
-            for work in (launch_linears, launch_attention, launch_small):
+            for work in every:
                 work(recorder, dtype)
     finally:
         JITFunction.run = saved[0]
@@ -198,11 +206,11 @@ def unlaunched(launches: Iterable[Launch]) -> set[str]:
 
 
 def everything(
-    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES
+    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES, every: Sequence[Work] = WORK
 ) -> dict[tuple[str, int], Launch]:
     """All launches by key and chip."""
     kinds = [getattr(torch, name) for name in dtypes]
-    return {(launch.key, target): launch for target in targets for launch in record(target, kinds)}
+    return {(launch.key, target): launch for target in targets for launch in record(target, kinds, every)}
 
 
 def _compile(wanted: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
@@ -245,6 +253,19 @@ def _check() -> None:
     sys.exit(bool(said))
 
 
+def _compile_candidates(arguments: argparse.Namespace) -> None:
+    """Compile what `quantkit tune` may choose; nothing of it is kept, it is there to keep the choice narrow enough."""
+    from candidates import WORK as every
+
+    launches = everything(arguments.targets, arguments.dtypes, every)
+    wanted = [(launch, target) for (_, target), launch in launches.items() if arguments.kernel in launch.name]
+    print(f"{len(wanted)} candidates to compile", flush=True)
+    arguments.write = False
+    wrong = [item for item in _compile(wanted, Store(), arguments) if item.problem]
+    print(f"{len(wanted)} candidates compiled, {len(wrong)} with a problem")
+    sys.exit(bool(wrong))
+
+
 def main() -> None:
     """Compile what is not known, print what is wrong, write file and page."""
     parser = argparse.ArgumentParser()
@@ -256,9 +277,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare what is launched with what is known")
+    parser.add_argument("--candidates", action="store_true", help="compile what `quantkit tune` may choose")
     arguments = parser.parse_args()
     if arguments.check:
         _check()
+    if arguments.candidates:
+        _compile_candidates(arguments)
     launches = everything(arguments.targets, arguments.dtypes)
     missing = sorted(unlaunched(launches.values()))
     store = Store.read()

@@ -69,7 +69,7 @@ def in_turns(recorded: Sequence[Recorded], device: str, repeats: int) -> list[li
     events: list[list[tuple[Any, Any]]] = [[] for _ in recorded]
     for turn in range(repeats):
         for index, item in order if turn % 2 == 0 else reversed(order):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             item.run()
             end.record()

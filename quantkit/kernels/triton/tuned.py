@@ -6,7 +6,7 @@
      "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 64",
                   "sizes": {"rows": 1, "outputs": 8192, "inputs": 8192},
                   "choice": {"method": "rows", "block_n": 16, "warps": 4, "stages": 3, "programs": 8},
-                  "microseconds": ..., "default_microseconds": ...}]}
+                  "microseconds": ..., "default_microseconds": ..., "ratio": ...}]}
 
 Where the default was not beaten the entry has it as its choice, so that a further run need not ask again. A file that
 cannot be used is named in one warning and is not used; none of it is guessed. It is not said here what a choice means
@@ -52,6 +52,7 @@ class Entry:
         sizes: by name, those of NEAR.
         choice: what to run with.
         microseconds, default_microseconds: medians of it and of the default, measured in turns.
+        ratio: median over the turns of default to choice; 1 where the choice is the default.
     """
 
     kernel: str
@@ -60,6 +61,7 @@ class Entry:
     choice: Choice
     microseconds: float
     default_microseconds: float
+    ratio: float
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -173,7 +175,7 @@ def write(path: Path, table: Table) -> None:
         "schema": SCHEMA,
         "device": {"name": table.device, "capability": table.capability},
         "versions": dict(table.versions),
-        "entries": [_written(entry) for entry in sorted(table.entries, key=lambda entry: entry.key)],
+        "entries": [to_entry(entry) for entry in sorted(table.entries, key=lambda entry: entry.key)],
     }
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -195,7 +197,8 @@ def to_json(choice: Choice) -> dict[str, Any]:
     return {"method": next(name for name, kind in METHODS.items() if kind is type(choice)), **asdict(choice)}
 
 
-def _written(entry: Entry) -> dict[str, Any]:
+def to_entry(entry: Entry) -> dict[str, Any]:
+    """An entry as files have it."""
     return {
         "kernel": entry.kernel,
         "kind": entry.kind,
@@ -203,6 +206,7 @@ def _written(entry: Entry) -> dict[str, Any]:
         "choice": to_json(entry.choice),
         "microseconds": entry.microseconds,
         "default_microseconds": entry.default_microseconds,
+        "ratio": entry.ratio,
     }
 
 
@@ -227,6 +231,7 @@ def _read_entry(data: dict[str, Any]) -> Entry:
         choice=kind(**given),
         microseconds=float(data["microseconds"]),
         default_microseconds=float(data["default_microseconds"]),
+        ratio=float(data["ratio"]),
     )
 
 

@@ -29,6 +29,7 @@ def entry(rows=1, outputs=4096, inputs=4096, choice=ROWS, kind=KIND):
         choice=choice,
         microseconds=1.0,
         default_microseconds=1.5,
+        ratio=1.0,
     )
 
 
@@ -62,7 +63,9 @@ def views(kind="int8"):
 def test_a_file_comes_back_as_it_was_written(tmp_path):
     decode = Decode(tile=64, warps=4, stages=3, programs=2, least_tiles=2, most_parts=32)
     attention = [
-        tuned.Entry(kernel=name, kind="k", sizes=sizes, choice=choice, microseconds=2.0, default_microseconds=2.0)
+        tuned.Entry(
+            kernel=name, kind="k", sizes=sizes, choice=choice, microseconds=2.0, default_microseconds=2.0, ratio=1.0
+        )
         for name, sizes, choice in (
             ("decode", {"heads": 8}, decode),
             ("prefill", {}, Prefill(rows=64, tile=32, warps=4, stages=1)),
@@ -123,7 +126,9 @@ def test_pages_ask_the_same_files(gpu):
     decode = Decode(tile=32, warps=2, stages=3, programs=4, least_tiles=2, most_parts=32)
     prefill = Prefill(rows=32, tile=32, warps=4, stages=1)
     found = [
-        tuned.Entry(kernel=name, kind=kind, sizes=sizes, choice=choice, microseconds=1.0, default_microseconds=1.0)
+        tuned.Entry(
+            kernel=name, kind=kind, sizes=sizes, choice=choice, microseconds=1.0, default_microseconds=1.0, ratio=1.0
+        )
         for name, sizes, choice in (("decode", {"heads": 64}, decode), ("prefill", {}, prefill))
     ]
     tuned.write(tuned.user_file(GPU), table(*found))
