@@ -160,8 +160,18 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         norms.gated(meta(4, 2 * 14336, dtype=dtype), name)
 
 
+def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
+    """The draw, for vocabularies of all sizes."""
+    from quantkit.kernels.triton import sampling
+
+    single, whole, long = ({"dtype": kind} for kind in (torch.float32, torch.int32, torch.int64))
+    for size in (320, 32000, 50257, 128256, 262144):
+        recorder.label = f"{size} tokens"
+        sampling.choose(meta(4, size, **single), meta(4, **long), meta(4, **whole), meta(4, 3, **single))
+
+
 Work = Callable[[Recorder, torch.dtype], None]
-WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small)
+WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small, launch_sampling)
 
 
 def record(

@@ -7,13 +7,15 @@ The draw is a race (Gumbel-max): token i wins with probability softmax(x)[i] whe
 E[i] are exponential variates, a function of the row's key and of i, and of nothing else. So a row gives the same token
 alone or in a batch, and on any device. A NaN among the logits wins, as it does in `argmax`.
 
-Plain torch, on any device. Not here: what a request is, its seeds and penalties (`runtime.sampling`).
+The functions here are plain torch and the reference; on a CUDA device `triton.sampling` does the same in two launches,
+and without asking the host. Not here: what a request is, its seeds and penalties (`runtime.sampling`).
 Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
 Shapes: R rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.kernels import triton
 from quantkit.kernels.transfer import send
 
 # Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
@@ -65,6 +68,8 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     drawn = [index for index, draw in enumerate(draws) if draw is not None]
     if not drawn:
         return largest(logits)
+    if not logits.is_cpu and triton.is_used(logits.device):
+        return _choose_on_gpu(logits, draws)
     asked = [draw for draw in draws if draw is not None]
     if len(drawn) == len(draws):
         return _race(logits, asked)
@@ -72,6 +77,23 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     (rows,) = send(logits.device, np.array(drawn, dtype=np.int64))
     tokens[rows] = _race(logits[rows], asked)
     return tokens
+
+
+def _choose_on_gpu(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
+    from quantkit.kernels.triton import sampling as on_gpu
+
+    size = logits.shape[-1]
+    keys = np.array([0 if draw is None else draw.key for draw in draws], dtype=np.int64)
+    limits = np.array([size if draw is None else min(draw.top_k or size, size) for draw in draws], dtype=np.int32)
+    settings = np.array([_settings(draw) for draw in draws], dtype=np.float32).reshape(-1, 3)
+    return on_gpu.choose(logits, *send(logits.device, keys, limits, settings))
+
+
+def _settings(draw: Draw | None) -> tuple[float, float, float]:
+    """Temperature, top-p, and the logarithm of min-p."""
+    if draw is None:
+        return 0.0, 1.0, -math.inf
+    return max(draw.temperature, COLDEST), draw.top_p, math.log(draw.min_p) if draw.min_p > 0 else -math.inf
 
 
 def largest(logits: Tensor) -> Tensor:

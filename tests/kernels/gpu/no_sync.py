@@ -90,6 +90,9 @@ MIXES = {
     "greedy": [{}],
     "temperature": [{"temperature": 0.7}],
     "mixed": [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.5}],
+    "top-k": [{"temperature": 0.7, "top_k": 20}],
+    "top-p": [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.5, "top_p": 0.3, "top_k": 500, "min_p": 0.1}],
+    "all": [{}, {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.5}],
     "penalties": [{"repetition_penalty": 1.3}, {"temperature": 1.0, "presence_penalty": 0.5}],
 }
 

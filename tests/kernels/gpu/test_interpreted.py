@@ -36,7 +36,11 @@ def too_old() -> bool:
 def test_kernels_compute_what_the_reference_does():
     if too_old():
         pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
-    files = ("tests/kernels/gpu/interpreted.py", "tests/kernels/gpu/interpreted_graphs.py")
+    files = (
+        "tests/kernels/gpu/interpreted.py",
+        "tests/kernels/gpu/interpreted_graphs.py",
+        "tests/kernels/gpu/interpreted_sampling.py",
+    )
     said = run(*("-m", "pytest", "-p", "no:cacheprovider", *files), TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said

@@ -158,6 +158,40 @@ def test_arrays_sent_one_after_another_do_not_overwrite_each_other():
     assert [(int(tensor.min()), int(tensor.max())) for tensor in found] == [(value, value) for value in range(50)]
 
 
+@pytest.mark.parametrize("size", [320, 5000, 128_256])
+def test_draws_are_the_cpus(size):
+    """Rows of all kinds in one batch, drawn by the kernels and by the reference; the host reads only the tokens."""
+    from quantkit.kernels import sampling
+
+    kinds = [
+        {"top_k": None, "top_p": 1.0, "min_p": 0.0},
+        {"top_k": 1, "top_p": 1.0, "min_p": 0.0},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.0},
+        {"top_k": 3000, "top_p": 1.0, "min_p": 0.0},
+        {"top_k": None, "top_p": 0.9, "min_p": 0.0},
+        {"top_k": None, "top_p": 0.05, "min_p": 0.0},
+        {"top_k": 50, "top_p": 0.95, "min_p": 0.1},
+    ]
+    torch.manual_seed(0)
+    draws = [None] + [
+        sampling.Draw(number * 0x1234567 - 2**60, temperature, **kind)
+        for number, kind in enumerate(kinds * 6)
+        for temperature in (0.3, 1.0, 3.0)
+    ]
+    logits = 3 * torch.randn(len(draws), size)
+    there = logits.to(CUDA)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sampling.choose(there, draws)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = sampling.choose(logits, draws)
+    # Sums are added in another order: at the border of top-p a token may be in here and out there.
+    assert (found.cpu() == expected).float().mean() >= 0.98
+    assert torch.equal(sampling.choose(there, draws), found)
+
+
 def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):
     """Nothing in a step waits for the host, and a replay reads new tokens and positions from the same memory."""
     monkeypatch.setattr(Sequences, "device", "cuda")
