@@ -22,6 +22,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -34,7 +35,7 @@ import quantkit.kernels.triton as kernels
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.triton.layout import PackedWeight
+from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, PackedWeight
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
@@ -50,44 +51,77 @@ RARE_KV_TYPES = {
     "int8 and int4": KVScheme(key=INT8_TOKEN, value=INT4_TOKEN),
 }
 
+# Packed weights: bits of a field, group, dtype of scales (None = the model's), and what else is not usual.
+PACKED: dict[str, tuple[int, int, torch.dtype | None, dict[str, Any]]] = {
+    "int4 g128": (4, 128, None, {}),
+    "int4 g128 asym": (4, 128, None, {"zeros": True}),
+    "int4 g64": (4, 64, None, {}),
+    "int4 channel": (4, 0, None, {}),
+    "int8 channel": (8, 0, None, {}),
+    "int8 g128": (8, 128, None, {}),
+    "int8 channel in order": (8, 0, torch.float32, {"natural": True}),
+    "int2 g64 asym": (2, 64, None, {"zeros": True}),
+    "fp8 channel": (8, 0, torch.float32, {"kind": E4M3}),
+    "fp8 channel in order": (8, 0, torch.float32, {"kind": E4M3, "natural": True}),
+    "fp8 128x128": (8, 128, torch.float32, {"kind": E4M3}),
+    "nvfp4": (4, 16, torch.uint8, {"kind": E2M1, "scales": E4M3_BYTES, "outer": 3.0}),
+    "nvfp4, joined": (4, 16, torch.float32, {"kind": E2M1}),
+    "mxfp4": (4, 32, torch.uint8, {"kind": E2M1, "scales": EXPONENT_BYTES}),
+    "mxfp8": (8, 32, torch.uint8, {"kind": E4M3, "scales": EXPONENT_BYTES}),
+}
+
+# Inputs of 8 bits that these are multiplied with; e4m3 comes as bytes.
+CODES = {
+    "int4 g128": (torch.int8, torch.uint8),
+    "int8 channel in order": (torch.int8,),
+    "fp8 channel": (torch.uint8,),
+    "fp8 channel in order": (torch.uint8,),
+}
+
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _packed(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, **variant: Any) -> PackedWeight:
+    rows, width = 8192, 4096
+    groups = 1 if group == 0 else width // group
+    return PackedWeight(
+        words=meta(rows, width * bits // 32, dtype=torch.int32),
+        scale=meta(groups, rows, dtype=scale_dtype),
+        zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
+        shape=(rows, width),
+        bits=bits,
+        span=min(group or 64, 64),
+        group=group,
+        **variant,
+    )
+
+
 def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed linears: bits, groups, zeros, rows; and what INT8 and FP8 inputs need."""
     from quantkit.kernels.triton import w4a16, w8a8
 
-    rows, width, span = 8192, 4096, 64
-    for bits, group, zeros, natural in (
-        *[(4, 128, False, False), (4, 128, True, False), (4, 64, False, False), (4, 0, False, False)],
-        *[(8, 0, False, False), (8, 128, False, False), (2, 64, True, False), (8, 0, False, True)],
-    ):
-        groups = 1 if group == 0 else width // group
-        weight = PackedWeight(
-            words=meta(rows, width * bits // 32, dtype=torch.int32),
-            scale=meta(groups, rows, dtype=dtype),
-            zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
-            shape=(rows, width),
-            bits=bits,
-            span=span,
-            group=group,
-            natural=natural,
-        )
-        for count in {4: (1, 4, 16, 32, 64), 8: (1, 16, 64), 2: (1, 4)}[bits]:
-            recorder.label = f"int{bits} g{group or 'channel'}{' asym' if zeros else ''}, {count} rows"
-            row_scale = meta(count, dtype=torch.float32) if natural else None
-            w4a16.multiply(meta(count, width, dtype=dtype), weight, None, row_scale)
-        if not natural:
-            recorder.label = f"int{bits} g{group or 'channel'}{' asym' if zeros else ''}, decoded"
+    for name, (bits, group, scale_dtype, variant) in PACKED.items():
+        weight = _packed(bits, group, scale_dtype or dtype, **variant)
+        width = weight.shape[1]
+        if not weight.natural:  # else for codes as inputs, below
+            usual = (1, 4, 16, 32, 64) if name.startswith("int4") else (1, 16, 64)
+            for count in (1, 4) if bits == 2 else usual:
+                recorder.label = f"{name}, {count} rows"
+                w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
+            recorder.label = f"{name}, decoded"
             w4a16.decode(weight, dtype)
+        for codes in CODES.get(name, ()):
+            for count in (1, 16) if weight.natural else (1, 16, 64):
+                recorder.label = f"{name} x {'int8' if codes == torch.int8 else 'fp8'}, {count} rows"
+                w4a16.multiply(meta(count, width, dtype=codes), weight, None, meta(count, dtype=torch.float32), dtype)
     for name in ("int8", "fp8"):
         recorder.label = f"inputs to {name}"
         w8a8.quantize_rows(meta(64, width, dtype=dtype), name)
     recorder.label = "int8 sums to outputs"
-    w8a8.scale_sums(meta(64, rows, dtype=torch.int32), meta(64, 1, dtype=torch.float32), meta(rows), None, dtype)
+    w8a8.scale_sums(meta(64, 8192, dtype=torch.int32), meta(64, 1, dtype=torch.float32), meta(8192), None, dtype)
 
 
 def _batch(count: int) -> ForwardBatch:

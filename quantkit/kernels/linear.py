@@ -212,6 +212,7 @@ def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | Non
     if len(kinds) != 1 or len(inputs) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
         return None
     codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
+    outer = [None if w.global_scale is None else w.global_scale.item() for w in weights]
     zeros = [w.zero_point for w in weights if w.zero_point is not None]
     return QuantizedTensor(
         codes=codes,
@@ -219,6 +220,7 @@ def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | Non
         zero_point=torch.cat(zeros) if zeros else None,
         scheme=first.scheme,
         group_index=first.group_index,
+        global_scale=first.global_scale if len(set(outer)) == 1 else None,
         input_scale=first.input_scale,
     )
 

@@ -29,10 +29,12 @@ from quantkit.kernels.triton.choices import (
     default_prefill,
     default_product,
 )
-from quantkit.kernels.triton.layout import PackedWeight
+from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
 from quantkit.numerics.dtype import INT4
 
 _PRODUCTS = (Rows, Tile, Vendor)
+_FIELDS = {E4M3: "e4m3", E2M1: "e2m1"}
+_SCALES = {E4M3_BYTES: ("scales e4m3",), EXPONENT_BYTES: ("scales e8m0",)}
 _forced: list[Choice] = []
 
 
@@ -49,8 +51,8 @@ def product(weight: PackedWeight, count: int, device: torch.device) -> Product:
             return choice
     has_zero, (outputs, inputs) = weight.zero is not None, weight.shape
     return _product(
-        device, capability(device), weight.bits, weight.group, weight.span, has_zero, weight.natural,
-        count, outputs, inputs,
+        device, capability(device), weight.bits, weight.group, weight.span, has_zero, weight.natural, weight.kind,
+        weight.scales, count, outputs, inputs,
     )  # fmt: skip
 
 
@@ -100,9 +102,23 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def product_kind(*, bits: int, group: int, span: int, has_zero: bool, natural: bool = False) -> str:
+def product_kind(
+    *,
+    bits: int,
+    group: int,
+    span: int,
+    has_zero: bool,
+    natural: bool = False,
+    kind: int = INTEGER,
+    scales: int = NUMBERS,
+) -> str:
     """What is the same about weights that share a choice, as files name it."""
-    words = [f"{bits} bits", f"groups of {group}" if group else "per output", f"span {span}"]
+    words = [
+        _FIELDS.get(kind, f"{bits} bits"),
+        *_SCALES.get(scales, ()),
+        f"groups of {group}" if group else "per output",
+        f"span {span}",
+    ]
     return ", ".join([*words, *(["zeros"] if has_zero else []), *(["natural"] if natural else [])])
 
 
@@ -119,12 +135,14 @@ def row_bucket(count: int) -> int | None:
 @functools.lru_cache(maxsize=8192)
 def _product(
     device: torch.device, chip: int, bits: int, group: int, span: int, has_zero: bool, natural: bool,
-    count: int, outputs: int, inputs: int,
+    fields: int, scales: int, count: int, outputs: int, inputs: int,
 ) -> Product:  # fmt: skip
-    kind = product_kind(bits=bits, group=group, span=span, has_zero=has_zero, natural=natural)
+    kind = product_kind(
+        bits=bits, group=group, span=span, has_zero=has_zero, natural=natural, kind=fields, scales=scales
+    )
     bucket = row_bucket(count)
     found = bucket and _find(device, "product", kind, {"rows": bucket, "outputs": outputs, "inputs": inputs})
-    return found if isinstance(found, _PRODUCTS) else default_product(count, bits, chip)
+    return found if isinstance(found, _PRODUCTS) else default_product(count, bits, chip, span)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Integer weights laid out for `w4a16`: packed once, when a model is loaded. Plain torch, any device.
+"""Weights of 2 to 8 bits laid out for `w4a16`: packed once, when a model is loaded. Plain torch, any device.
 
 A row is cut into blocks; one block is `span` words of 32 bits, and field i of word j is input `base + span * i + j`:
 
@@ -10,7 +10,8 @@ A row is cut into blocks; one block is `span` words of 32 bits, and field i of w
 
 So a thread's 16-byte load is four neighbouring words, field i of all words needs one contiguous piece of the input,
 and inputs that share a scale are whole fields. Rows lie one after another; scales and zeros are (G, N), so that the
-outputs of a tile read neighbours. Fields hold code + 2^(bits-1); INT3 lies in fields of 4 bits.
+outputs of a tile read neighbours. Fields hold code + 2^(bits-1), or the bits of a float; INT3 lies in fields of 4
+bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so where they say the same as the number that `numerics` has.
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
@@ -22,9 +23,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantkit.numerics.dtype import DType
 from quantkit.numerics.tensor import QuantizedTensor
 
-_FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int8": 8}
+INTEGER, E4M3, E2M1 = 0, 1, 2
+"""What fields are."""
+
+NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
+"""What scales are stored as: floats, e4m3 under a common scale, or exponents; the latter two as uint8."""
+
+FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
+"""Powers of two by which the numbers that the kernels make of fields are too small; scales make up for it."""
+
+_FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
+_FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
+_MANTISSA_AND_SIGN, _INFINITY = -0x7F800001, 0x7F800000
+_LARGEST_SCALE = 2.0**100  # of floats: their scales are made larger
 _SPANS = (64, 32, 16)
 _ROWS_AT_ONCE = 4096
 
@@ -35,13 +49,16 @@ class PackedWeight:
 
     Args:
         words: (N, W) int32; or (N, K) int8 codes viewed so, if `natural`.
-        scale: (G, N), 16 bits or float32.
+        scale: (G, N), 16 bits, float32, or bytes of `scales`.
         zero: (G, N) uint8 to subtract from fields; None = `offset` for all.
         shape: (N, K).
         bits: of a field.
         span: words of a block.
         group: g; 0 = one scale per output.
         natural: fields are signed and neighbours in memory are neighbours in K.
+        kind: what fields are; scales already have the power of two that floats lack.
+        scales: what they are stored as.
+        outer: what E4M3_BYTES are divided by.
     """
 
     words: Tensor
@@ -52,6 +69,9 @@ class PackedWeight:
     span: int
     group: int
     natural: bool = False
+    kind: int = INTEGER
+    scales: int = NUMBERS
+    outer: float = 1.0
 
     @property
     def num_blocks(self) -> int:
@@ -73,6 +93,8 @@ def find_span(weight: QuantizedTensor) -> int | None:
     """Words of a block that waste least and fit the groups, the largest of several; None = cannot be packed."""
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
+    if weight.scheme.dtype.kind == "float" and not _all(~(weight.scale.float().abs() > _LARGEST_SCALE)):
+        return None
     width, groups = weight.shape[1], weight.scale.shape[1]
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
     fitting = [span for span in _SPANS if groups == 1 or (width // groups) % span == 0]
@@ -91,21 +113,21 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
     """
     span = find_span(weight)
     assert span is not None
-    bits = _FIELD_BITS[weight.scheme.dtype.name]
+    bits, kind = _FIELD_BITS[weight.scheme.dtype.name], _kind(weight.scheme.dtype)
     (rows, width), groups = weight.shape, weight.scale.shape[1]
     group = 0 if groups == 1 else width // groups
     block = span * (32 // bits)
     padding = -width % block
     words = torch.empty(rows, (width + padding) * bits // 32, dtype=torch.int32, device=device)
     for start in range(0, rows, _ROWS_AT_ONCE):
-        codes = weight.codes[start : start + _ROWS_AT_ONCE].to(device).to(torch.int32) + (1 << (bits - 1))
-        words[start : start + _ROWS_AT_ONCE] = _words(functional.pad(codes, (0, padding)), bits, span)
+        fields = _fields(weight.codes[start : start + _ROWS_AT_ONCE].to(device), bits, kind)
+        words[start : start + _ROWS_AT_ONCE] = _words(functional.pad(fields, (0, padding)), bits, span)
     spare = 0 if group == 0 else -(-(width + padding) // group) - groups
     zero = None
     if weight.zero_point is not None:
         shifted = (weight.zero_point.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
         zero = functional.pad(shifted.to(device).t(), (0, 0, 0, spare)).contiguous()
-    scale = weight.scale if weight.scale.dtype.itemsize == 2 else weight.scale.float()
+    (scale, scales), outer = _stored_scale(weight, kind), weight.global_scale
     return PackedWeight(
         words=words,
         scale=functional.pad(scale.to(device).t(), (0, 0, 0, spare)).contiguous(),
@@ -114,7 +136,54 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
         bits=bits,
         span=span,
         group=group,
+        kind=kind,
+        scales=scales,
+        outer=1.0 if outer is None or outer.is_meta or scales != E4M3_BYTES else outer.item(),
     )
+
+
+def _kind(dtype: DType) -> int:
+    if dtype.kind == "int":
+        return INTEGER
+    return E4M3 if dtype.bits == 8 else E2M1
+
+
+def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
+    """(R, K) int32 of codes as numerics has them."""
+    if kind == INTEGER:
+        return codes.to(torch.int32) + (1 << (bits - 1))
+    if kind == E4M3:
+        return codes.view(torch.uint8).to(torch.int32)
+    # The values of e2m1 as e4m3, which has the exponent 6 higher and two more mantissa bits; 0.5 is no subnormal there.
+    byte = codes.view(torch.uint8).to(torch.int32)
+    return torch.where(byte & 0x7F == 0x30, 1, ((byte & 0x7F) - 0x30 >> 2).clamp_min(0)) | byte >> 7 << 3
+
+
+def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
+    """Scales (N, G) and what they are: bytes if these say the same, else numbers; NaN where a group has a NaN code."""
+    scale, stored, outer = weight.scale, weight.scheme.dtype.scale, weight.global_scale
+    if kind == INTEGER:
+        return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
+    if kind == E4M3:
+        broken = (weight.codes.view(torch.uint8) & 0x7F == 0x7F).view(*scale.shape, -1).any(-1).to(scale.device)
+        scale = torch.where(broken, torch.nan, scale)
+    single = scale.float()
+    if stored == "e4m3" and outer is not None:
+        local = (single * outer.to(single.device)).to(torch.float8_e4m3fn)
+        if _all(local.float() / outer.to(single.device) == single):
+            return local.view(torch.uint8), E4M3_BYTES
+    raised = single * 2.0 ** FACTOR_BITS[kind]
+    if stored == "e8m0":
+        bits = raised.view(torch.int32)
+        if _all((bits & _MANTISSA_AND_SIGN == 0) & (bits > 0) & (bits < _INFINITY)):
+            return (bits >> 23).to(torch.uint8), EXPONENT_BYTES
+    narrow = raised.to(scale.dtype)
+    return (narrow if _all(narrow.float() == raised) else raised), NUMBERS
+
+
+def _all(condition: Tensor) -> bool:
+    """Whether it holds everywhere; of tensors without memory it does."""
+    return condition.is_meta or bool(condition.all())
 
 
 def _words(fields: Tensor, bits: int, span: int) -> Tensor:
@@ -126,20 +195,22 @@ def _words(fields: Tensor, bits: int, span: int) -> Tensor:
     return words.view(len(fields), -1)
 
 
-def natural(codes: Tensor, scale: Tensor) -> PackedWeight:
-    """INT8 codes as they are, for a weight that torch multiplies as well; nothing is copied.
+def natural(weight: QuantizedTensor) -> PackedWeight:
+    """INT8 or FP8 codes as they are, for a weight that torch multiplies as well; nothing is copied.
 
     Args:
-        codes: (N, K) int8, contiguous; K a multiple of 4.
-        scale: (N,) one per output.
+        weight: on its device, one scale per output, no zeros; codes contiguous, K a multiple of 4.
     """
+    kind = _kind(weight.scheme.dtype)
+    scale, _ = _stored_scale(weight, kind)
     return PackedWeight(
-        words=codes.view(torch.int32),
-        scale=scale.reshape(1, -1),
+        words=weight.codes.view(torch.int32),
+        scale=scale.float().t().contiguous(),
         zero=None,
-        shape=(codes.shape[0], codes.shape[1]),
+        shape=weight.shape,
         bits=8,
         span=64,
         group=0,
         natural=True,
+        kind=kind,
     )

@@ -1,4 +1,4 @@
-"""Linears over packed integer weights on a CUDA device: which kernel for how many rows.
+"""Linears over packed weights of 2 to 8 bits on a CUDA device: which kernel for how many rows.
 
 Shapes: T tokens, N outputs, K inputs.
 """
@@ -20,7 +20,7 @@ def can(weight: QuantizedTensor) -> bool:
 
 
 class PackedLinear:
-    """INT2, INT3, INT4 or INT8 weights, 16-bit inputs.
+    """Integer weights of 2 to 8 bits, FP8 and FP4, 16-bit inputs.
 
     Few rows are multiplied with the packed weight; for more, where nothing is to be won by that, it is decoded into
     memory that lives as long as the product, which is then the vendor's.

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""16-bit inputs times packed integers of 2, 4 or 8 bits: a product per row up to 4, tiles up to 64, above that cuBLAS.
+"""Inputs times packed integers of 2, 4 or 8 bits or floats of 4 or 8: a product per row up to 4, tiles up to 64.
 
-Fields become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where s
-is the field's place, so one subtraction leaves field - zero, exactly. Scales are applied once per group, to sums in
+Integers become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where
+s is the field's place, so one subtraction leaves field - zero, exactly; `floats` does the same for floats. Inputs are
+floats, or codes of 8 bits with a scale per row. Scales are applied once per group, to sums in
 float32. Where rows of outputs alone do not fill the chip, K is split, and the program that is last to finish its part
 of a tile adds them all, always in the same order. The weight is the left operand of the tile product, so that it can
 go to it from registers.
@@ -22,24 +23,35 @@ from torch import Tensor
 
 from quantkit.kernels.triton import capability, configs, num_processors, power_of_two
 from quantkit.kernels.triton.choices import Rows, Vendor, default_tile
-from quantkit.kernels.triton.layout import PackedWeight
+from quantkit.kernels.triton.floats import (
+    field_bits,
+    half_number,
+    load_inputs,
+    load_scale,
+    row_factor,
+)
+from quantkit.kernels.triton.layout import E4M3_BYTES, EXPONENT_BYTES, PackedWeight
 
 _PARTS = 64
 _MOST_TILES = 1 << 14  # of a product in parts: one with more fills any chip without
 
 
 @triton.jit
-def _decode(words, zero, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """field - zero of each word, float32."""
+def _decode(words, zero, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr = 0):
+    """field - zero of each word, float32; floats have no zero and are too small by `floats.FACTOR_BITS`."""
     HALF: tl.constexpr = 16 // BITS
     SHIFT: tl.constexpr = BITS * (FIELD % HALF)
-    MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
-    MAGIC: tl.constexpr = 0x4B000000 - (SHIFT << 23)
-    BASE: tl.constexpr = float(2 ** (23 - SHIFT))
-    if FIELD >= HALF:
-        words = words >> 16
-    bits = (words & MASK) | MAGIC
-    return bits.to(tl.float32, bitcast=True) - (BASE + zero)
+    if KIND > 0:
+        found = half_number(field_bits(words, SHIFT, KIND) >> (16 * (FIELD // HALF)))
+    else:
+        MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
+        MAGIC: tl.constexpr = 0x4B000000 - (SHIFT << 23)
+        BASE: tl.constexpr = float(2 ** (23 - SHIFT))
+        if FIELD >= HALF:
+            words = words >> 16
+        bits = (words & MASK) | MAGIC
+        found = bits.to(tl.float32, bitcast=True) - (BASE + zero)
+    return found
 
 
 @triton.jit
@@ -60,21 +72,23 @@ def _inputs_of(block, field, lanes, SPAN: tl.constexpr, FIELDS: tl.constexpr, NA
 
 
 @triton.jit
-def _load_words(words, outputs, block, lanes, kept, num_words, SPAN: tl.constexpr, NATURAL: tl.constexpr):
+def _load_words(
+    words, outputs, block, lanes, kept, num_words, SPAN: tl.constexpr, NATURAL: tl.constexpr, KIND: tl.constexpr = 0
+):
     column = block * SPAN + lanes
     at = words + outputs.to(tl.int64)[:, None] * num_words + column[None, :]
     if NATURAL:
         found = tl.load(at, mask=kept[:, None] & (column < num_words)[None, :], other=0)
-        return found ^ -2139062144  # 0x80808080: signed bytes to bytes above 128
+        return found if KIND > 0 else found ^ -2139062144  # 0x80808080: signed bytes to bytes above 128
     return tl.load(at, mask=kept[:, None], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _rows_kernel(
     x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
-    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    outer, BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """ROWS x BLOCK_N outputs; sums stay with their thread over all of K and are added up once, at the end."""
     FIELDS: tl.constexpr = 32 // BITS
@@ -85,34 +99,25 @@ def _rows_kernel(
     rows = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
     for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
-        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL)
+        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL, KIND)
         first = block * SPAN * FIELDS
         partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
         for field in tl.static_range(FIELDS):
             index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
             inputs = _inputs_of(block, field, lanes, SPAN, FIELDS, NATURAL)
-            a = tl.load(
-                x + rows[:, None] * K + inputs[None, :], mask=(rows < M)[:, None] & (inputs < K)[None, :], other=0.0
-            )
-            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+            a = load_inputs(x + rows[:, None] * K + inputs[None, :], (rows < M)[:, None] & (inputs < K)[None, :])
+            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, KIND)
             partial += value[None, :, :] * a.to(tl.float32)[:, None, :]
             if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
-                factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
-                total += partial * factor[None, :, None]
+                total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[None, :, None]
                 partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
         if GROUP == 0:
             total += partial
     sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
-    mask = (rows < M)[:, None] & kept[None, :]
-    if IN_PARTS:
-        is_last = _put_part(sums, parts, counters + tl.program_id(0), part, rows, outputs, mask, M, N)
-        if is_last:
-            sums = _add_parts(parts, tl.num_programs(1), rows, outputs, mask, M, N)
-            sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
-            tl.store(out + rows[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
-    else:
-        sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
-        tl.store(out + rows[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+    _finish(
+        sums, x, scale, bias, row_scale, out, parts, counters, tl.program_id(0), part, rows, outputs, M, N, outer,
+        GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -138,29 +143,41 @@ def _add_parts(parts, num_parts, rows, outputs, mask, M, N):
 
 @triton.jit
 def _finish(
-    sums, scale, bias, row_scale, rows, outputs, M, N,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    sums, x, scale, bias, row_scale, out, parts, counters, tile, part, rows, outputs, M, N, outer,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of outputs and of rows, and the bias."""
+    """A tile's outputs: its parts added up by the program that is last, scales of outputs and of rows, the bias."""
     kept = outputs < N
-    if GROUP == 0:
-        sums *= tl.load(scale + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
-    if HAS_ROW_SCALE:
-        sums *= tl.load(row_scale + rows, mask=rows < M, other=0.0)[:, None]
-    if HAS_BIAS:
-        sums += tl.load(bias + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
-    return sums
+    mask = (rows < M)[:, None] & kept[None, :]
+    is_last = True
+    if IN_PARTS:
+        is_last = _put_part(sums, parts, counters + tile, part, rows, outputs, mask, M, N)
+    if is_last:
+        if IN_PARTS:
+            sums = _add_parts(parts, tl.num_programs(1), rows, outputs, mask, M, N)
+        if GROUP == 0:
+            sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
+        if SCALES == 1:
+            sums = sums / outer
+        if HAS_ROW_SCALE:
+            sums *= tl.load(row_scale + rows, mask=rows < M, other=0.0)[:, None] * row_factor(x)
+        if HAS_BIAS:
+            sums += tl.load(bias + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _tile_kernel(
     x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
-    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
+    outer, BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr, IN_VALUES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N x BLOCK_M outputs, transposed: weight on the left."""
+    """BLOCK_N x BLOCK_M outputs, transposed: weight on the left. IN_VALUES: its numbers are exact with their scale."""
     FIELDS: tl.constexpr = 32 // BITS
+    PER_GROUP: tl.constexpr = GROUP > 0 and not IN_VALUES
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -168,47 +185,40 @@ def _tile_kernel(
     lanes = tl.arange(0, SPAN)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
-        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL)
+        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL, KIND)
         first = block * SPAN * FIELDS
-        partial = total if GROUP == 0 else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if PER_GROUP else total
         for half in range(2):  # a loop, so that only half of the fields are in registers at once
             for field in tl.static_range(FIELDS // 2):
                 number = half * (FIELDS // 2) + field
                 index = 0 if GROUP == 0 else (first + number * SPAN) // GROUP
                 inputs = _inputs_of(block, number, lanes, SPAN, FIELDS, NATURAL)
-                a = tl.load(
-                    x + rows.to(tl.int64)[:, None] * K + inputs[None, :],
-                    mask=(rows < M)[:, None] & (inputs < K)[None, :],
-                    other=0.0,
-                )
-                value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
+                at = x + rows.to(tl.int64)[:, None] * K + inputs[None, :]
+                a = load_inputs(at, (rows < M)[:, None] & (inputs < K)[None, :])
+                if x.dtype.element_ty.primitive_bitwidth == 8:  # codes, exact in the dtype of the outputs
+                    a = a.to(out.dtype.element_ty)
+                value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, KIND)
+                if IN_VALUES:
+                    value *= load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
                 partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
-                if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS // 2 - 1):
-                    factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
-                    total += partial * factor[:, None]
+                if PER_GROUP and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS // 2 - 1):
+                    total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
                     partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             loaded = loaded >> 16
-        if GROUP == 0:
+        if not PER_GROUP:
             total = partial
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
-    mask = (rows < M)[:, None] & kept[None, :]
-    if IN_PARTS:
-        tile = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
-        is_last = _put_part(sums, parts, counters + tile, part, rows, outputs, mask, M, N)
-        if is_last:
-            sums = _add_parts(parts, tl.num_programs(1), rows, outputs, mask, M, N)
-            sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
-            tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
-    else:
-        sums = _finish(sums, scale, bias, row_scale, rows, outputs, M, N, GROUP, HAS_BIAS, HAS_ROW_SCALE)
-        tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+    _finish(
+        sums, x, scale, bias, row_scale, out, parts, counters, tl.program_id(0) + tl.program_id(2) * tl.num_programs(0),
+        part, rows, outputs, M, N, outer, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
+    )  # fmt: skip
 
 
 @triton.jit
 def _decode_kernel(
-    words, scale, zero, out, N, K, num_words,
-    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, HAS_ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    words, scale, zero, out, N, K, num_words, outer,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr,
+    SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_N rows of the weight as 16-bit numbers."""
     FIELDS: tl.constexpr = 32 // BITS
@@ -220,8 +230,10 @@ def _decode_kernel(
     for field in tl.static_range(FIELDS):
         inputs = block * SPAN * FIELDS + field * SPAN + lanes
         index = 0 if GROUP == 0 else (block * SPAN * FIELDS + field * SPAN) // GROUP
-        value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS)
-        factor = tl.load(scale + index * N + outputs, mask=kept, other=0.0).to(tl.float32)
+        value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, KIND)
+        factor = load_scale(scale + index * N + outputs, kept, SCALES)
+        if SCALES == 1:
+            factor = tl.div_rn(factor, outer)
         tl.store(
             out + outputs.to(tl.int64)[:, None] * K + inputs[None, :],
             (value * factor[:, None]).to(out.dtype.element_ty),
@@ -229,16 +241,23 @@ def _decode_kernel(
         )
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    row_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """x times a packed weight.
 
     Args:
-        x: (M, K) contiguous, M from 1 on; meant for few rows.
+        x: (M, K) contiguous, M from 1 on, meant for few rows: floats, or codes of `row_scale`, int8 or e4m3 in uint8.
         weight: (N, K).
         bias: (N,) or None.
         row_scale: (M,) float32 that outputs are multiplied with, or None.
+        dtype: of the result, where x are codes.
     Returns:
-        (M, N), dtype of x; float32 sums, rounded once.
+        (M, N), dtype of x unless given; float32 sums, rounded once.
     """
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
@@ -248,31 +267,47 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, row_scale: Te
     row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
     tiles = -(-outputs // block_n) * row_tiles
     parts = num_parts(tiles, weight.num_blocks, min(choice.programs * num_processors(x.device), _MOST_TILES))
-    out = x.new_empty(count, outputs)
+    out = torch.empty(count, outputs, dtype=dtype or x.dtype, device=x.device)
     partial, counters = None, None
     if parts > 1:
         partial = torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
         counters = _counters(x.device)
     shared = {
-        "BITS": weight.bits,
-        "SPAN": weight.span,
-        "OFFSET": weight.offset,
+        **_constants(weight),
         "NATURAL": weight.natural,
-        "HAS_ZERO": weight.zero is not None,
         "BLOCK_N": block_n,
         "IN_PARTS": parts > 1,
-        "GROUP": weight.group,
         "HAS_BIAS": bias is not None,
         "HAS_ROW_SCALE": row_scale is not None,
     }
-    sizes = (count, outputs, width, weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
-    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters, *sizes)
+    blocks = (weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
+    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters)
+    given = (*tensors, count, outputs, width, *blocks, weight.outer)
     grid, options = (-(-outputs // block_n), parts), {"num_warps": choice.warps, "num_stages": choice.stages}
     if isinstance(choice, Rows):
-        _rows_kernel[grid](*tensors, ROWS=power_of_two(count), **options, **shared)
+        _rows_kernel[grid](*given, ROWS=power_of_two(count), **options, **shared)
     else:
-        _tile_kernel[(*grid, row_tiles)](*tensors, BLOCK_M=choice.block_m, **options, **shared)
+        in_values = _in_values(weight, out.dtype)
+        _tile_kernel[(*grid, row_tiles)](*given, BLOCK_M=choice.block_m, IN_VALUES=in_values, **options, **shared)
     return out
+
+
+def _constants(weight: PackedWeight) -> dict[str, object]:
+    """What the kernels are compiled for."""
+    return {
+        "BITS": weight.bits,
+        "SPAN": weight.span,
+        "GROUP": weight.group,
+        "OFFSET": weight.offset,
+        "KIND": weight.kind,
+        "SCALES": weight.scales,
+        "HAS_ZERO": weight.zero is not None,
+    }
+
+
+def _in_values(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether numbers of the weight times their scale are exact in this dtype, the common scale aside."""
+    return weight.scales == E4M3_BYTES or (weight.scales == EXPONENT_BYTES and dtype != torch.float16)
 
 
 @functools.lru_cache(maxsize=8)
@@ -294,8 +329,7 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows, width, dtype=dtype, device=weight.words.device)
     block = 32
     _decode_kernel[(-(-rows // block), weight.num_blocks)](
-        weight.words, weight.scale, weight.zero, out, rows, width, weight.words.shape[1],
-        BITS=weight.bits, SPAN=weight.span, GROUP=weight.group, OFFSET=weight.offset,
-        HAS_ZERO=weight.zero is not None, BLOCK_N=block, num_warps=4,
+        weight.words, weight.scale, weight.zero, out, rows, width, weight.words.shape[1], weight.outer,
+        **_constants(weight), BLOCK_N=block, num_warps=4,
     )  # fmt: skip
     return out

@@ -9,6 +9,8 @@ Shapes: T tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -121,7 +123,7 @@ class Int8Linear:
     ) -> None:
         self.out_features, self.in_features = weight.shape
         codes = weight.codes.to(device).contiguous()
-        self._packed = layout.natural(codes, weight.scale.float().to(device))
+        self._packed = layout.natural(dataclasses.replace(weight, codes=codes, scale=weight.scale.float().to(device)))
         self._columns = codes.t()
         self._bias = None if bias is None else bias.float().to(device)
         self._dtype = dtype
@@ -135,7 +137,7 @@ class Int8Linear:
             return x.new_empty(0, self.out_features)
         codes, scale = quantize_rows(x.contiguous(), "int8")
         if count <= _PACKED_ROWS:
-            return w4a16.multiply(codes.to(self._dtype), self._packed, self._bias, scale.view(-1)).to(x.dtype)
+            return w4a16.multiply(codes, self._packed, self._bias, scale.view(-1), x.dtype)
         padding = max(32, -(-count // 8) * 8) - count
         padded = codes if padding == 0 else functional.pad(codes, (0, 0, 0, padding))
         sums = torch._int_mm(padded, self._columns)[:count]

@@ -11,18 +11,21 @@ import dataclasses
 import pytest
 import torch
 
+from quantkit.formats._microscaling import fp4_values
 from quantkit.kernels import ops, reference
 from quantkit.kernels._torch_linear import quantize_tokens
 from quantkit.kernels.attention import TorchAttention
+from quantkit.kernels.linear import join
 from quantkit.kernels.triton import choices, norms, w4a16, w8a8
 from quantkit.kernels.triton import linear as packed_linear
 from quantkit.kernels.triton.attention import TritonAttention, can
-from quantkit.kernels.triton.layout import find_span, natural, pack
+from quantkit.kernels.triton.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
 from quantkit.numerics.scheme import ActivationScheme, KVScheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 CPU = torch.device("cpu")
@@ -33,6 +36,12 @@ SCHEMES = [
     ("int3", 64, True, (32, 512)),
     ("int8", 64, False, (32, 256)),
     ("int2", 64, False, (16, 1024)),
+    ("int6", 64, False, (16, 256)),
+    ("fp8", None, True, (40, 500)),
+    ("fp8", 128, True, (32, 512)),
+    ("nvfp4", 16, True, (48, 256)),
+    ("mxfp4", 32, True, (50, 256)),
+    ("mxfp8", 32, True, (32, 160)),
 ]
 
 
@@ -150,10 +159,79 @@ def test_int8_inputs(rows):
     torch.testing.assert_close(linear(x).double(), expected.double(), rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "mxfp4"])
+def test_every_float_code_is_decoded_exactly(kind):
+    """Signs, subnormals, zeros of both signs and the largest; in the products too."""
+    dtype = DTYPES[kind]
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[every & 127 != 127].view(torch.float8_e4m3fn)
+    if dtype.bits == 4:
+        every = fp4_values(torch.arange(16, dtype=torch.uint8))
+    codes = every.view(torch.uint8).repeat(256)[: 16 * 256].view(16, 256).view(torch.float8_e4m3fn)
+    scheme = WeightScheme(dtype=dtype, group_size=dtype.group)
+    scale = torch.ones(16, 256 // (dtype.group or 256))
+    weight = QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+    packed = pack(weight, CPU)
+    assert torch.equal(w4a16.decode(packed, torch.float32), codes.float())
+    for rows in (1, 16):
+        found = torch.cat([w4a16.multiply(part, packed, None) for part in torch.eye(256)[:32].split(rows)])
+        assert torch.equal(found, codes.float().t()[:32])
+
+
+@pytest.mark.parametrize("group", [None, 64])
+def test_float_weights_may_hold_nan(group):
+    weight = quantized("fp8", group, True, (16, 256))
+    weight.codes.view(torch.uint8)[3, 5] = 0x7F
+    for rows in (1, 5):
+        out = w4a16.multiply(torch.zeros(rows, 256), pack(weight, CPU), None)
+        assert out[:, 3].isnan().all()
+        assert out.isnan().sum() == rows
+
+
+def test_scales_of_floats():
+    """8 bits where that says the same, float32 where rows have other common scales, 16 bits where these hold them."""
+    weight = quantized("nvfp4", 16, True, (16, 256))
+    packed = pack(weight, CPU)
+    assert packed.num_bytes + 4 == weight.stored_bytes
+    assert packed.scales == E4M3_BYTES
+    one, other = weight, quantized("nvfp4", 16, True, (24, 256))
+    both = join([one, other])
+    assert torch.equal(w4a16.decode(pack(both, CPU), torch.float32), both.dequantize())
+    assert pack(both, CPU).scales == E4M3_BYTES  # the tensors' scales are the same
+    apart = join([one, dataclasses.replace(other, scale=other.scale * 3, global_scale=other.global_scale / 3)])
+    packed = pack(apart, CPU)
+    assert packed.scale.dtype == torch.float32
+    assert torch.equal(w4a16.decode(packed, torch.float32), apart.dequantize())
+    weight = quantized("mxfp4", 32, True, (16, 256))
+    assert pack(weight, CPU).num_bytes == weight.stored_bytes
+    weight.scale[1, 2] = torch.nan
+    assert pack(weight, CPU).scales == NUMBERS
+    weight = quantized("fp8", None, True, (16, 256))
+    assert pack(weight, CPU).scale.dtype == torch.float16
+    large = dataclasses.replace(weight, scale=weight.scale * 60000.0)
+    assert pack(large, CPU).scale.dtype == torch.float32
+    assert torch.equal(w4a16.decode(pack(large, CPU), torch.float32), large.dequantize())
+    huge = dataclasses.replace(weight, scale=weight.scale.float() * 1e35)
+    assert find_span(huge) is None
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("scheme", [("int4", 64, False, (24, 256)), ("fp8", 128, True, (24, 256))], ids=str)
+def test_products_of_codes(scheme, rows, name):
+    """Inputs of 8 bits are read as such."""
+    weight, x = quantized(*scheme), torch.randn(rows, 256)
+    x[1] = torch.linspace(-1e-3, 1.0, 256)  # subnormals
+    codes, scale = w8a8.quantize_rows(x, name)
+    found = w4a16.multiply(codes, pack(weight, CPU), None, scale.view(-1), torch.float32)
+    check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
+
+
 def test_natural_codes_are_read_where_they_lie():
-    weight = quantized("int8", None, True, (16, 264))
     x = torch.randn(2, 264)
-    check(w4a16.multiply(x, natural(weight.codes, weight.scale.float()), None), x, weight.dequantize())
+    for name in ("int8", "fp8"):
+        weight = quantized(name, None, True, (16, 264))
+        check(w4a16.multiply(x, natural(weight), None), x, weight.dequantize())
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

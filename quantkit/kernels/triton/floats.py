@@ -1,0 +1,72 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, RET505  of branches on constants one is compiled
+"""Floats of 4 and 8 bits inside words, made into numbers by moving bits: the same on every chip and in the interpreter.
+
+Sign, exponent and mantissa of a code are put where float16 has them. That number is the code's value times
+2^-`layout.FACTOR_BITS`, subnormals included, which float16 has too; the power of two is in the scales already.
+
+    e4m3    seee emmm             float16  seee eemm mmmm mmmm
+    e2m1    seem                           s..e eeem mm.. ....   <- e4m3, times 2^8
+                                           s... eem. .... ....   <- e2m1, times 2^14
+
+What this is not: NaN codes of e4m3 come out as 480. Where a weight has some, its scale is NaN (`layout`).
+Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_SIGNS: tl.constexpr = tl.constexpr(-2147450880)  # 0x80008000: of both halves of a word
+_E4M3: tl.constexpr = tl.constexpr(0x3F803F80)
+_E2M1: tl.constexpr = tl.constexpr(0x0E000E00)
+
+
+@triton.jit
+def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
+    """Bits of two float16 numbers, of the fields at SHIFT of both halves: masks and shifts serve both at once."""
+    if KIND == 1:  # `layout.E4M3`
+        if SHIFT == 0:
+            return ((words << 8) & _SIGNS) | ((words << 7) & _E4M3)
+        else:
+            return (words & _SIGNS) | ((words >> 1) & _E4M3)
+    elif SHIFT == 12:
+        return (words & _SIGNS) | ((words >> 3) & _E2M1)
+    else:
+        return ((words << (12 - SHIFT)) & _SIGNS) | ((words << (9 - SHIFT)) & _E2M1)
+
+
+@triton.jit
+def half_number(bits):
+    """The float16 number in the lower half of each word, as float32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_scale(at, kept, SCALES: tl.constexpr):
+    """Scales as float32; bytes of e4m3 come with the factor of e2m1 fields, exponents are stored with theirs."""
+    if SCALES == 0:  # `layout.NUMBERS`, E4M3_BYTES, EXPONENT_BYTES
+        return tl.load(at, mask=kept, other=0.0).to(tl.float32)
+    elif SCALES == 1:
+        return half_number(tl.load(at, mask=kept, other=0).to(tl.int32) << 7) * 4194304.0  # 2^(8 + 14)
+    else:
+        return (tl.load(at, mask=kept, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_inputs(at, mask):
+    """Inputs as they are stored, int8 codes likewise; bytes of e4m3 as float16, too small by 2^8 (see `row_factor`)."""
+    if at.dtype.element_ty == tl.uint8:
+        byte = tl.load(at, mask=mask, other=0).to(tl.int32)
+        return (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    elif at.dtype.element_ty == tl.int8:
+        return tl.load(at, mask=mask, other=0)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def row_factor(inputs):
+    """What the scales of rows lack by: see `load_inputs`."""
+    return 256.0 if inputs.dtype.element_ty == tl.uint8 else 1.0
