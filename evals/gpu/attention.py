@@ -1,43 +1,57 @@
-"""Paged decode attention by KV type, batch and context, against SDPA over contiguous bf16 keys and values."""
+"""Paged attention by KV type: decode steps by batch and context, chunks of prompts by prefix; and attention of others.
+
+A decode step is bound by the bytes of keys and values, so its rows have the share of the copy bandwidth; a chunk by
+arithmetic, so its rows have the share of the rate of a large product.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from timing import Results, parse
+from peer_attention import PEERS, Case
+from timing import Results, dtype_on, gemm_rate, parse
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes
 from quantkit.measure.timing import measure, num_copies
 from quantkit.runtime.kv_cache import KVCache
 
-KV_TYPES = ("auto", "fp8", "int8", "int4")
-# (batch, context); heads of an 8B model.
-CASES = ((32, 8192), (32, 4096), (1, 1024), (8, 4096), (1, 8192), (1, 32768), (128, 2048))
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
+KV_TYPES = ("auto", "int8", "fp8", "int4")
+PAGE = 64
+# Most telling first.
+DECODE = ((32, 8192), (32, 4096), (1, 1024), (8, 4096), (1, 8192), (1, 2048), (1, 32768), (128, 2048))
+# Batch, new tokens, tokens before them.
+PREFILL = ((1, 2048, 0), (1, 2048, 6144), (1, 8192, 0), (8, 512, 2048), (32, 4, 8188))
+TINY = Case(batch=2, context=70, heads=4, kv_heads=2, dim=32, page=16)
+TINY_PREFILL = Case(batch=1, context=40, new=20, heads=4, kv_heads=2, dim=32, page=16)
+
+
+def make_batch(case: Case, device: str) -> tuple[ForwardBatch, int]:
+    """`new` tokens at the end of each sequence, pages in shuffled order; and the number of pages."""
+    pages = -(-case.context // case.page)
+    table = torch.randperm(case.batch * pages).view(case.batch, pages)
+    positions = torch.arange(case.context - case.new, case.context)
+    slots = table[:, positions // case.page] * case.page + positions % case.page  # (B, L)
+    return ForwardBatch(
+        token_ids=torch.randint(0, 1000, (case.batch * case.new,)).to(device),
+        positions=positions.repeat(case.batch).to(device),
+        query_starts=(torch.arange(case.batch + 1, dtype=torch.int32) * case.new).to(device),
+        page_table=table.to(device, torch.int32),
+        slots=slots.flatten().to(device),
+        tail_rows=torch.arange(case.batch, device=device),
+        logit_rows=(torch.arange(1, case.batch + 1) * case.new - 1).to(device),
+        query_lengths=(case.new,) * case.batch,
+        context_lengths=(case.context,) * case.batch,
+        sequence_ids=tuple(range(case.batch)),
+    ), case.batch * pages
 
 
 def decode_batch(batch: int, context: int, device: str, page_size: int = PAGE) -> tuple[ForwardBatch, int]:
-    """One new token for each of `batch` sequences of `context` tokens, pages in shuffled order; and their number."""
-    pages = -(-context // page_size)
-    table = torch.randperm(batch * pages).view(batch, pages)
-    position = context - 1
-    return ForwardBatch(
-        token_ids=torch.randint(0, 1000, (batch,)).to(device),
-        positions=torch.full((batch,), position, device=device),
-        query_starts=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        page_table=table.to(device, torch.int32),
-        slots=(table[:, position // page_size] * page_size + position % page_size).to(device),
-        tail_rows=torch.arange(batch, device=device),
-        logit_rows=torch.arange(batch, device=device),
-        query_lengths=(1,) * batch,
-        context_lengths=(context,) * batch,
-        sequence_ids=tuple(range(batch)),
-    ), batch * pages
+    """One new token for each of `batch` sequences of `context` tokens."""
+    return make_batch(Case(batch=batch, context=context, page=page_size), device)
 
 
 def fill(cache: KVCache) -> None:
@@ -46,64 +60,73 @@ def fill(cache: KVCache) -> None:
         memory.view(torch.uint8).random_(0, 0x3F)
 
 
-def paged(kind: str, batch: int, context: int, device: str) -> dict[str, Any]:
+def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     """Time of attention, store included, over caches that rotate."""
-    layout = make_layout(num_heads=KV_HEADS, head_dim=DIM, page_size=PAGE, dtype=torch.bfloat16, scheme=kv_scheme(kind))
-    step, num_pages = decode_batch(batch, context, device)
+    dtype = dtype_on(device)
+    layout = make_layout(
+        num_heads=case.kv_heads, head_dim=case.dim, page_size=case.page, dtype=dtype, scheme=kv_scheme(kind)
+    )
+    step, num_pages = make_batch(case, device)
     size = page_bytes([layout]) * num_pages
-    caches = [KVCache([layout], num_pages, batch, device) for _ in range(num_copies(size, device))]
+    caches = [KVCache([layout], num_pages, case.batch, device) for _ in range(num_copies(size, device))]
     for cache in caches:
         fill(cache)
-    query = torch.randn(batch, HEADS, DIM, device=device, dtype=torch.bfloat16)
-    key, value = (torch.randn(batch, KV_HEADS, DIM, device=device, dtype=torch.bfloat16) for _ in range(2))
+    tokens = case.batch * case.new
+    query = torch.randn(tokens, case.heads, case.dim, device=device, dtype=dtype)
+    key, value = (torch.randn(tokens, case.kv_heads, case.dim, device=device, dtype=dtype) for _ in range(2))
+    scale = case.dim**-0.5
     found = measure(
-        [lambda cache=cache: cache.attend(0, query, key, value, step, scale=DIM**-0.5) for cache in caches], device
+        [lambda cache=cache: cache.attend(0, query, key, value, step, scale=scale) for cache in caches], device
     )
-    return _with_bandwidth(found, size)
+    return {**found, "bytes": size}
 
 
-def contiguous(batch: int, context: int, device: str) -> dict[str, Any]:
-    """Time of torch's SDPA over keys and values that lie in one piece."""
-    size = 4 * batch * context * KV_HEADS * DIM
-    query = torch.randn(batch, HEADS, 1, DIM, device=device, dtype=torch.bfloat16)
-    pairs = [
-        [torch.randn(batch, KV_HEADS, context, DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        for _ in range(num_copies(size, device))
-    ]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    calls: list[Callable[[], object]] = [
-        lambda key=key, value=value: attend(query, key, value, enable_gqa=True) for key, value in pairs
-    ]
-    return _with_bandwidth(measure(calls, device), size)
+def peer(kind: str, case: Case, device: str) -> dict[str, Any]:
+    """Time of attention of others."""
+    return {**measure(PEERS[kind](case, device), device), "bytes": case.kv_bytes}
 
 
-def _with_bandwidth(found: dict[str, Any], size: int) -> dict[str, Any]:
-    return {**found, "bytes": size, "gigabytes_per_s": size / found["us"] / 1e3}
-
-
-def bench(arguments: argparse.Namespace, results: Results) -> None:
+def bench(cases: list[Case], arguments: argparse.Namespace, results: Results) -> None:
     """All cases, while there is time."""
-    ceiling = results.meta.get("copy_bandwidth")
-    for batch, context in ((2, 130),) if arguments.tiny else CASES:
+    device = arguments.device
+    for case in cases:
         base: float | None = None
-        work = {kind: partial(paged, kind, batch, context, arguments.device) for kind in KV_TYPES}
-        work["torch sdpa bf16, contiguous"] = partial(contiguous, batch, context, arguments.device)
-        for kind, run in work.items():
-            label = "quantkit bf16" if kind == "auto" else kind if "torch" in kind else f"quantkit {kind}"
-            found = results.attempt(run, batch=batch, context=context, kind=label)
-            if arguments.device == "cuda":
+        for kind in (*KV_TYPES, *PEERS):
+            label = "quantkit bf16" if kind == "auto" else kind if kind in PEERS else f"quantkit {kind}"
+            work = partial(peer if kind in PEERS else paged, kind, case, device)
+            found = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
+            if device == "cuda":
                 torch.cuda.empty_cache()
             if found is None:
                 continue
             base = found["us"] if kind == "auto" else base
-            if base:
-                results.rows[-1]["speedup_to_own_bf16"] = base / found["us"]
-            if ceiling:
-                results.rows[-1]["share_of_copy"] = found["gigabytes_per_s"] * 1e9 / ceiling
+            bandwidth, rate = found["bytes"] / found["us"] * 1e6, case.flop / found["us"] * 1e6
+            results.extend(
+                speedup_to_own_bf16=base / found["us"] if base else None,
+                gigabytes_per_s=bandwidth / 1e9,
+                share_of_copy=bandwidth / results.meta["copy_bandwidth"],
+                teraflops=rate / 1e12,
+                share_of_gemm=rate / results.meta["gemm_rate"],
+            )
     results.save()
 
 
+def main() -> None:
+    """Write attention.json and prefill.json."""
+    arguments = parse()
+    decode = [TINY] if arguments.tiny else [Case(batch=batch, context=context) for batch, context in DECODE]
+    prefill = [Case(batch=batch, context=new + before, new=new) for batch, new, before in PREFILL]
+    total = arguments.seconds
+    for name, share, cases in (
+        ("attention", 0.65, decode),
+        ("prefill", 0.35, [TINY_PREFILL] if arguments.tiny else prefill),
+    ):
+        arguments.seconds = share * total
+        results = Results(name, arguments)
+        results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
+        bench(cases, arguments, results)
+
+
 if __name__ == "__main__":
-    options = parse()
     with torch.inference_mode():
-        bench(options, Results("attention", options))
+        main()

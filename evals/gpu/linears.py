@@ -1,13 +1,19 @@
-"""Linears by rows: quantkit's, as `make_linear` chooses them, against cuBLAS and torch's own low-bit products."""
+"""Linears by rows: quantkit's, as `make_linear` chooses them, against cuBLAS and low-bit products of others.
+
+Weights are random and rotate through more than four L2 caches; the most telling figures come first, and what does not
+fit the time is left out.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import peer_linears
 import torch
-from timing import Results, parse
+from timing import Results, dtype_on, gemm_rate, parse
 from torch import Tensor
 
 from quantkit.kernels.linear import make_linear
@@ -16,7 +22,7 @@ from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# (N, K); layers of an 8B model first, most important first within the time there is.
+# (N, K) of layers.
 SHAPES = {
     "8192 squared": (8192, 8192),
     "8B gate+up": (28672, 4096),
@@ -24,16 +30,19 @@ SHAPES = {
     "8B qkv": (6144, 4096),
     "8B output": (4096, 4096),
     "1B gate+up": (16384, 2048),
+    "1B down": (2048, 8192),
+    "70B gate+up": (57344, 8192),
     "70B down": (8192, 28672),
+    "tiny": (128, 256),
 }
-ROWS = (1, 16, 64, 256, 1024, 4, 4096)
-TINY_SHAPES, TINY_ROWS = {"tiny": (128, 256)}, (1, 3, 17)
+EIGHT = ("8B gate+up", "8B down", "8B qkv", "8B output")
 
 Make = Callable[[int, int, torch.device], Callable[[Tensor], Tensor]]
 SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None]] = {
     "quantkit w4a16 g128": (WeightScheme(dtype=INT4, group_size=128), None),
     "quantkit w4a16 g128 asym": (WeightScheme(dtype=INT4, group_size=128, symmetric=False), None),
     "quantkit w8a16": (WeightScheme(dtype=INT8), None),
+    "quantkit fp8 w8a16": (WeightScheme(dtype=FP8), None),
     "quantkit w8a8 int8": (WeightScheme(dtype=INT8), ActivationScheme(dtype=INT8)),
     "quantkit w8a8 fp8": (WeightScheme(dtype=FP8), ActivationScheme(dtype=FP8)),
 }
@@ -49,71 +58,40 @@ def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.dev
     shape = (rows, scheme.num_groups(width))
     scale = (torch.rand(shape, device=device) + 0.5) / (kind.maximum * width**0.5)
     zero = None if scheme.symmetric else torch.randint(-3, 4, shape, device=device, dtype=torch.int8)
-    return QuantizedTensor(codes=codes, scale=scale.to(torch.bfloat16), zero_point=zero, scheme=scheme)
+    return QuantizedTensor(codes=codes, scale=scale.to(dtype_on(device.type)), zero_point=zero, scheme=scheme)
 
 
-def _quantkit(name: str) -> Make:
+def _quantkit(name: str, rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     weight_scheme, activation = SCHEMES[name]
-
-    def make(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-        weight = random_weight(rows, width, weight_scheme, device)
-        return make_linear(weight, activation=activation, dtype=torch.bfloat16, device=device)
-
-    return make
+    weight = random_weight(rows, width, weight_scheme, device)
+    return make_linear(weight, activation=activation, dtype=dtype_on(device.type), device=device)
 
 
-def _cublas(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    weight = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    return lambda x: torch.nn.functional.linear(x, weight)
-
-
-def _tinygemm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    if device.type != "cuda":
-        raise NotImplementedError("CUDA only")
-    codes = torch.randint(0, 256, (rows, width // 2), device=device, dtype=torch.uint8)
-    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-    scales = torch.randn(width // 128, rows, 2, device=device, dtype=torch.bfloat16)
-    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales)
-
-
-def _int_mm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The bare product: inputs count as quantized already."""
-    weight = torch.randint(-128, 128, (rows, width), device=device, dtype=torch.int8).t()
-    inputs: dict[int, Tensor] = {}
-
-    def run(x: Tensor) -> Tensor:
-        codes = inputs.setdefault(len(x), torch.randint(-128, 128, x.shape, device=device, dtype=torch.int8))
-        return torch._int_mm(codes, weight)
-
-    return run
-
-
-def _scaled_mm(rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The bare product: inputs count as quantized already."""
-    weight = torch.randn(rows, width, device=device).to(torch.float8_e4m3fn).t()
-    scale = torch.rand(1, rows, device=device)
-    inputs: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def run(x: Tensor) -> Tensor:
-        if len(x) not in inputs:
-            inputs[len(x)] = x.to(torch.float8_e4m3fn), torch.rand(len(x), 1, device=device)
-        codes, row_scale = inputs[len(x)]
-        return torch._scaled_mm(codes, weight, scale_a=row_scale, scale_b=scale, out_dtype=torch.bfloat16)
-
-    return run
-
-
+# What makes them, and the bytes of a weight where the linear does not say.
 KINDS: dict[str, tuple[Make, float]] = {
-    "cublas bf16": (_cublas, 2.0),
-    "quantkit w4a16 g128": (_quantkit("quantkit w4a16 g128"), 0.516),
-    "torch tinygemm": (_tinygemm, 0.53),
-    "quantkit w8a8 int8": (_quantkit("quantkit w8a8 int8"), 1.0),
-    "quantkit w8a8 fp8": (_quantkit("quantkit w8a8 fp8"), 1.0),
-    "quantkit w8a16": (_quantkit("quantkit w8a16"), 1.0),
-    "torch _int_mm": (_int_mm, 1.0),
-    "torch _scaled_mm": (_scaled_mm, 1.0),
-    "quantkit w4a16 g128 asym": (_quantkit("quantkit w4a16 g128 asym"), 0.523),
+    "cublas bf16": (peer_linears.cublas, 2.0),
+    "torch tinygemm": (peer_linears.tinygemm, 0.53),
+    "torch _int_mm": (peer_linears.int_mm, 1.0),
+    "torch _scaled_mm": (peer_linears.scaled_mm, 1.0),
+    "gemlite a16w4": (peer_linears.gemlite, 0.53),
+    "torchao int4": (peer_linears.torchao, 0.53),
+    "gptqmodel marlin": (peer_linears.marlin, 0.516),
+    **{name: (partial(_quantkit, name), scheme.dtype.bits / 8) for name, (scheme, _) in SCHEMES.items()},
 }
+W4 = ("cublas bf16", "quantkit w4a16 g128", "gptqmodel marlin", "gemlite a16w4", "torch tinygemm", "torchao int4")
+A8 = ("cublas bf16", "quantkit w8a8 fp8", "quantkit w8a8 int8", "torch _scaled_mm", "torch _int_mm")
+# Shapes, kinds and rows, most telling first.
+PLAN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], ...] = (
+    (("8192 squared",), W4, (1, 16, 64, 256)),
+    (("8B gate+up", "8B down"), W4, (1, 16, 64, 256)),
+    (("8192 squared", "8B gate+up"), A8, (512, 1024, 4096)),
+    (("8B qkv", "8B output"), W4[:4], (1, 16, 64)),
+    (("8192 squared",), (*A8[:3], "quantkit w8a16", "quantkit fp8 w8a16", "quantkit w4a16 g128 asym"), (1, 16, 64)),
+    (("8192 squared",), W4[:4], (2, 4, 8, 32, 128, 512, 1024, 4096)),
+    (("1B gate+up", "1B down", "70B down", "70B gate+up"), W4[:3], (1, 16, 64, 256)),
+    (EIGHT, A8[:3], (1, 16, 64, 256)),
+)
+TINY_PLAN = ((("tiny",), tuple(KINDS), (1, 17)),)
 
 
 def _measure(
@@ -127,39 +105,57 @@ def _measure(
         if not linears:
             copies = num_copies(int(shape[0] * shape[1] * weight_bytes), device)
             linears.extend(make(*shape, place) for _ in range(copies))
-        x = torch.randn(count, shape[1], device=place, dtype=torch.bfloat16)
+        x = torch.randn(count, shape[1], device=place, dtype=dtype_on(device))
         found = measure([lambda linear=linear: linear(x) for linear in linears], device)
         moved = getattr(linears[0], "stored_bytes", shape[0] * shape[1] * weight_bytes) + 2 * count * sum(shape)
         kernel = getattr(linears[0], "description", "")
         return {**found, "bytes": moved, "gigabytes_per_s": moved / found["us"] / 1e3, "kernel": kernel}
 
     for count in rows:
-        yield count, lambda count=count: run(count)
+        yield count, partial(run, count)
 
 
 def bench(arguments: argparse.Namespace, results: Results) -> None:
-    """All shapes, kinds and rows, while there is time."""
-    shapes, rows = (TINY_SHAPES, TINY_ROWS) if arguments.tiny else (SHAPES, ROWS)
-    ceiling = results.meta.get("copy_bandwidth")
-    for label, shape in shapes.items():
-        base: dict[int, float] = {}
-        for kind, (make, weight_bytes) in KINDS.items():
-            for count, work in _measure(make, weight_bytes, shape, rows, arguments.device):
-                if kind == "torch _int_mm" and count <= 16:
-                    continue
-                found = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
-                if found is None:
-                    continue
-                if kind == "cublas bf16":
-                    base[count] = found["us"]
-                if count in base:
-                    results.rows[-1]["speedup"] = base[count] / found["us"]
-                if ceiling:
-                    results.rows[-1]["share_of_copy"] = found["gigabytes_per_s"] * 1e9 / ceiling
-                results.rows[-1]["teraflops"] = 2 * count * shape[0] * shape[1] / found["us"] / 1e6
-            if arguments.device == "cuda":
-                torch.cuda.empty_cache()
+    """All of the plan, while there is time."""
+    results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
+    base: dict[tuple[str, int], float] = {}
+    seen: set[tuple[str, str, int]] = set()
+    for shapes, kinds, rows in TINY_PLAN if arguments.tiny else PLAN:
+        for label in shapes:
+            for kind in kinds:
+                new = tuple(count for count in rows if (label, kind, count) not in seen)
+                if kind == "torch _int_mm":
+                    new = tuple(count for count in new if count > 16)  # what it takes
+                seen.update((label, kind, count) for count in new)
+                _bench_one(label, kind, new, arguments.device, results, base)
     results.save()
+
+
+def _bench_one(
+    label: str,
+    kind: str,
+    rows: tuple[int, ...],
+    device: str,
+    results: Results,
+    base: dict[tuple[str, int], float],
+) -> None:
+    """One kind of linear of one shape, with what follows from its times."""
+    shape, (make, weight_bytes) = SHAPES[label], KINDS[kind]
+    for count, work in _measure(make, weight_bytes, shape, rows, device):
+        found = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
+        if found is None:
+            continue
+        if kind == "cublas bf16":
+            base[label, count] = found["us"]
+        rate = 2 * count * shape[0] * shape[1] / found["us"] * 1e6
+        results.extend(
+            speedup=base[label, count] / found["us"] if (label, count) in base else None,
+            share_of_copy=found["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
+            teraflops=rate / 1e12,
+            share_of_gemm=rate / results.meta["gemm_rate"],
+        )
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

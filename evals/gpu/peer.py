@@ -1,13 +1,20 @@
-"""transformers' own generate on the same shape in bf16: milliseconds per token, by batch."""
+"""transformers on the same 8B shape in bf16: its own generate, and its continuous batching over pages.
+
+Time per token comes from two lengths, so that prefill and set-up cancel.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from timing import Absent, Results, dtype_on, parse
+
+# isort: split
 import torch
 from random_model import settings
-from timing import Results, parse
 
 
 def main() -> None:
@@ -15,40 +22,31 @@ def main() -> None:
     arguments = parse(45)
     results = Results("peer", arguments)
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
     except ImportError as error:
-        results.add(peer="transformers", error=f"peer not present: {error}")
+        results.add(kind="transformers", absent=f"peer not present: {error}")
         return
-    config = LlamaConfig(**settings("tiny" if arguments.tiny else "8B"))
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(arguments.device):
-            model = _without_init(LlamaForCausalLM, config)
-    finally:
-        torch.set_default_dtype(old)
-    prompt, short, long = (32, 2, 6) if arguments.tiny else (1024, 4, 36)
-    for batch in (1, 2) if arguments.tiny else (1, 8, 32):
-        ids = torch.randint(3, config.vocab_size, (batch, prompt), device=arguments.device)
-        results.attempt(
-            lambda ids=ids, batch=batch: _rate(model, ids, short, long),
-            peer="transformers generate",
-            batch=batch,
-            context=prompt,
-            version=_version(),
-        )
+    results.meta["transformers"] = str(transformers.__version__)
+    model = _model(transformers, "tiny" if arguments.tiny else "8B", arguments.device)
+    prompt, short, long = (8, 1, 3) if arguments.tiny else (1024, 4, 36)
+    for batch in (2,) if arguments.tiny else (1, 32, 8):
+        ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=arguments.device)
+        for kind, rate in (("transformers generate", _generate), ("transformers continuous batching", _continuous)):
+            work = partial(_per_token, partial(rate, transformers, model, ids), ids, short, long)
+            results.attempt(work, kind=kind, weights="bf16", batch=batch, context=prompt)
     results.save()
 
 
-def _version() -> str:
-    import transformers
-
-    return str(transformers.__version__)
-
-
-def _without_init(kind: Any, config: Any) -> Any:
+def _model(transformers: Any, shape: str, device: str) -> Any:
     """The model with random weights of ordinary size, drawn on the device."""
-    model = kind(config).eval()
+    config = transformers.LlamaConfig(**settings(shape))
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_on(device))
+    try:
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(old)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -56,26 +54,43 @@ def _without_init(kind: Any, config: Any) -> Any:
     return model
 
 
-def _rate(model: Any, ids: torch.Tensor, short: int, long: int) -> dict[str, float]:
-    """Time per token from two lengths, so that prefill and set-up cancel."""
+def _generate(transformers: Any, model: Any, ids: torch.Tensor, count: int) -> None:
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+def _continuous(transformers: Any, model: Any, ids: torch.Tensor, count: int) -> None:
+    if not hasattr(model, "generate_batch"):
+        raise Absent(f"transformers {transformers.__version__} has no generate_batch")
+    if not ids.is_cuda:
+        raise Absent("transformers' continuous batching is measured on a CUDA device only")
+    config = transformers.GenerationConfig(
+        max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
+    )
+    done = model.generate_batch(inputs=ids.tolist(), generation_config=config)
+    if len(done) != len(ids):
+        raise RuntimeError(f"{len(done)} of {len(ids)} requests came back")
+
+
+def _per_token(run: Callable[[int], None], ids: torch.Tensor, short: int, long: int) -> dict[str, float]:
+    """Milliseconds of a token of the batch, the first of three runs left out."""
     times = []
     for count in (short, short, long):
         if ids.is_cuda:
             torch.cuda.synchronize()
         begun = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
+        run(count)
         if ids.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
-    step = (times[2] - times[1]) / (long - short)
+    step = max(times[2] - times[1], 1e-9) / (long - short)
     return {"step_ms": step * 1e3, "tokens_per_s": len(ids) / step}
 
 

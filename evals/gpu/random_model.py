@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from linears import SCHEMES, random_weight
+from timing import dtype_on
 from torch import Tensor
 
 from quantkit.architectures import find
@@ -36,12 +37,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
     "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": 320,
+        "vocab_size": 64,
     },
 }
 # Linears of the blocks, and of the head, by name of the whole; None = bf16.
@@ -66,7 +67,7 @@ class RandomWeights:
     config: ModelConfig
     kind: str | None
     device: torch.device
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype
     num_bytes: int = 0
     stored_bytes: int = 0
 
@@ -114,7 +115,7 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
     read = settings(shape)
     config = read_config(read, find(read))
     kind, head_kind = WEIGHTS[weights]
-    source = RandomWeights(config=config, kind=kind, device=device)
+    source = RandomWeights(config=config, kind=kind, device=device, dtype=dtype_on(device.type))
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
     embedding = source.tensor("embedding", (config.vocab_size, config.hidden_size))
     blocks = [make_block(source, index, ropes) for index in range(len(config.layers))]  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
         num_bytes=source.num_bytes,
         stored_bytes=source.stored_bytes,
         eos_ids=(),
-        dtype=torch.bfloat16,
+        dtype=source.dtype,
         device=device,
         notes=(),
         stored_cache=StoredCache(num_layers=len(blocks)),

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under nine minutes: tests, kernel timings, whole models, a peer.
+# Everything that needs a GPU, in one call of under nine minutes: tests, text, kernels, whole models, peers, a page.
 #
 #   evals/gpu/run.sh                     on a machine with a GPU; nothing is installed or downloaded
-#   evals/gpu/run.sh --device cpu --tiny rehearsal: every part on tiny shapes
+#   evals/gpu/run.sh --device cpu --tiny rehearsal: every part on tiny shapes, kernels in Triton's interpreter
 #
-# Writes JSON and one log to $OUT, or to evals/results/gpu. Each part has a time limit of its own and writes its file
-# after every row; a part that fails or is stopped does not stop the others. Exit code: number of parts that failed.
+# Writes JSON, one log and a page to $OUT, or to evals/results/gpu. Each part has a time limit of its own and writes its
+# file after every row; a part that fails or is stopped does not stop the others. PARTS="linears peer" runs only those;
+# REHEARSAL=8 makes all limits 8 times as long, for slow machines. Exit code: number of parts that failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-evals/results/gpu}
@@ -16,9 +17,10 @@ LOG=$OUT/log.txt
 : > "$LOG"
 failed=0
 started=$(date +%s)
+case " $* " in *" --device cpu "*) factor=${REHEARSAL:-4} ;; *) factor=${REHEARSAL:-1} ;; esac
 
 part() { # part NAME SECONDS COMMAND...
-  local name=$1 limit=$2 begun status
+  local name=$1 limit=$(($2 * factor)) begun status
   shift 2
   if [ -n "${PARTS:-}" ] && [[ " $PARTS " != *" $name "* ]]; then return; fi
   begun=$(date +%s)
@@ -29,14 +31,25 @@ part() { # part NAME SECONDS COMMAND...
   echo "== $name took $(($(date +%s) - begun)) s" | tee -a "$LOG"
 }
 
-part machine 40 "$PYTHON" evals/gpu/machine.py "$@"
+bench() { # bench NAME SECONDS ARGUMENTS...: a part that stops by itself in time to write
+  local name=$1 limit=$2
+  shift 2
+  part "$name" "$limit" "$PYTHON" "evals/gpu/$name.py" --seconds "$(((limit - 12) * factor))" "$@"
+}
+
+# The limits add up to 530 s at most; a test counts them.
+part machine 20 "$PYTHON" evals/gpu/machine.py "$@"
 # Most of the tests' time is Triton's compiler, hence several processes where the plugin is there.
 "$PYTHON" -c "import xdist" 2>/dev/null && workers="-n 8" || workers=""
 # shellcheck disable=SC2086  # two words or none
-part tests 140 "$PYTHON" -m pytest -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
-part linears 110 "$PYTHON" evals/gpu/linears.py --seconds 100 "$@"
-part attention 70 "$PYTHON" evals/gpu/attention.py --seconds 60 "$@"
-part end_to_end 120 "$PYTHON" evals/gpu/end_to_end.py --seconds 110 "$@"
-part peer 55 "$PYTHON" evals/gpu/peer.py "$@"
+part tests 95 "$PYTHON" -m pytest -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
+bench linears 85 "$@"
+bench attention 55 "$@"
+bench end_to_end 95 "$@"
+bench greedy 55 "$@"
+bench peer 40 "$@"
+bench quantization 40 "$@"
+bench sanitizer 25 "$@"
+part page 5 "$PYTHON" evals/gpu/page.py --results "$OUT" --write "$OUT/performance.md"
 echo "== all parts: $(($(date +%s) - started)) s, $failed failed" | tee -a "$LOG"
 exit "$failed"

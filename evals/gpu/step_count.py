@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import pkgutil
 from collections import Counter
 from collections.abc import Iterator
@@ -160,16 +161,23 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="8B")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--json", action="store_true", help="launches per layer by weights and KV type, nothing else")
     arguments = parser.parse_args()
+    per_layer = {}
     for weights in WEIGHTS:
-        for kv in ("auto", "int8", "int4"):
+        for kv in ("auto", "int8", "fp8", "int4"):
             count, model = count_step(arguments.shape, weights, kv, arguments.batch, arguments.context)
+            per_layer[f"{weights}, {kv}"] = count.per_layer
+            if arguments.json:
+                continue
             share = count.bytes_read / model.stored_bytes
             print(
                 f"{weights:12} KV {kv:5} {sum(count.launches.values()):5} launches, {count.per_layer:.1f} per layer; "
                 f"{count.bytes_read / 1e9:.3f} GB read without KV, {share:.1%} of the stored weights"
             )
             print("   ", ", ".join(f"{name} {number}" for name, number in count.launches.most_common()))
+    if arguments.json:
+        print(json.dumps(per_layer))
 
 
 if __name__ == "__main__":

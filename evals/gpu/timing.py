@@ -1,4 +1,7 @@
-"""What all GPU benches share: arguments, rows of results, the machine and its ceilings, measured in the same run."""
+"""What all GPU benches share: arguments, rows of results, the machine and its ceilings, measured in the same run.
+
+Imported before quantkit by every part, because a rehearsal on the CPU has to choose Triton's interpreter first.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,28 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if "--device=cpu" in sys.argv or " --device cpu" in " ".join(sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
 
 from quantkit.measure.timing import measure
 
+# After so many errors, and no success, a kind is not tried again.
+_MOST_FAILURES = 3
+
+
+class Absent(Exception):
+    """A peer, or a part of this machine, is not there; the message says why."""
+
 
 def parse(seconds: float = 60.0) -> argparse.Namespace:
-    """Arguments that all parts share."""
+    """Arguments that all parts share; without a GPU the kernels are then run by Triton's interpreter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes for a rehearsal")
@@ -27,7 +41,22 @@ def parse(seconds: float = 60.0) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here; --device cpu --tiny rehearses without one")
+    if arguments.device == "cpu":
+        rehearse()
     return arguments
+
+
+def rehearse() -> None:
+    """Have quantkit take its GPU kernels on the CPU; `TRITON_INTERPRET=1` must have been set before Triton's import."""
+    import quantkit.kernels.triton as kernels
+
+    os.environ["QUANTKIT_NATIVE"] = "0"
+    kernels.is_used = lambda device: device.type == "cpu" and kernels.is_installed()  # type: ignore[assignment]
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """What models compute in: bfloat16; float16 in the interpreter, which computes bfloat16 wrongly."""
+    return torch.float16 if device == "cpu" else torch.bfloat16
 
 
 class Results:
@@ -38,12 +67,19 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.meta: dict[str, Any] = describe(arguments.device)
         self.rows: list[dict[str, Any]] = []
-        self._end = time.monotonic() + arguments.seconds
+        self._absent: set[str] = set()
+        self._failures: Counter[str] = Counter()
+        self._begun, self._seconds = time.monotonic(), arguments.seconds
 
     @property
     def out_of_time(self) -> bool:
         """Whether no further measurement should be started."""
-        return time.monotonic() > self._end
+        return self.used > 1.0
+
+    @property
+    def used(self) -> float:
+        """Share of the time that is over."""
+        return (time.monotonic() - self._begun) / self._seconds
 
     def add(self, **row: Any) -> None:
         """Keep a row and print it."""
@@ -52,16 +88,23 @@ class Results:
         self.save()
 
     def attempt(self, work: Callable[[], dict[str, Any]], **labels: Any) -> dict[str, Any] | None:
-        """Run one measurement; an error becomes a row of its own and the next one goes on."""
-        if self.out_of_time:
+        """Run one measurement; an error becomes a row of its own, a peer that is not there one row in all."""
+        kind = str(labels.get("kind", ""))
+        if self.out_of_time or kind in self._absent:
             return None
         try:
             found = work()
-        except Exception as error:  # whatever a kernel raises on a machine it has never seen
-            self.add(
-                **labels, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            )
+        except (Absent, ImportError) as error:
+            self._absent.add(kind)
+            self.add(kind=kind, absent=f"peer not present: {first_line(error)}")
             return None
+        except Exception as error:  # whatever a kernel raises on a machine it has never seen
+            self._failures[kind] += 1
+            if kind and self._failures[kind] >= _MOST_FAILURES:
+                self._absent.add(kind)
+            self.add(**labels, error=f"{type(error).__name__}: {first_line(error)}")
+            return None
+        self._failures[kind] = -(10**6)  # it works; what fails from here on is about the shape
         self.add(**labels, **found)
         return found
 
@@ -70,13 +113,21 @@ class Results:
         try:
             work()
         except Exception as error:
-            self.add(
-                **labels, error=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            )
+            self.add(**labels, error=f"{type(error).__name__}: {first_line(error)}")
+
+    def extend(self, **values: Any) -> None:
+        """Add to the last row what only follows from others."""
+        self.rows[-1].update(values)
+        self.save()
 
     def save(self) -> None:
         """Write everything so far."""
         self.path.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short."""
+    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _short(value: Any) -> str:
@@ -84,7 +135,7 @@ def _short(value: Any) -> str:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Machine, versions and commit, and what a copy reaches in this process."""
     try:
         import triton
 
@@ -95,7 +146,12 @@ def describe(device: str) -> dict[str, Any]:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     found["commit"] = done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
     if device != "cuda":
-        return {**found, "device": platform.processor() or "cpu", "rehearsal": True}
+        return {
+            **found,
+            "device": platform.processor() or "cpu",
+            "rehearsal": True,
+            "copy_bandwidth": copy_bandwidth(1 << 20, device),
+        }
     properties = torch.cuda.get_device_properties(0)
     return {
         **found,
@@ -108,15 +164,15 @@ def describe(device: str) -> dict[str, Any]:
     }
 
 
-def copy_bandwidth(num_bytes: int = 4 << 30) -> float:
-    """Bytes per second, read plus written, of a device-to-device copy."""
-    source = torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda").random_()
+def copy_bandwidth(num_bytes: int = 4 << 30, device: str = "cuda") -> float:
+    """Bytes per second, read plus written, of a copy on the device."""
+    source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * num_bytes / measure([lambda: target.copy_(source)], "cuda", repeats=10)["us"] * 1e6
+    return 2 * num_bytes / measure([lambda: target.copy_(source)], device, repeats=10)["us"] * 1e6
 
 
-def gemm_rate(size: int = 8192) -> float:
+def gemm_rate(size: int = 8192, device: str = "cuda") -> float:
     """FLOP per second of a large bf16 product of random numbers."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / measure([lambda: torch.mm(a, b, out=out)], "cuda", repeats=20)["us"] * 1e6
+    return 2 * size**3 / measure([lambda: torch.mm(a, b, out=out)], device, repeats=20)["us"] * 1e6

@@ -1,0 +1,188 @@
+# ruff: noqa: RUF001 - the sign of times is meant
+"""The GPU section of docs/performance.md, made of evals/results/<gpu>/*.json; standard library only.
+
+    python evals/gpu/page.py [--write docs/performance.md] [--results FOLDER]
+
+Without `--results` every folder of evals/results with figures of a GPU is shown; with none there is one sentence.
+First what is wanted of the GPU path (least, goal) beside what was measured, then a table per bench. Figures of a
+rehearsal on the CPU are only shown where their folder is named, under a heading that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wanted import ITEMS, PARTS, Found, Item, Row, Run, best_peer, read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/performance.md"
+BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
+NOTHING = (
+    "No figure here comes from a GPU: the kernels for CUDA devices are compiled ahead of time and held to their\n"
+    "references in Triton's interpreter, and no run on a GPU has been recorded yet. `evals/gpu/run.sh` makes the\n"
+    "figures, and this section out of them ([evals/gpu/README.md](../evals/gpu/README.md))."
+)
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not measured"
+    if unit == "share":
+        return f"{value:.0%}".replace("%", " %")
+    return {"times": f"{value:.2f}×", "minutes": f"{value:.1f} min", "GB": f"{value:.1f} GB"}[unit]
+
+
+def item_lines(run: Run) -> Iterator[str]:
+    """The table of what is wanted."""
+    yield "| | least | goal | measured | | to best peer | of ceiling | commit |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for item in ITEMS:
+        found = Found() if run.is_rehearsal else item.measure(run)
+        sign = "≤ " if item.at_most else "≥ "
+        least, goal = item.told or (sign + _shown(item.least, item.unit), sign + _shown(item.goal, item.unit))
+        peer = "-" if found.peer is None else _shown(found.peer, "times")
+        ceiling = "-" if found.ceiling is None else _shown(found.ceiling, "share")
+        commit = str(run.meta(found.part).get("commit", "-"))[:8]
+        cells = (item.name, least, goal, _shown(found.value, item.unit), _met(item, found), peer, ceiling, commit)
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _met(item: Item, found: Found) -> str:
+    """What has been reached."""
+    if found.value is None:
+        return ""
+    least, goal = (found.value <= limit if item.at_most else found.value >= limit for limit in (item.least, item.goal))
+    return "goal" if goal else "least" if least else "**missed**"
+
+
+def _table(title: str, rows: list[Row], columns: dict[str, str]) -> Iterator[str]:
+    """One line per row; nothing without rows."""
+    if not rows:
+        return
+    shown = {key: name for key, name in columns.items() if any(row.get(key) is not None for row in rows)}
+    yield ""
+    yield f"**{title}**"
+    yield ""
+    yield "| " + " | ".join(shown.values()) + " |"
+    yield "|" + "---|" * len(shown)
+    for row in rows:
+        yield "| " + " | ".join(_cell(key, row.get(key)) for key in shown) + " |"
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.startswith("share") or key == "host_share":
+        return _shown(value, "share")
+    if key.startswith("speedup") or key == "peer":
+        return _shown(value, "times")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def bench_lines(run: Run) -> Iterator[str]:
+    """A table per bench."""
+    linears = [dict(row) for row in run.rows("linears")]
+    for row in linears:
+        best = best_peer(run, row) if row["kind"].startswith("quantkit") else None
+        row["peer"] = None if best is None else best / row["us"]
+    times = {"us": "µs", "p10": "p10", "p90": "p90"}
+    shares = {"share_of_copy": "of copy", "share_of_gemm": "of GEMM"}
+    ratios = {"speedup": "to bf16", "peer": "to best peer"}
+    yield from _table("Linears", linears, {"shape": "shape", "m": "M", "kind": "", **times, **ratios, **shares})
+    case = {"batch": "batch", "context": "context", "new": "new", "kind": ""}
+    own = {"speedup_to_own_bf16": "to own bf16"}
+    yield from _table("Paged decode attention", run.rows("attention"), {**case, **times, **own, **shares})
+    yield from _table("Paged attention of chunks", run.rows("prefill"), {**case, **times, **own, **shares})
+    model = {"weights": "weights", "kv": "KV", "batch": "batch", "context": "context"}
+    steps = {"eager_ms": "eager ms", "graph_ms": "graph ms", "tokens_per_s": "tokens/s", "share_of_copy": "of copy"}
+    steps |= {"launches_per_layer": "launches per layer"}
+    yield from _table("Decode steps, 8B shape", run.rows("end_to_end", part="step"), {**model, **steps})
+    engine = {"way": "how", "step_ms": "step ms", "gpu_ms": "GPU ms", "host_share": "host"}
+    yield from _table("The engine", run.rows("end_to_end", part="engine"), {**model, **engine})
+    first = {"ttft_ms": "ms", "prompt_tokens_per_s": "prompt tokens/s"}
+    yield from _table("First token", run.rows("end_to_end", part="first token"), {**model, **first})
+    yield from _table(
+        "transformers", run.rows("peer"), {"kind": "", **model, "step_ms": "ms", "tokens_per_s": "tokens/s"}
+    )
+    gptq = {"kind": "", "samples": "samples", "sequence_length": "tokens", "layer_seconds": "s per layer"}
+    yield from _table("Quantization", run.rows("quantization"), {**gptq, "model_minutes": "min, 32 layers"})
+    text = {"way": "how", "prompts": "texts", "same": "same", "ties": "ties", "judged": "judged"}
+    yield from _table("Greedy text, GPU and CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
+    found = {"kind": "", "errors": "errors", "tests_passed": "tests"}
+    yield from _table("compute-sanitizer", run.rows("sanitizer"), found)
+
+
+def _left_out(run: Run) -> Iterator[str]:
+    """What was not there, and what failed."""
+    for name, part in run.parts.items():
+        for row in part.get("rows", []):
+            said = row.get("absent") or row.get("error")
+            if said:
+                labels = ", ".join(str(row[key]) for key in ("kind", "weights", "kv", "shape", "m") if row.get(key))
+                yield f"- {name}: {labels}: {said}"
+
+
+def run_lines(name: str, run: Run) -> Iterator[str]:
+    """All of one folder."""
+    meta = next((run.meta(part) for part in PARTS if run.meta(part)), {})
+    yield f"### {'Rehearsal on a CPU, no figures of a GPU' if run.is_rehearsal else meta.get('device', name)}"
+    yield ""
+    rate = run.meta("linears").get("gemm_rate")
+    ceilings = f"copy {meta.get('copy_bandwidth', 0) / 1e12:.2f} TB/s"
+    ceilings += f", large bf16 product {rate / 1e12:.0f} TFLOP/s" if rate else ""
+    versions = ", ".join(f"{name} {meta.get(name)}" for name in ("torch", "triton", "cuda", "python"))
+    yield f"{versions}; {ceilings}, measured in the same run by `evals/gpu/run.sh`. Figures: `evals/results/{name}/`."
+    yield ""
+    yield from item_lines(run)
+    yield from bench_lines(run)
+    missing = list(_left_out(run))
+    if missing:
+        yield ""
+        yield "Not there, or failed:"
+        yield ""
+        yield from missing
+
+
+def section(folders: list[Path]) -> str:
+    """The section of these folders."""
+    lines: list[str] = []
+    for folder in folders:
+        lines += [*([""] if lines else []), *run_lines(folder.name, read_run(folder))]
+    return "\n".join(lines) if lines else NOTHING
+
+
+def gpu_folders(results: Path) -> list[Path]:
+    """Folders with figures of a GPU."""
+    found = sorted({path.parent for part in PARTS for path in results.glob(f"*/{part}.json")})
+    return [folder for folder in found if not read_run(folder).is_rehearsal]
+
+
+def replaced(page: str, text: str) -> str:
+    """The page with its section replaced; the section alone where the page has none."""
+    if BEGIN not in page:
+        return f"{BEGIN}\n{text}\n{END}\n"
+    before, rest = page.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    """Print or write the section."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--results", type=Path, help="one folder; default: all of evals/results that are of a GPU")
+    parser.add_argument("--write", type=Path, help="the page")
+    arguments = parser.parse_args()
+    text = section([arguments.results] if arguments.results else gpu_folders(ROOT / "evals/results"))
+    if arguments.write is None:
+        print(text)
+        return
+    page = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
+    arguments.write.write_text(replaced(page, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""How long GPTQ takes on a GPU: layers of an 8B model through `quantkit.quantize`, and the most device memory.
+
+A checkpoint of two such layers with random weights is written and compressed with `gptq-int4` (groups of 128) on 128
+sequences of 2048 random tokens, as the real thing would be; the time of a whole model is the second layer's times 32,
+plus what is outside the layers. Random weights and inputs take the same time as real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from timing import Results, parse
+
+# isort: split
+import torch
+from random_model import settings
+from safetensors.torch import save_file
+
+import quantkit
+from quantkit.pipeline.events import Silent
+from quantkit.results import LayerRecord
+
+LAYERS = 32
+_TOKENIZER = Path(quantkit.__file__).parent / "demo" / "model"
+
+
+class _Clock(Silent):
+    """Notes when layers begin and end."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.seconds: list[float] = []
+        self._on_gpu, self._begun = on_gpu, 0.0
+
+    def layer_started(self, index: int, name: str) -> None:
+        """See `Listener`."""
+        self._begun = time.perf_counter()
+
+    def layer_finished(self, record: LayerRecord) -> None:
+        """See `Listener`."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._begun)
+
+
+def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights of a Llama by name."""
+    hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
+    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        for name, rows in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
+            shapes[f"{layer}.self_attn.{name}_proj"] = (rows, hidden)
+        shapes |= {f"{layer}.mlp.{name}_proj": (wide, hidden) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (hidden, wide)}
+        shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    for name, shape in shapes.items():
+        value = torch.randn(shape, device=device) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
+        yield f"{name}.weight", value.to("cpu", torch.bfloat16)
+
+
+def write_model(folder: Path, config: dict[str, Any], device: str) -> None:
+    """A checkpoint with the demo model's tokenizer, which is not asked for anything."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    for path in _TOKENIZER.glob("*token*.json"):
+        shutil.copy(path, folder)
+    save_file(dict(_tensors(config, device)), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_samples(path: Path, count: int, length: int, vocabulary: int) -> None:
+    """Calibration data as token ids."""
+    with path.open("w") as file:
+        for row in torch.randint(3, vocabulary, (count, length)).tolist():
+            file.write(json.dumps({"input_ids": row}) + "\n")
+
+
+def quantize(work: Path, device: str, tiny: bool) -> dict[str, Any]:
+    """Compress, and say what it took."""
+    count, length = (4, 32) if tiny else (128, 2048)
+    vocabulary = json.loads((_TOKENIZER / "config.json").read_text())["vocab_size"]
+    config = {**settings("tiny" if tiny else "8B"), "vocab_size": vocabulary, "num_hidden_layers": 2}
+    write_model(work / "model", config, device)
+    write_samples(work / "samples.jsonl", count, length, config["vocab_size"])
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    clock, begun = _Clock(on_gpu), time.perf_counter()
+    overrides = {
+        "calibration.data": str(work / "samples.jsonl"),
+        "calibration.samples": count,
+        "calibration.sequence_length": length,
+    }
+    quantkit.quantize(
+        work / "model", "gptq-int4", work / "out", overrides=overrides, device=device, resume=False, listener=clock
+    )
+    seconds = time.perf_counter() - begun
+    layer, layers = clock.seconds[-1], config["num_hidden_layers"]
+    return {
+        "layers": layers,
+        "samples": count,
+        "sequence_length": length,
+        "layer_seconds": layer,
+        "other_seconds": seconds - sum(clock.seconds),
+        "model_minutes": (LAYERS * layer + seconds - sum(clock.seconds)) / 60,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
+
+
+def main() -> None:
+    """Write quantization.json."""
+    arguments = parse(60)
+    results = Results("quantization", arguments)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
+        results.attempt(lambda: quantize(Path(folder), arguments.device, arguments.tiny), kind="gptq-int4 g128")
+    results.save()
+
+
+main()

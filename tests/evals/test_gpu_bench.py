@@ -1,0 +1,155 @@
+# ruff: noqa: RUF001 - the sign of times is meant
+"""The GPU benches without a GPU: the page that committed figures give, the generator, the time limits, a rehearsal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.gpu.test_interpreted import needs_triton, too_old
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "evals/gpu"
+META = {
+    "device": "Test GPU",
+    "torch": "2.13",
+    "triton": "3.9",
+    "python": "3.12",
+    "cuda": "13.0",
+    "commit": "0123456789abcdef",
+    "copy_bandwidth": 4e12,
+    "gemm_rate": 8e14,
+}
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run([*command], capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+
+
+def page(*arguments: str) -> str:
+    done = run(sys.executable, str(GPU / "page.py"), *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_committed_page_is_what_the_results_give(tmp_path):
+    """Both ways: a figure without its file, and a file whose figures are not on the page, make a difference."""
+    committed = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    (tmp_path / "page.md").write_text(committed, encoding="utf-8")
+    page("--write", str(tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == committed, "run: python evals/gpu/page.py --write ..."
+
+
+def write(folder: Path, part: str, rows: list[dict[str, object]], **meta: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{part}.json").write_text(json.dumps({"meta": {**META, **meta}, "rows": rows}))
+
+
+def linear(kind: str, m: int, us: float, shape: str = "8192 squared") -> dict[str, object]:
+    shares = {"speedup": 100 / us, "share_of_copy": 20 / us, "share_of_gemm": 10 / us}
+    return {"shape": shape, "n": 8192, "k": 8192, "m": m, "kind": kind, "us": us, "p10": us, "p90": us, **shares}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Figures that nobody measured."""
+    folder = tmp_path / "results"
+    rows = [linear("cublas bf16", 1, 100.0), linear("quantkit w4a16 g128", 1, 40.0), linear("torch tinygemm", 1, 50.0)]
+    rows += [linear("quantkit w4a16 g128", 1, 50.0, "8B down"), linear("torch _int_mm", 1, 5.0)]
+    rows += [{"kind": "gemlite a16w4", "absent": "peer not present: no module"}]
+    rows += [{"kind": "quantkit w8a16", "shape": "8B qkv", "m": 4, "error": "RuntimeError: out of luck"}]
+    write(folder, "linears", rows)
+    case = {"batch": 32, "context": 8192, "new": 1, "p10": 1.0, "p90": 1.0, "share_of_copy": 0.9}
+    kinds = {"quantkit bf16": 100.0, "quantkit int8": 50.0, "torch sdpa bf16, contiguous": 110.0}
+    attention = [{**case, "kind": kind, "us": us, "speedup_to_own_bf16": 100 / us} for kind, us in kinds.items()]
+    write(folder, "attention", attention)
+    step = {"part": "step", "batch": 1, "context": 1024, "kv": "auto", "share_of_copy": 0.8}
+    steps = [{**step, "weights": "bf16", "eager_ms": 9.0, "graph_ms": 4.0}]
+    steps += [{**step, "weights": "w4a16 head8", "eager_ms": 8.0, "graph_ms": 2.0}]
+    engine = {"part": "engine", "batch": 32, "way": "graph, overlap", "step_ms": 5.0, "gpu_ms": 4.0, "host_share": 0.2}
+    write(folder, "end_to_end", [*steps, {**engine, "weights": "bf16", "kv": "auto", "context": 512}])
+    write(folder, "peer", [{"kind": "transformers generate", "batch": 1, "context": 1024, "step_ms": 20.0}])
+    gptq = {"kind": "gptq-int4 g128", "model_minutes": 5.0, "peak_device_bytes": 5e9, "layer_seconds": 9.0}
+    write(folder, "quantization", [gptq])
+    return folder
+
+
+def lines_of(text: str) -> dict[str, list[str]]:
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_page_compares_with_what_is_wanted(results):
+    text = page("--results", str(results))
+    assert "### Test GPU" in text
+    assert "copy 4.00 TB/s, large bf16 product 800 TFLOP/s" in text
+    lines = lines_of(text)
+    # The worst of two shapes; beside it the best of others with the same numbers.
+    weights = lines["W4A16 g128, M = 1, 8192² and 8B layers"]
+    assert weights[2:] == ["2.00×", "**missed**", "1.25×", "40 %", "01234567"]
+    assert lines["INT8 KV against own bf16, 32 × 8k"][2:6] == ["2.00×", "goal", "2.20×", "90 %"]
+    assert lines["8B shape, W4 with 8-bit head, batch 1"][2:5] == ["2.00×", "**missed**", "10.00×"]
+    assert lines["8B shape, bf16, batch 1 decode, share of copy bandwidth"][2:4] == ["80 %", "least"]
+    assert lines["host's share of a batch-32 step"][2:4] == ["20 %", "**missed**"]
+    assert lines["8B GPTQ g128, 128 × 2048 tokens"][2:4] == ["5.0 min", "least"]
+    assert lines["INT4 KV against own bf16, 32 × 8k"][2] == "not measured"
+    assert "- linears: gemlite a16w4: peer not present: no module" in text
+    assert "- linears: quantkit w8a16, 8B qkv, 4: RuntimeError: out of luck" in text
+
+
+def test_a_rehearsal_is_no_figure(results):
+    write(results, "machine", [], rehearsal=True)
+    text = page("--results", str(results))
+    assert "no figures of a GPU" in text
+    assert lines_of(text)["8B GPTQ g128, 128 × 2048 tokens"][2] == "not measured"
+
+
+def test_all_parts_fit_into_nine_minutes():
+    limits = re.findall(r"^(?:part|bench) (\w+) (\d+) ", (GPU / "run.sh").read_text(), flags=re.M)
+    assert len(limits) >= 10
+    assert sum(int(seconds) for _, seconds in limits) <= 530
+
+
+@needs_triton
+@pytest.mark.slow
+def test_all_parts_run_on_tiny_shapes(tmp_path):
+    """Every part through Triton's interpreter; each writes machine, versions, commit, and rows with times."""
+    if too_old():
+        pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    parts = "machine linears attention end_to_end greedy peer quantization sanitizer page"
+    variables = {"OUT": str(tmp_path), "PARTS": parts, "PYTHON": sys.executable, "REHEARSAL": "20"}
+    done = run("bash", str(GPU / "run.sh"), "--device", "cpu", "--tiny", **variables)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(found) == {*parts.split(), "prefill"} - {"page"}
+    for name, part in found.items():
+        assert part["meta"].keys() >= {"device", "torch", "triton", "python", "commit", "copy_bandwidth"}, name
+        assert part["rows"], name
+        assert [row for row in part["rows"] if "error" in row] == [], name
+        assert all(row["absent"].startswith("peer not present: ") for row in part["rows"] if "absent" in row), name
+    times = {"us", "p10", "p90", "how", "kind", "share_of_copy", "share_of_gemm"}
+    for name, ratio in (
+        ("linears", "speedup"),
+        ("attention", "speedup_to_own_bf16"),
+        ("prefill", "speedup_to_own_bf16"),
+    ):
+        measured = [row for row in found[name]["rows"] if "absent" not in row]
+        assert all(row.keys() >= {*times, ratio} for row in measured), name
+        assert any("Triton" in row.get("kernel", "Triton") for row in measured), name
+    kinds = {row.get("part") for row in found["end_to_end"]["rows"]}
+    assert kinds == {"step", "engine", "first token"}
+    assert all(row["launches_per_layer"] > 0 for row in found["end_to_end"]["rows"] if row["part"] == "step")
+    assert found["greedy"]["meta"]["wrong"] == 0
+    assert "no figures of a GPU" in (tmp_path / "performance.md").read_text()
