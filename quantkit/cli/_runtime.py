@@ -1,4 +1,4 @@
-"""The options of every command that runs a model in the bundled engine."""
+"""What commands that run something share: the options of the bundled engine, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def runtime_options(function: Callable[..., None]) -> Callable[..., None]:
         function(*args, engine, **options)
 
     return command
+
+
+def numbers(kind: type, name: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
+    """A callback that reads `1,8,32`."""
+
+    def read(_ctx: click.Context, _option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
+        if text is None:
+            return None
+        try:
+            values = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of {name} such as 1,8") from None
+        if not all(0 < value < float("inf") for value in values):
+            raise click.BadParameter(f"{text!r}: every one of the {name} must be above 0")
+        return values
+
+    return read

@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli import _bench as show
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import runtime_options
+from quantkit.cli._runtime import numbers, runtime_options
 
 if TYPE_CHECKING:
     from quantkit.measure.benchmark import Target
@@ -35,30 +35,13 @@ Examples:
 """
 
 
-def _numbers(kind: type, name: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
-    """A callback that reads `1,8,32`."""
-
-    def read(_ctx: click.Context, _option: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
-        if text is None:
-            return None
-        try:
-            values = tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            raise click.BadParameter(f"{text!r} is not a list of {name} such as 1,8") from None
-        if not all(0 < value < float("inf") for value in values):
-            raise click.BadParameter(f"{text!r}: every one of the {name} must be above 0")
-        return values
-
-    return read
-
-
 def _workload_options(function: Callable[..., None]) -> Callable[..., None]:
     """Options that say what is sent; they arrive together as `workload`."""
     count = click.IntRange(min=1)
     seconds = click.FloatRange(min=0, min_open=True)
 
-    @click.option("--batch", metavar="N,...", callback=_numbers(int, "numbers"), help="In flight.  [default: 1,8]")
-    @click.option("--rate", metavar="R,...", callback=_numbers(float, "rates"), help="Poisson arrivals per second.")
+    @click.option("--batch", metavar="N,...", callback=numbers(int, "numbers"), help="In flight.  [default: 1,8]")
+    @click.option("--rate", metavar="R,...", callback=numbers(float, "rates"), help="Poisson arrivals per second.")
     @click.option("--prompt-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_PROMPT}]")
     @click.option("--new-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_NEW}]")
     @click.option("--requests", "num_requests", type=count, help="Of each run.  [default: 2 x batch, at least 4]")

@@ -120,6 +120,24 @@ def predict(
     )
 
 
+def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int, LinearScheme]]]:
+    """Linears of a checkpoint that are stored quantized, fused as they run; nothing but headers is read.
+
+    Args:
+        path: the directory.
+    Returns:
+        Its config, and of each linear the name of its first module, N, K and scheme.
+    Raises:
+        ModelError, CheckpointError: there is no such model, or only transformers runs it.
+    """
+    reader = CheckpointReader(path)
+    config = read_config(reader.config, find(reader.config))
+    format_, scheme = find_format(reader)
+    place = Place(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
+    sizes = _Sizes(reader=reader, config=config, scheme=None if format_ is None else scheme, place=place)
+    return config, sizes.quantized()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
     """What parts of one checkpoint take in memory."""
@@ -144,6 +162,18 @@ class _Sizes:
         head = None if self.config.tied else head_name(self.config.architecture, self.reader)
         total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
         return total + self._head(head, head_dtype, self._stored(table))
+
+    def quantized(self) -> list[tuple[str, int, int, LinearScheme]]:
+        """Name, N, K and scheme of each product whose weight is codes."""
+        linears, found = make_manifest(self.config, self.reader).linears, []
+        for group in self._groups(set(linears)):
+            schemes = [self._scheme_of(name) for name in group]
+            alike = all(scheme == schemes[0] for scheme in schemes)
+            for names, scheme in [(group, schemes[0])] if alike else zip(([n] for n in group), schemes, strict=True):
+                if scheme is not None:
+                    rows = sum(linears[name][0] for name in names)
+                    found.append((names[0], rows, linears[names[0]][1], scheme))
+        return found
 
     def _stacked(self) -> set[str]:
         """Tensors that hold the weights of all experts of a layer."""

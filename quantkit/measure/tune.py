@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import torch
+
 from quantkit.errors import InputError
 from quantkit.kernels.triton import spaces, tuned
 from quantkit.kernels.triton.choices import Choice
@@ -268,8 +270,11 @@ def tune(
 def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) -> Outcome:
     if is_over():
         raise OutOfTime
-    with open_problem(case) as problem:
-        return search(case, problem, is_over)
+    try:
+        with open_problem(case) as problem:
+            return search(case, problem, is_over)
+    except torch.OutOfMemoryError:
+        return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem="does not fit the device's memory")
 
 
 def _table(path: Path, device: str, capability: int, versions: dict[str, str], again: bool) -> tuned.Table:

@@ -225,7 +225,7 @@ def test_usage_mistakes_exit_with_2(run, args):
         (ModelError("config.json is missing"), 4, "error: config.json is missing"),
         (ResourceError("disk is full"), 5, "error: disk is full"),
         (AuditError("a tensor differs"), 1, "error: a tensor differs"),
-        (KeyboardInterrupt(), 130, "error: interrupted; quantize and search go on where they stopped"),
+        (KeyboardInterrupt(), 130, "error: interrupted; quantize, search and tune go on where they stopped"),
         (MemoryError("no"), 5, "error: out of memory: no; when compressing try fewer --samples or --activations disk"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 5, "error: out of memory: CUDA"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 5, "error: out of memory"),
@@ -348,7 +348,7 @@ main({["quantize", *options]})
     assert done.returncode == 130
     assert (
         json.loads(done.stdout)["error"]
-        == "interrupted; quantize and search go on where they stopped when the same command is given again"
+        == "interrupted; quantize, search and tune go on where they stopped when the same command is given again"
     )
     assert not (tmp_path / "out").exists()
     answer = CliRunner().invoke(main, ["quantize", *options])

@@ -115,6 +115,11 @@ def user_file(device: str) -> Path:
     return user_folder() / f"{slug(device)}.json"
 
 
+def shipped_folder() -> Path:
+    """Where the files that come with quantkit lie."""
+    return _SHIPPED
+
+
 def shipped_file(device: str) -> Path:
     """The file that comes with quantkit for a GPU, there or not."""
     return _SHIPPED / f"{slug(device)}.json"

@@ -1,0 +1,219 @@
+"""`quantkit tune`: which tiles the kernels run with on this GPU, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli._output import Output, output_options
+from quantkit.cli._runtime import KV_TYPES, numbers
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantkit.measure.tune import Outcome, Tuning
+    from quantkit.measure.tune_device import TunedFile
+
+EPILOG = """\b
+Examples:
+  quantkit tune --list
+  quantkit tune demo-awq-int4
+  quantkit tune --shapes 8B --rows 1,16 --kv-cache auto,int8 --seconds 120
+"""
+SHAPES = ("1B", "8B", "70B")
+
+
+def _kv_types(ctx: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    """`auto,int8` as names; `none` is none of them."""
+    names = () if text == "none" else tuple(text.split(","))
+    for name in names:
+        click.Choice(KV_TYPES).convert(name, option, ctx)
+    return names
+
+
+_OPTIONS = (
+    click.option("--shapes", type=click.Choice(SHAPES), multiple=True, help="Layers of a Llama of that size."),
+    click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Weights of --shapes."),
+    click.option(
+        "--group", type=click.IntRange(min=0), default=128, show_default=True, help="Likewise; 0 = a scale per output."
+    ),
+    click.option("--asymmetric", is_flag=True, help="Likewise, with zero points."),
+    click.option(
+        *("--rows", "rows"), metavar="N,...", default="1,4,16,64", show_default=True,
+        callback=numbers(int, "numbers"), help="Rows of inputs.",
+    ),
+    click.option(
+        "--batch", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
+        help="Sequences of decode steps.",
+    ),
+    click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens of each."),
+    click.option(
+        "--kv-cache", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True, callback=_kv_types,
+        help="Of keys and values.",
+    ),
+    click.option(
+        "--seconds", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
+        help="No longer; given again, the command goes on.",
+    ),
+    click.option("--again", is_flag=True, help="Measure also what has been measured."),
+    click.option(
+        "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+        help="To write.  [default: in the cache folder, where kernels look]",
+    ),
+    click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing."),
+    click.option("--device", default="auto", show_default=True, metavar="auto|cuda[:i]", help="Which GPU."),
+)  # fmt: skip
+
+
+def _tune_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of this command, in the order of _OPTIONS."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("tune", epilog=EPILOG, short_help="Measure which tiles the kernels run fastest with on this GPU.")
+@click.argument("model", required=False)
+@_tune_options
+@output_options
+def tune(
+    output_to: Output,
+    *,
+    model: str | None,
+    bits: str,
+    group: int,
+    asymmetric: bool,
+    batch: tuple[int, ...],
+    kv_cache: tuple[str, ...],
+    seconds: float,
+    again: bool,
+    output: Path | None,
+    listing: bool,
+    device: str,
+    **others: Any,
+) -> None:
+    """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
+
+    Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
+    faster than the default is not taken. Nothing else should run on the GPU meanwhile.
+    """
+    from quantkit.measure.tune_device import TuneOptions, find_files, tune_device
+
+    if listing:
+        files = find_files()
+        output_to.result(lambda: {"files": [_file_document(file) for file in files]}, lambda: _files(files))
+        return
+    options = TuneOptions(
+        model=model,
+        bits=int(bits),
+        group=group or None,
+        symmetric=not asymmetric,
+        batches=batch,
+        kv_types=kv_cache,
+        **others,
+    )
+    found = tune_device(
+        options, device=device, seconds=seconds, again=again, output=output, report=_progress(output_to)
+    )
+    output_to.result(lambda: _document(found), lambda: _table(found), lambda: _summary(found))
+
+
+def _progress(output_to: Output) -> Callable[[Outcome | None, int, int], None]:
+    def report(outcome: Outcome | None, number: int, total: int) -> None:
+        if output_to.shows_progress and outcome is not None:
+            click.echo(f"{number}/{total} {outcome.case.label}: {_told(outcome)}", err=True)
+
+    return report
+
+
+def _told(outcome: Outcome) -> str:
+    entry = outcome.entry
+    if entry is None:
+        return outcome.problem
+    gain = "the default stays" if entry.ratio == 1 else f"{entry.ratio:.2f} times as fast as the default"
+    dropped = "".join(f", {count} {reason}" for reason, count in outcome.dropped.items())
+    return f"{entry.microseconds:.1f} us, {gain} ({outcome.num_tried} candidates{dropped})"
+
+
+def _table(found: Tuning) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("kernel", "shape", "default us", "tuned us", "ratio"):
+        right = title not in ("kernel", "shape")
+        table.add_column(title, justify="right" if right else "left", no_wrap=title != "shape")
+    for outcome in found.outcomes:
+        entry = outcome.entry
+        cells = (outcome.problem, "-", "-")
+        if entry is not None:
+            cells = f"{entry.default_microseconds:.1f}", f"{entry.microseconds:.1f}", f"{entry.ratio:.2f}"
+        table.add_row(outcome.case.kernel, outcome.case.label, *cells)
+    return table
+
+
+def _summary(found: Tuning) -> str:
+    from quantkit.cli._output import human_seconds
+
+    done = len([outcome for outcome in found.outcomes if outcome.entry is not None])
+    parts = [f"{done} measured in {human_seconds(found.seconds)}"]
+    if found.num_kept:
+        parts.append(f"{found.num_kept} known before")
+    if found.num_left:
+        parts.append(f"{found.num_left} left: the same command goes on with them")
+    return f"{', '.join(parts)}; {found.path}"
+
+
+def _document(found: Tuning) -> dict[str, Any]:
+    from quantkit.kernels.triton import tuned
+
+    reasons = {reason for outcome in found.outcomes for reason in outcome.dropped}
+    return {
+        "file": str(found.path),
+        "device": found.table.device,
+        "capability": found.table.capability,
+        "versions": dict(found.table.versions),
+        "entries": [tuned.to_entry(entry) for entry in found.table.entries],
+        "finished": len(found.outcomes),
+        "known_before": found.num_kept,
+        "left": found.num_left,
+        "failed": {outcome.case.label: outcome.problem for outcome in found.outcomes if outcome.problem},
+        "candidates": sum(outcome.num_tried for outcome in found.outcomes),
+        "dropped": {
+            reason: sum(outcome.dropped.get(reason, 0) for outcome in found.outcomes) for reason in sorted(reasons)
+        },
+        "seconds": found.seconds,
+    }
+
+
+def _files(files: Sequence[TunedFile]) -> RenderableType:
+    from rich.table import Table
+
+    if not files:
+        return "no GPU here and no file of tuned choices; kernels run with their defaults"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("GPU", "file", "choices", "measured with", "in force"):
+        table.add_column(title, overflow="fold")
+    for file in files:
+        entries = "-" if file.table is None else str(len(file.table.entries))
+        said = file.problem or "there is none"
+        if file.table is not None:
+            said = ", ".join(f"{name} {number}" for name, number in sorted(file.table.versions.items()))
+        table.add_row(file.device, str(file.path), entries, said, "yes" if file.is_in_force else "no")
+    return table
+
+
+def _file_document(file: TunedFile) -> dict[str, Any]:
+    return {
+        "file": str(file.path),
+        "device": file.device,
+        "in_force": file.is_in_force,
+        "entries": None if file.table is None else len(file.table.entries),
+        "versions": None if file.table is None else dict(file.table.versions),
+        "problem": file.problem or None,
+    }
+
+
+COMMAND = tune
