@@ -185,23 +185,16 @@ def _product_case(work: Product, chip: int) -> Case | None:
     packed = _packed(work.scheme, work.inputs)
     if packed is None:
         return None
-    default = choices.default_product(work.rows, packed.bits, chip)
+    default = choices.default_product(work.rows, packed.bits, chip, packed.span)
     found = spaces.products(work.rows, bits=packed.bits, span=packed.span, natural=packed.natural)
     if not set(found) - {default} or (packed.natural and isinstance(default, choices.Vendor)):
         return None
-    kind = configs.product_kind(
-        bits=packed.bits,
-        group=packed.group,
-        span=packed.span,
-        has_zero=packed.zero is not None,
-        natural=packed.natural,
-    )
     bucket = configs.row_bucket(work.rows)
     if bucket is None:
         raise InputError(f"products of {work.rows} rows are not tuned; {choices.ROW_BUCKETS[-1]} are the most")
     return Case(
         kernel="product",
-        kind=kind,
+        kind=configs.weight_kind(packed),
         sizes={"rows": bucket, "outputs": work.outputs, "inputs": work.inputs},
         label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
         default=default,
@@ -218,7 +211,7 @@ def _packed(scheme: LinearScheme, inputs: int) -> PackedWeight | None:
     whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 8 == 0
     if scheme.activation.dtype is not INT8 or scheme.weight.dtype is not INT8 or not whole:
         return None
-    return layout.natural(weight.codes, weight.scale.float())
+    return layout.natural(weight)
 
 
 def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:

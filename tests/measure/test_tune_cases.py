@@ -12,7 +12,7 @@ from quantkit.kernels.triton.choices import Decode, Prefill, Rows, Tile, Vendor
 from quantkit.measure import _tune_problems as problems
 from quantkit.measure._tune_cases import Shapes, make_cases, of_model, preset, random_weight
 from quantkit.measure.tune import search
-from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.dtype import DTYPES, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from tests.helpers import make_model
 
@@ -53,6 +53,9 @@ SCHEMES = [
     INT4_G32,
     LinearScheme(weight=WeightScheme(dtype=INT4, group_size=128, symmetric=False)),
     LinearScheme(weight=WeightScheme(dtype=INT8)),
+    LinearScheme(weight=WeightScheme(dtype=DTYPES["fp8"])),
+    LinearScheme(weight=WeightScheme(dtype=DTYPES["nvfp4"], group_size=16)),
+    LinearScheme(weight=WeightScheme(dtype=DTYPES["mxfp4"], group_size=32)),
 ]
 
 

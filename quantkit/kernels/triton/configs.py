@@ -122,6 +122,19 @@ def product_kind(
     return ", ".join([*words, *(["zeros"] if has_zero else []), *(["natural"] if natural else [])])
 
 
+def weight_kind(weight: PackedWeight) -> str:
+    """`product_kind` of a weight."""
+    return product_kind(
+        bits=weight.bits,
+        group=weight.group,
+        span=weight.span,
+        has_zero=weight.zero is not None,
+        natural=weight.natural,
+        kind=weight.kind,
+        scales=weight.scales,
+    )
+
+
 def cache_kind(kinds: tuple[str, str], widest: int, page_size: int, group: int) -> str:
     """The same about pages: types of keys and values, channels, tokens of a page, query heads of a key head."""
     return f"{kinds[0]} keys, {kinds[1]} values, {widest} channels, pages of {page_size}, {group} queries"
