@@ -89,6 +89,7 @@ def _rows_kernel(
     outer, BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS x BLOCK_N outputs; sums stay with their thread over all of K and are added up once, at the end."""
     FIELDS: tl.constexpr = 32 // BITS
@@ -98,7 +99,9 @@ def _rows_kernel(
     lanes = tl.arange(0, SPAN)
     rows = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
-    for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
+    last = tl.minimum((part + 1) * blocks_per_part, num_blocks)
+    # Said here, because Triton puts loads under way ahead of time only for products of tiles.
+    for block in tl.range(part * blocks_per_part, last, num_stages=STAGES):
         loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL, KIND)
         first = block * SPAN * FIELDS
         partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
@@ -285,7 +288,7 @@ def multiply(
     given = (*tensors, count, outputs, width, *blocks, weight.outer)
     grid, options = (-(-outputs // block_n), parts), {"num_warps": choice.warps, "num_stages": choice.stages}
     if isinstance(choice, Rows):
-        _rows_kernel[grid](*given, ROWS=power_of_two(count), **options, **shared)
+        _rows_kernel[grid](*given, ROWS=power_of_two(count), STAGES=choice.stages, **options, **shared)
     else:
         in_values = _in_values(weight, out.dtype)
         _tile_kernel[(*grid, row_tiles)](*given, BLOCK_M=choice.block_m, IN_VALUES=in_values, **options, **shared)
