@@ -16,7 +16,7 @@ from quantkit.measure import tune as tuning
 from quantkit.measure.tune import LEAST_GAIN, Case, OutOfTime, search, tune
 
 DEFAULT = choices.default_product(1, 4, 90)
-CANDIDATES = tuple(spaces.products(1, bits=4, span=64, natural=False))
+CANDIDATES = tuple(choice for choice in spaces.products(1, bits=4, span=64, natural=False) if choice != DEFAULT)
 VERSIONS = {"quantkit": "1", "torch": "2", "triton": "3"}
 
 
