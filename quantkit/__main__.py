@@ -2,4 +2,4 @@
 
 from quantkit.cli import main
 
-main()
+main(prog_name="quantkit")

@@ -5,6 +5,8 @@ Files are imported to list them, so they import nothing heavy outside their func
 
 from __future__ import annotations
 
+import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -46,14 +48,24 @@ class _Commands(click.Group):
     ) -> Any:
         """Run; with `standalone_mode` (the default) exit with the code of the error, if any."""
         given = list(sys.argv[1:] if args is None else args)
+        if "--verbose" not in given:
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is told by us
         if not standalone_mode:
             return super().main(given, standalone_mode=False, **extra)
         try:
             result = super().main(given, standalone_mode=False, **extra)
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, click.NoSuchOption):
+                error.possibilities = _near(error)
             flags = given[: given.index("--")] if "--" in given else given
             sys.exit(report_error(error, as_json="--json" in flags, verbose="--verbose" in flags))
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _near(error: click.NoSuchOption) -> list[str]:
+    """The option that was probably meant: click's own guess takes `--overwrite` for `--verify`."""
+    known = [] if error.ctx is None else [flag for option in error.ctx.command.params for flag in option.opts]
+    return difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.8)
 
 
 def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -162,8 +162,6 @@ def _summary(result: CompressionResult) -> Table:
     table.add_row("time", _times(result))
     table.add_row("peak memory", human_bytes(result.peak_bytes))
     table.add_row("output", result.output)
-    for text in result.warnings:
-        table.add_row("warning", text)
     return table
 
 

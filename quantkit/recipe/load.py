@@ -22,8 +22,13 @@ from quantkit.recipe.steps import build_steps
 
 __all__ = ["build", "check", "load", "shipped"]
 
+
 _FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
+
+
+class _NothingLooksError(RecipeError):
+    """Calibration is set and nothing looks at data."""
 
 
 def shipped() -> dict[str, Path]:
@@ -35,7 +40,7 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        name_or_path: a shipped name, or a path to a .yaml file.
+        name_or_path: a shipped name, or a path to a .yaml file; a copy that keeps a shipped name is called as its file.
         overrides: fields to replace: values by dotted path, or `path=value` texts with YAML values.
     Raises:
         RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
@@ -43,7 +48,17 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     path = _locate(str(name_or_path))
     data = parse(_read(path), path.name)
     data.setdefault("name", path.stem)
-    return build(patched(data, overrides), path.name)
+    if data["name"] != path.stem and str(data["name"]) in shipped():
+        data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
+    try:
+        return build(patched(data, overrides), path.name)
+    except _NothingLooksError:
+        if "calibration" in data:
+            raise
+        raise RecipeError(
+            f"recipe {data['name']!r} looks at no data, so there is no calibration to change; leave --samples, "
+            "--calibration, --sequence-length and calibration.* out, or take a recipe with steps such as gptq-int4"
+        ) from None
 
 
 def build(data: Mapping[str, Any], where: str) -> Recipe:
@@ -121,7 +136,9 @@ def _locate(name: str) -> Path:
     if path.is_file():
         return path
     what = "is a directory, not a recipe file" if path.is_dir() else "is neither a shipped recipe nor a file"
-    raise RecipeError(f"recipe {name!r} {what}{suggestion(name, known)}; shipped: {', '.join(known)}")
+    beside = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = suggestion(str(path), [*known, *sorted(beside)])
+    raise RecipeError(f"recipe {name!r} {what}{hint}; shipped: {', '.join(known)}")
 
 
 def _read(path: Path) -> str:
@@ -180,7 +197,7 @@ def _calibration(
     if looks or (activation is not None and activation.is_calibrated):
         return document.calibration or Calibration()
     if document.calibration is not None:
-        raise RecipeError(
+        raise _NothingLooksError(
             f"{where}: calibration has no effect without steps or calibrated scales; remove it, or add a step such "
             "as gptq"
         )

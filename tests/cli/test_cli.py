@@ -317,8 +317,24 @@ def test_the_closing_table_tells_what_was_done(run, calls):
         assert part in out
     for part in ("3.0 MiB → 1.0 MiB (3.00x smaller)", "4 min 12 s: gptq 4 min 10 s, load 2.0 s", "512.0 MiB"):
         assert part in out
-    for part in ("model.layers.1.mlp.up_proj", "0.0625", "0.0900", "the text is short", "next: quantkit inspect"):
+    for part in ("model.layers.1.mlp.up_proj", "0.0625", "0.0900", "next: quantkit inspect"):
         assert part in out
+
+
+def test_a_warning_is_told_once(run, calls):
+    answer = run("quantize", "--recipe", "rtn-int4")
+    assert answer.stderr.count("warning: ") == 1
+    assert "warning" not in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [(["convert", "x", "--verify"], None), (["quantize", "--verfy"], "--verify"), (["plan", "--devise"], "--device")],
+)
+def test_a_misspelt_option_is_only_taken_for_one_like_it(run, args, meant):
+    answer = run(*args)
+    assert answer.exit_code == 2
+    assert re.findall("(?i)did you mean '(.*?)'", answer.stderr) == ([meant] if meant else [])
 
 
 def test_json_is_the_result_and_nothing_else(run, calls):

@@ -322,3 +322,23 @@ def test_gates_are_read_checked_and_no_part_of_the_identity(write):
         load(write(INT4_G32 + "gates: ['recoverie>=98']"))
     with pytest.raises(RecipeError, match="gates: expected a gate such as"):
         load(write(INT4_G32 + "gates: {kl: 1}"))
+
+
+def test_a_file_that_is_nearly_named_is_suggested(write, tmp_path):
+    write(INT4_G32)
+    assert f"(did you mean {str(tmp_path / 'mine.yaml')!r}?)" in message(tmp_path / "mine.yml")
+    assert "(did you mean 'awq-int4'?)" in message("awq-in4")
+
+
+def test_a_copy_that_keeps_a_shipped_name_is_called_as_its_file(write):
+    copied = write(f"name: gptq-int4\n{INT4_G32}", "mine.yaml")
+    assert load(copied).name == "mine"
+    assert load(copied, ["name=theirs"]).name == "theirs"
+    assert load(write(f"name: my-own\n{INT4_G32}", "other.yaml")).name == "my-own"
+
+
+def test_changing_the_calibration_of_a_recipe_without_one_does_not_blame_its_file(write):
+    said = message("rtn-int4", ["calibration.samples=8"])
+    assert said.startswith("recipe 'rtn-int4' looks at no data")
+    assert "--samples" in said
+    assert message(write(f"{INT4_G32}calibration: {{samples: 8}}\n")).startswith("mine.yaml: calibration has no effect")
