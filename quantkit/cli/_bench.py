@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from quantkit.statistics import Fit
 
 DEFINITIONS = (
-    "TTFT: request arrived to first token. ITL: every gap between successive tokens, pooled over requests.\n"
-    "TPOT: (last token - first) / (tokens - 1), one per request. Stalls show in ITL's tail and vanish in TPOT."
+    "TTFT: request arrived to first token.\n"
+    "ITL: every gap between successive tokens, pooled over requests; shows stalls.\n"
+    "TPOT: (last token - first) / (tokens - 1), one per request; averages them out."
 )
 
 

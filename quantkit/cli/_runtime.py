@@ -15,13 +15,25 @@ def runtime_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the engine's options to a command, which gets them as its second argument, keywords of `LLM`."""
 
     @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option("--dtype", default="auto", show_default=True, metavar="auto|bf16|fp16|fp32", help="To compute in.")
-    @click.option("--kv-cache", type=click.Choice(KV_TYPES), default="auto", show_default=True, help="Keys and values.")
-    @click.option("--kv-memory", metavar="SIZE", help="Of the KV cache, e.g. 4GiB.  [default: what the model can use]")
-    @click.option("--max-length", type=click.IntRange(min=1), help="Longest context.  [default: the model's]")
-    @click.option("--head", type=click.Choice(["int8", "int4"]), help="Round the output head, which recipes leave.")
-    @click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step, verified exactly.")
-    @click.option("--threads", type=click.IntRange(min=1), help="Of the CPU.  [default: measured]")
+    @click.option(
+        "--dtype", default="auto", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to compute in."
+    )
+    @click.option(
+        "--kv-cache",
+        type=click.Choice(KV_TYPES),
+        default="auto",
+        show_default=True,
+        help="Number type of keys and values in the cache.",
+    )
+    @click.option(
+        "--kv-memory", metavar="SIZE", help="Memory for the KV cache, e.g. 4GiB.  [default: what the model can use]"
+    )
+    @click.option("--max-length", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]")
+    @click.option(
+        "--head", type=click.Choice(["int8", "int4"]), help="Round the output head too, which recipes leave as it is."
+    )
+    @click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step; the text stays the same.")
+    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads to compute with.  [default: measured]")
     @functools.wraps(function)
     def command(
         *args: Any,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.results import CompressionResult, FidelityResult, Report
     from quantkit.verification import Pair, VerifyOptions
 
-GATE_HELP = "A promise, e.g. 'recovery>=98.9' or 'recovery[demo_facts]>=97'; repeatable.  [default: the recipe's]"
+GATE_HELP = "What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]"
 
 
 MISSING = "-"
@@ -46,13 +46,21 @@ def gate_option(function: Callable[..., None]) -> Callable[..., None]:
 def evaluation_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say what both models are asked; they arrive together as `asked`."""
 
-    @click.option("--suite", default="quick", show_default=True, metavar="NAME|FILE", help="quick, standard, none, ...")
+    @click.option(
+        "--suite",
+        default="quick",
+        show_default=True,
+        metavar="NAME|FILE",
+        help="Set of tasks: quick, standard, long-context or none.",
+    )
     @click.option("--tasks", metavar="A,B", help="Further tasks by name.")
-    @click.option("--limit", type=click.IntRange(min=1), help="Items per task.  [default: the suite's]")
-    @click.option("--text", metavar="FILE", help="Text for distributions and the damage map.")
-    @click.option("--data", multiple=True, metavar="DIR", help="Folder with items and texts; repeatable.")
-    @click.option("--include-path", multiple=True, metavar="DIR", help="Folder with lm-eval task files; repeatable.")
-    @click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+    @click.option("--limit", type=click.IntRange(min=1), help="Items of each task, at most.  [default: the suite's]")
+    @click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
+    @click.option("--data", multiple=True, metavar="DIR", help="Folder of items and texts on disk; repeatable.")
+    @click.option(
+        "--include-path", multiple=True, metavar="DIR", help="Folder of further lm-eval task files; repeatable."
+    )
+    @click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.")
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         names = ("suite", "tasks", "limit", "text", "data", "include_path", "seed")

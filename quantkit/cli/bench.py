@@ -23,13 +23,14 @@ ROUNDS_AGAINST = 4
 
 EPILOG = f"""\b
 {show.DEFINITIONS}
-MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix product, measured in the same run.
+MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
+product, both measured in the same run.
 
 \b
 Examples:
   quantkit bench
   quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
-  quantkit bench demo-awq-int4 --against demo-model-folder --rounds 6
+  quantkit bench demo-awq-int4 --against quantkit/demo/model
   quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
   quantkit bench --no-cache
 """
@@ -40,21 +41,47 @@ def _workload_options(function: Callable[..., None]) -> Callable[..., None]:
     count = click.IntRange(min=1)
     seconds = click.FloatRange(min=0, min_open=True)
 
-    @click.option("--batch", metavar="N,...", callback=numbers(int, "numbers"), help="In flight.  [default: 1,8]")
-    @click.option("--rate", metavar="R,...", callback=numbers(float, "rates"), help="Poisson arrivals per second.")
-    @click.option("--prompt-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_PROMPT}]")
-    @click.option("--new-tokens", type=count, help=f"Of each request.  [default: {DEFAULT_NEW}]")
-    @click.option("--requests", "num_requests", type=count, help="Of each run.  [default: 2 x batch, at least 4]")
     @click.option(
-        "--spread", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Of lengths: 0.8 = 20..100 %."
+        "--batch",
+        metavar="N,...",
+        callback=numbers(int, "numbers"),
+        help="Requests in flight at once.  [default: 1,8]",
     )
-    @click.option("--batching", type=click.Choice(["static"]), help="Also in static batches, for comparison.")
-    @click.option("--rounds", type=count, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} --against]")
     @click.option(
-        "--ttft-limit", "ttft_limit_s", type=seconds, metavar="SECONDS", help="A request counts as goodput ..."
+        "--rate", metavar="R,...", callback=numbers(float, "rates"), help="Requests per second, as Poisson arrivals."
     )
-    @click.option("--tpot-limit", "tpot_limit_s", type=seconds, metavar="SECONDS", help="... if it keeps both limits.")
-    @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and arrivals.")
+    @click.option("--prompt-tokens", type=count, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]")
+    @click.option("--new-tokens", type=count, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]")
+    @click.option(
+        "--requests", "num_requests", type=count, help="Requests in each run.  [default: 2 x batch, at least 4]"
+    )
+    @click.option(
+        "--spread",
+        type=click.FloatRange(0, 1, max_open=True),
+        default=0.0,
+        help="Spread of lengths: 0.8 draws them from 20 to 100 %.",
+    )
+    @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
+    @click.option(
+        "--rounds", type=count, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
+    )
+    @click.option(
+        "--ttft-limit",
+        "ttft_limit_s",
+        type=seconds,
+        metavar="SECONDS",
+        help="Longest TTFT of a request that counts as goodput.",
+    )
+    @click.option(
+        "--tpot-limit",
+        "tpot_limit_s",
+        type=seconds,
+        metavar="SECONDS",
+        help="Longest TPOT of a request that counts as goodput.",
+    )
+    @click.option(
+        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of prompts and arrivals."
+    )
     @functools.wraps(function)
     def command(*args: Any, batching: str | None, **options: Any) -> None:
         names = (

@@ -24,10 +24,20 @@ Examples:
 
 @click.command("convert", epilog=EPILOG, short_help="Write the same codes in another format.")
 @click.argument("checkpoint")
-@click.option("--to", required=True, metavar="FORMAT", help="compressed-tensors, gptq, gptq-v2, awq, gguf or dense.")
-@click.option("-o", "--output", metavar="DIR|FILE", help="What to create.  [default: ./<checkpoint>-<format>]")
 @click.option(
-    "--type", "type_name", metavar="TYPE", help="Of a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16..."
+    "--to",
+    required=True,
+    metavar="FORMAT",
+    help="On-disk format: compressed-tensors, gptq, gptq-v2, awq, gguf or dense.",
+)
+@click.option(
+    "-o", "--output", metavar="DIR|FILE", help="Directory or .gguf file to create.  [default: ./<checkpoint>-<format>]"
+)
+@click.option(
+    "--type",
+    "type_name",
+    metavar="TYPE",
+    help="Number type in a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16...",
 )
 @click.option("--push-to-hub", metavar="USER/NAME", help="Upload the output with a model card.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from quantkit.results import EvaluationResult
 
 EPILOG = """\b
-Recovery: the model's score in per cent of the baseline's, with a 95 % interval over the items both answered.
+Recovery: the model's score in per cent of the baseline's, with a 95 %
+interval over the items that both answered.
 
 \b
 Examples:
@@ -26,7 +27,8 @@ Examples:
   quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
   quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
   quantkit eval --suite long-context
-  quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks --text book.txt
+  quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
+  quantkit eval my-model --text book.txt
 """
 
 
@@ -40,19 +42,40 @@ def _question_options(function: Callable[..., None]) -> Callable[..., None]:
     count = click.IntRange(min=1)
     folders: dict[str, Any] = {"multiple": True, "type": click.Path(path_type=Path), "metavar": "DIR"}
 
-    @click.option("--suite", metavar="NAME|FILE", help="quick, standard or long-context.  [default: quick]")
-    @click.option("--tasks", multiple=True, callback=_names, metavar="A,B", help="lm-eval tasks and ours by name.")
-    @click.option("--include-path", **folders, help="Of further lm-eval task files; repeatable.")
-    @click.option("--data", **folders, help="Of items on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.")
-    @click.option("--limit", type=count, help="Items per task.  [default: the suite's, or all]")
-    @click.option("--few-shot", "num_fewshot", type=click.IntRange(min=0), help="Examples.  [default: the task's]")
-    @click.option("--text", "texts", multiple=True, metavar="FILE", help="Measure its perplexity; repeatable.")
+    @click.option(
+        "--suite", metavar="NAME|FILE", help="Set of tasks: quick, standard or long-context.  [default: quick]"
+    )
+    @click.option(
+        "--tasks", multiple=True, callback=_names, metavar="A,B", help="Tasks by name, lm-eval's and quantkit's own."
+    )
+    @click.option("--include-path", **folders, help="Folder of further lm-eval task files; repeatable.")
+    @click.option("--data", **folders, help="Folder of items on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.")
+    @click.option("--limit", type=count, help="Items of each task, at most.  [default: the suite's, or all]")
+    @click.option(
+        "--few-shot",
+        "num_fewshot",
+        type=click.IntRange(min=0),
+        help="Solved examples before each item.  [default: the task's]",
+    )
+    @click.option(
+        "--text", "texts", multiple=True, metavar="FILE", help="Measure the perplexity of this text; repeatable."
+    )
     @click.option("--window", type=click.IntRange(min=2), help="Tokens per window of --text.  [default: 2048]")
     @click.option("--stride", type=count, help="Tokens from window to window of --text.  [default: a window]")
-    @click.option("--through", multiple=True, type=click.Choice(["prefill", "decode"]), help="Path of --text.")
+    @click.option(
+        "--through",
+        multiple=True,
+        type=click.Choice(["prefill", "decode"]),
+        help="How --text is computed: in prefills or token by token.",
+    )
     @click.option("--chat", "chat_template", is_flag=True, help="Put prompts into the model's chat template.")
-    @click.option("--bos/--no-bos", "add_bos", default=None, help="Before every text.  [default: the tokenizer's]")
-    @click.option("--seed", type=click.IntRange(min=0), help="Of few-shot examples and long texts.  [default: 0]")
+    @click.option(
+        "--bos/--no-bos",
+        "add_bos",
+        default=None,
+        help="Put the begin-of-text token before every text.  [default: the tokenizer's]",
+    )
+    @click.option("--seed", type=click.IntRange(min=0), help="Seed of few-shot examples and long texts.  [default: 0]")
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         names = (
@@ -66,8 +89,8 @@ def _question_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @click.command("eval", epilog=EPILOG, short_help="Perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
-@click.option("--baseline", metavar="MODEL", help="Ask this one the same, and compare item by item.")
-@click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic: how much is noise.")
+@click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
+@click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences computed together.  [default: 64]")
 @output_options
 @runtime_options

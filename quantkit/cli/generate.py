@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   quantkit generate --prompt "Once upon a time"
-  quantkit generate demo-awq-int4 --prompt "Once upon a time" --max-tokens 60 --stats
-  quantkit generate demo-awq-int4 --prompt "The" --temperature 0.8 --top-p 0.95 --seed 1
-  quantkit generate demo-awq-int4 --prompt "The" --kv-cache int8 --speculate ngram
-  echo "Once upon a time" | quantkit generate --prompt -
+  quantkit generate demo-awq-int4 --prompt "Once upon a time" --stats
+  quantkit generate demo-awq-int4 --prompt "The" --temperature 0.8 --seed 1
+  quantkit generate demo-awq-int4 --prompt "The" --kv-cache int8
 """
 
 
@@ -32,18 +31,46 @@ Examples:
 @click.argument("checkpoint", required=False)
 @click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
-@click.option("--system", metavar="TEXT", help="System message, with --chat.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="New tokens at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = the likeliest token, always.")
-@click.option("--top-k", type=int, help="Only the k likeliest tokens.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Only the likeliest with this probability.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="Only those with this share of the best's.")
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1 discourages repeats.")
-@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Subtracted from used tokens.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Number of new tokens, at most."
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="How freely to draw; 0 always takes the likeliest token.",
+)
+@click.option("--top-k", type=int, help="Draw from the k likeliest tokens only.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Draw from tokens with at least this share of the best one's probability.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Divides the scores of used tokens; above 1 discourages repeats.",
+)
+@click.option(
+    "--presence-penalty", type=float, default=0.0, show_default=True, help="Subtracted from the scores of used tokens."
+)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
-@click.option("--stats", is_flag=True, help="TTFT, ITL, tokens/s, bytes and share of memory bandwidth, on stderr.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing.")
+@click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @output_options
 @runtime_options
 def generate(

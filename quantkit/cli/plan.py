@@ -28,12 +28,16 @@ _PARAMS_HELP = "Only a number of parameters: 7B, or 30B-A3B with 3 billion activ
 
 
 _OPTIONS = (
-    click.option("--shape", metavar="FILE", help="YAML or JSON with sizes named as in config.json, in place of MODEL."),
+    click.option(
+        "--shape", metavar="FILE", help="YAML or JSON file of sizes, named as in config.json, in place of MODEL."
+    ),
     click.option("--params", metavar="NUMBER", help=_PARAMS_HELP),
-    click.option("--recipe", metavar="NAME|FILE", help="Plan this recipe; without it, compare the usual number types."),
+    click.option(
+        "--recipe", metavar="NAME|FILE", help="Plan this recipe; without one, compare the usual number types."
+    ),
     click.option("--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."),
     click.option(
-        "--device", metavar="NAME", help="h200, h100, a100, l40s, 4090, ...: what fits, and floors of its speed."
+        "--device", metavar="NAME", help="What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ..."
     ),
     click.option(
         "--memory", metavar="SIZE", help="Memory to plan for, such as 24GiB; alone or in place of the device's."
@@ -48,9 +52,15 @@ _OPTIONS = (
         "--context", metavar="TOKENS", help="Tokens per sequence, such as 32k.  [default: 4096 or the model's]"
     ),
     click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."),
-    click.option("--prompt", metavar="TOKENS", help="Tokens whose prefill is timed.  [default: the context]"),
-    click.option("--kv-cache", metavar="TYPE", help="auto, bf16, fp8, int8 or int4; without it they are compared."),
-    click.option("--head", metavar="TYPE", help="int8 or int4: the output head is quantized when it is loaded."),
+    click.option(
+        "--prompt", metavar="TOKENS", help="Tokens of a prompt whose prefill is timed.  [default: the context]"
+    ),
+    click.option(
+        "--kv-cache",
+        metavar="TYPE",
+        help="Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
+    ),
+    click.option("--head", metavar="TYPE", help="Number type of the output head when it is loaded: int8 or int4."),
 )
 
 
@@ -232,7 +242,7 @@ def _compression(plan: Estimate) -> Table:
 def _loaders(plan: Estimate) -> Table:
     recipe = plan.recipe
     assert recipe is not None
-    table = _grid(f"{recipe.format} read by", "", "")
+    table = _grid(f"who reads {recipe.format}", "", "")
     for reading in plan.readings:
         table.add_row(reading.loader, "yes" if reading.reads else "no", reading.reason)
     return table

@@ -20,20 +20,32 @@ EPILOG = """\b
 Examples:
   quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
   quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
-  quantkit quantize --recipe gptq-int4 --samples 16 --sequence-length 128 -o demo-gptq
+  quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
   quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
-  quantkit quantize --recipe awq-int4 --verify --gate "recovery>=98.9" -o demo-proven
+  quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
 """
 
 
 def _field_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that are recipe fields; they arrive together as `fields`, in the form of --set."""
 
-    @click.option("--calibration", metavar="NAME|FILE", help="bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].")
-    @click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences.")
-    @click.option("--sequence-length", type=click.IntRange(min=8), help="Tokens per calibration sequence.")
-    @click.option("--format", "format_name", metavar="NAME", help="On-disk format.")
-    @click.option("--seed", type=click.IntRange(min=0), help="Of everything random.")
+    @click.option(
+        "--calibration",
+        metavar="NAME|FILE",
+        help="Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
+    )
+    @click.option(
+        "--samples", type=click.IntRange(min=1), help="Number of calibration sequences.  [default: the recipe's]"
+    )
+    @click.option(
+        "--sequence-length",
+        type=click.IntRange(min=8),
+        help="Tokens per calibration sequence.  [default: the recipe's]",
+    )
+    @click.option(
+        "--format", "format_name", metavar="NAME", help="On-disk format of the result.  [default: the recipe's]"
+    )
+    @click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]")
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         fields = {flag: options.pop(flag) for flag in FLAGS}
@@ -53,7 +65,9 @@ def _run_options(function: Callable[..., None]) -> Callable[..., None]:
         show_default=True,
         help="Where hidden states are kept between layers.",
     )
-    @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped.")
+    @click.option(
+        "--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped, or start over."
+    )
     @click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:

@@ -42,7 +42,9 @@ def list_recipes(output_to: Output) -> None:
 
 
 @recipes.command(
-    "show", epilog="\b\nExamples:\n  quantkit recipes show awq-int4\n  quantkit recipes show awq-int4 > mine.yaml"
+    "show",
+    short_help="Print a shipped recipe, ready to be copied.",
+    epilog="\b\nExamples:\n  quantkit recipes show awq-int4\n  quantkit recipes show awq-int4 > mine.yaml",
 )
 @click.argument("name")
 @output_options
@@ -60,7 +62,9 @@ def show(output_to: Output, *, name: str) -> None:
 
 
 @recipes.command(
-    "check", epilog="\b\nExamples:\n  quantkit recipes show awq-int4 > mine.yaml\n  quantkit recipes check mine.yaml"
+    "check",
+    short_help="Say whether a recipe file is valid.",
+    epilog="\b\nExamples:\n  quantkit recipes show awq-int4 > mine.yaml\n  quantkit recipes check mine.yaml",
 )
 @click.argument("file")
 @output_options

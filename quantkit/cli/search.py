@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   quantkit search --bits 4.5
-  quantkit search --bits 3.5 --set calibration.samples=32 --checkpoint demo-3.5
+  quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
   quantkit search --kl 0.02 --work trials -o small.yaml
-  quantkit search --recovery 99 --candidates int3,int4,int4:32,int8 --work trials
+  quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
 """
 
 
 def _target_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say what is asked for; they arrive together as `wished`."""
 
-    @click.option("--bits", type=click.FloatRange(min=0, min_open=True), help="Stored bits per weight, at most.")
-    @click.option("--size", metavar="SIZE", help="Of the whole checkpoint, at most, e.g. 2GiB.")
-    @click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Mean KL to the original, at most.")
-    @click.option("--recovery", type=click.FloatRange(0, 100), help="Per cent of the original's task scores, at least.")
+    @click.option(
+        "--bits", type=click.FloatRange(min=0, min_open=True), help="Target: stored bits per weight, at most."
+    )
+    @click.option("--size", metavar="SIZE", help="Target: size of the whole checkpoint, at most, e.g. 2GiB.")
+    @click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Target: mean KL to the original, at most.")
+    @click.option(
+        "--recovery", type=click.FloatRange(0, 100), help="Target: per cent of the original's task scores, at least."
+    )
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
         wished = {name: options.pop(name) for name in ("bits", "size", "kl", "recovery")}
@@ -43,17 +47,32 @@ def _target_options(function: Callable[..., None]) -> Callable[..., None]:
 def _search_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say how to search; they arrive together as `how`."""
 
-    @click.option("--candidates", metavar="A,B", help="Such as int4,int4:32,int8:channel.  [default: all integers]")
-    @click.option("--text", metavar="FILE", help="Text that damage is measured on.  [default: a shipped one]")
     @click.option(
-        "--tokens", type=click.IntRange(min=2), default=8192, show_default=True, help="Of it, for each measurement."
+        "--candidates",
+        metavar="A,B",
+        help="Number types to choose from, e.g. int4,int4:32,int8:channel.  [default: all integers]",
     )
-    @click.option("--work", metavar="DIR", help="Keep trials and numbers here, for further searches.")
-    @click.option("--checkpoint", metavar="DIR", help="Keep the compressed model that is measured at the end.")
+    @click.option("--text", metavar="FILE", help="Text that the loss is measured on.  [default: a shipped one]")
+    @click.option(
+        "--tokens",
+        type=click.IntRange(min=2),
+        default=8192,
+        show_default=True,
+        help="Tokens of that text for each measurement.",
+    )
+    @click.option("--work", metavar="DIR", help="Folder that keeps trials and numbers for further searches.")
+    @click.option("--checkpoint", metavar="DIR", help="Folder for the compressed model that is measured at the end.")
     @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option("--dtype", default="fp32", show_default=True, metavar="auto|bf16|fp16|fp32", help="To measure in.")
-    @click.option("--threads", type=click.IntRange(min=1), help="Of the CPU.  [default: measured]")
-    @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where a killed search stopped.")
+    @click.option(
+        "--dtype", default="fp32", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to measure in."
+    )
+    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads to measure with.  [default: measured]")
+    @click.option(
+        "--resume/--no-resume",
+        default=True,
+        show_default=True,
+        help="Go on where a killed search stopped, or start over.",
+    )
     @click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint.")
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> None:
@@ -68,7 +87,7 @@ def _search_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
 @click.argument("model", required=False)
 @_target_options
-@click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="To start from.")
+@click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
 @click.option("-o", "--output", metavar="FILE", help="Recipe to write.  [default: ./<model>-<target>.yaml]")
 @_search_options

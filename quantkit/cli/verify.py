@@ -12,14 +12,15 @@ from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import runtime_options
 
 EPILOG = """\b
-Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99, top1, length_ratio,
-  ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
+Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99,
+  top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio,
+  memory_ratio, size_ratio, bits_per_weight.
 
 \b
 Examples:
   quantkit quantize --recipe awq-int4 -o demo-awq-int4
   quantkit verify demo-awq-int4
-  quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "memory_ratio<=0.5"
+  quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
   quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
   quantkit verify demo-awq-int4 --damage --suite none --gate "kl<=0.01"
 """
@@ -27,10 +28,12 @@ Examples:
 
 @click.command("verify", epilog=EPILOG, short_help="Prove a checkpoint: accuracy, fidelity, speed, then gates.")
 @click.argument("checkpoint")
-@click.option("--baseline", metavar="MODEL", help="The original.  [default: what it was made from]")
-@click.option("-o", "--output", metavar="DIR", help="For report and model card.  [default: CHECKPOINT]")
+@click.option("--baseline", metavar="MODEL", help="The original model.  [default: what it was made from]")
+@click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
-@click.option("--damage/--no-damage", default=None, help="Map which units hurt.  [default: when accuracy fails]")
+@click.option(
+    "--damage/--no-damage", default=None, help="Find the parts of the model that hurt.  [default: when accuracy fails]"
+)
 @_verify.gate_option
 @_verify.evaluation_options
 @output_options

@@ -82,7 +82,7 @@ def _tensorrt(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
     if family == "compressed-tensors" and all(form.name.startswith("fp8") and form.compute == "fp8" for form in forms):
         return Reading(loader=loader, reads=True, reason="fp8 per channel and token, in releases since 2026")
     return Reading(
-        loader=loader, reads=False, reason="of these formats it reads fp8 alone; it takes int4 from ModelOpt"
+        loader=loader, reads=False, reason="it reads fp8 of compressed-tensors, and nothing else written here"
     )
 
 

@@ -32,6 +32,8 @@ COMMANDS = [
     (),
     ("quantize",),
     ("inspect",),
+    ("generate",),
+    ("bench",),
     ("recipes",),
     ("recipes", "list"),
     ("recipes", "show"),
@@ -122,6 +124,15 @@ def test_help_ends_with_examples(run, command):
         assert answer.exit_code == 0
         assert "Examples:" in answer.stdout
         assert answer.stdout.splitlines()[-1].strip().startswith("quantkit ")
+
+
+@pytest.mark.parametrize("name", ["", *REGISTRY.names(), "recipes list", "recipes show", "recipes check"])
+def test_help_fits_80_columns_and_speaks_in_sentences(run, name):
+    text = run(*name.split(), "--help").stdout
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    told = re.findall(r"^ +-.*?  +([A-Za-z]+ ?[a-z]*)", text, flags=re.MULTILINE)
+    assert [words for words in told if words.split()[0] in ("Of", "To", "For", "In")] == []
+    assert not re.search(r"[a-z]\.\.\.$", text.partition("Commands:")[2], flags=re.MULTILINE)  # a line that was cut off
 
 
 def test_top_level_help_lists_every_command_file_with_a_line(run):
