@@ -38,9 +38,9 @@ _OPTIONS = (
     click.option("--shapes", type=click.Choice(SHAPES), multiple=True, help="Layers of a Llama of that size."),
     click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Weights of --shapes."),
     click.option(
-        "--group", type=click.IntRange(min=0), default=128, show_default=True, help="Likewise; 0 = a scale per output."
+        "--group", type=click.IntRange(min=0), default=128, show_default=True, help="Group size of --shapes; 0 = a scale per output."
     ),
-    click.option("--asymmetric", is_flag=True, help="Likewise, with zero points."),
+    click.option("--asymmetric", is_flag=True, help="Weights of --shapes with zero points."),
     click.option(
         *("--rows", "rows"), metavar="N,...", default="1,4,16,64", show_default=True,
         callback=numbers(int, "numbers"), help="Rows of inputs.",
@@ -49,19 +49,19 @@ _OPTIONS = (
         "--batch", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
         help="Sequences of decode steps.",
     ),
-    click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens of each."),
+    click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens in each sequence."),
     click.option(
         "--kv-cache", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True, callback=_kv_types,
-        help="Of keys and values.",
+        help="Number types of keys and values.",
     ),
     click.option(
         "--seconds", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
-        help="No longer; given again, the command goes on.",
+        help="Stop after this long; the same command goes on.",
     ),
     click.option("--again", is_flag=True, help="Measure also what has been measured."),
     click.option(
         "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-        help="To write.  [default: in the cache folder, where kernels look]",
+        help="File to write.  [default: in the cache folder, where kernels look]",
     ),
     click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing."),
     click.option("--device", default="auto", show_default=True, metavar="auto|cuda[:i]", help="Which GPU."),
