@@ -38,7 +38,11 @@ _OPTIONS = (
     click.option("--shapes", type=click.Choice(SHAPES), multiple=True, help="Layers of a Llama of that size."),
     click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Weights of --shapes."),
     click.option(
-        "--group", type=click.IntRange(min=0), default=128, show_default=True, help="Group size of --shapes; 0 = a scale per output."
+        "--group",
+        type=click.IntRange(min=0),
+        default=128,
+        show_default=True,
+        help="Group size of --shapes; 0 = a scale per output.",
     ),
     click.option("--asymmetric", is_flag=True, help="Weights of --shapes with zero points."),
     click.option(
@@ -49,7 +53,7 @@ _OPTIONS = (
         "--batch", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
         help="Sequences of decode steps.",
     ),
-    click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens in each sequence."),
+    click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens per sequence."),
     click.option(
         "--kv-cache", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True, callback=_kv_types,
         help="Number types of keys and values.",
