@@ -35,6 +35,7 @@ import quantkit.kernels.triton as kernels
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
+from quantkit.kernels.rounded import Rounding
 from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, PackedWeight
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
@@ -101,7 +102,7 @@ def _packed(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = Fa
 
 def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed linears: bits, groups, zeros, rows; and what INT8 and FP8 inputs need."""
-    from quantkit.kernels.triton import w4a16, w8a8
+    from quantkit.kernels.triton import w4a16
 
     for name, (bits, group, scale_dtype, variant) in PACKED.items():
         weight = _packed(bits, group, scale_dtype or dtype, **variant)
@@ -117,11 +118,28 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
             for count in (1, 16) if weight.natural else (1, 16, 64):
                 recorder.label = f"{name} x {'int8' if codes == torch.int8 else 'fp8'}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=codes), weight, None, meta(count, dtype=torch.float32), dtype)
+    _launch_rounding(recorder, dtype)
+
+
+def _launch_rounding(recorder: Recorder, dtype: torch.dtype) -> None:
+    from quantkit.kernels.triton import int8, w8a8
+
+    outputs, width = 8192, 4096
     for name in ("int8", "fp8"):
-        recorder.label = f"inputs to {name}"
-        w8a8.quantize_rows(meta(64, width, dtype=dtype), name)
+        for step in (None, 0.5):
+            recorder.label = f"inputs to {name}" + ("" if step is None else ", fixed scale")
+            rows = w8a8.round_rows(meta(64, width, dtype=dtype), Rounding(name=name, step=step))
+        recorder.label = f"{name} inputs to 16 bits"
+        w8a8.values_of(rows, dtype)
+    recorder.label = "inputs to fp8 by groups"
+    w8a8.round_rows(meta(64, 128, dtype=dtype), Rounding(name="fp8"))
     recorder.label = "int8 sums to outputs"
-    w8a8.scale_sums(meta(64, 8192, dtype=torch.int32), meta(64, 1, dtype=torch.float32), meta(8192), None, dtype)
+    scale = meta(outputs, dtype=torch.float32)
+    w8a8.scale_sums(meta(64, outputs, dtype=torch.int32), meta(64, 1, dtype=torch.float32), scale, None, dtype)
+    for count in (16, 64, 300):
+        recorder.label = f"int8 x int8, {count} rows"
+        rows = w8a8.round_rows(meta(count, width, dtype=dtype), Rounding(name="int8"))
+        int8.multiply(rows, meta(outputs, width, dtype=torch.int8), scale, None)
 
 
 def _batch(count: int) -> ForwardBatch:

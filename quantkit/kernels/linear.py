@@ -91,6 +91,9 @@ def make_linear(
     """
     if isinstance(weight, Tensor):
         return _make_dense(weight, bias, activation, dtype, device, "dense")
+    on_gpu = _make_triton(weight, bias, activation, dtype, device)
+    if on_gpu is not None:
+        return on_gpu
     if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(device)
         linear = make_linear(weight, bias=bias, activation=None, dtype=dtype, device=device)
@@ -104,9 +107,6 @@ def make_linear(
         return _Permuted(linear, order.to(device))
     if _native_linear.available(device) and _native_linear.can_quantized(weight):
         return _native_linear.quantized(weight, bias=bias, activation=activation, dtype=dtype)
-    on_gpu = _make_triton(weight, bias, activation, dtype, device)
-    if on_gpu is not None:
-        return on_gpu
     if activation is not None and _torch_linear.can_int8(weight, activation, device):
         return _torch_linear.Int8Linear(weight, bias=bias, activation=activation, device=device)
     if activation is not None and _torch_linear.can_fp8(weight, activation, dtype, device):
@@ -127,15 +127,11 @@ def _make_triton(
     if not triton.is_used(device) or dtype not in (torch.bfloat16, torch.float16):
         return None
     from quantkit.kernels.triton import linear as packed
-    from quantkit.kernels.triton import w8a8
+    from quantkit.kernels.triton import rounded
 
     if activation is None:
         return packed.PackedLinear(weight, bias=bias, dtype=dtype, device=device) if packed.can(weight) else None
-    if w8a8.can_int8(weight, activation):
-        return w8a8.Int8Linear(weight, bias=bias, activation=activation, dtype=dtype, device=device)
-    if _torch_linear.can_fp8(weight, activation, dtype, device):
-        return w8a8.RoundedFP8Linear(weight, bias=bias, activation=activation, device=device)
-    return None
+    return rounded.make_rounded(weight, bias=bias, activation=activation, dtype=dtype, device=device)
 
 
 def _decode(

@@ -95,6 +95,22 @@ class Prefill:
     stages: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8:
+    """A product of INT8 by INT8.
+
+    Args:
+        block_m, block_n, block_k: rows, outputs and inputs of a tile.
+        warps, stages: of a program.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
 Product = Rows | Tile | Vendor
 Choice = Rows | Tile | Vendor | Decode | Prefill
 
@@ -122,6 +138,15 @@ def default_product(count: int, bits: int, chip: int, span: int = 64) -> Product
     if count > TILE_LIMIT or bits == 2:
         return Vendor()
     return default_tile(count, chip)
+
+
+def default_int8(count: int) -> Int8:
+    """How `count` rows of INT8 are multiplied where the vendor does not."""
+    if count <= ROW_BUCKETS[2]:
+        return Int8(block_m=16, block_n=64, block_k=128, warps=4, stages=3)
+    if count <= TILE_LIMIT:
+        return Int8(block_m=64, block_n=64, block_k=128, warps=4, stages=3)
+    return Int8(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
 
 
 def default_decode(widest: int, page_size: int) -> Decode:

@@ -13,10 +13,9 @@ import torch
 
 from quantkit.formats._microscaling import fp4_values
 from quantkit.kernels import ops, reference
-from quantkit.kernels._torch_linear import quantize_tokens
 from quantkit.kernels.attention import TorchAttention
 from quantkit.kernels.linear import join
-from quantkit.kernels.triton import choices, norms, w4a16, w8a8
+from quantkit.kernels.triton import choices, norms, rounded, w4a16
 from quantkit.kernels.triton import linear as packed_linear
 from quantkit.kernels.triton.attention import TritonAttention, can
 from quantkit.kernels.triton.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
@@ -123,12 +122,12 @@ def test_what_make_linear_and_attention_choose(monkeypatch):
     index = torch.empty(256, dtype=torch.int64)
     index[order] = torch.arange(256) // 64
     by_activation = dataclasses.replace(weight, codes=codes, group_index=index)
-    int8, rounded = quantized("int8", None, True, (32, 256)), ActivationScheme(dtype=DTYPES["int8"])
+    int8, rounded_int8 = quantized("int8", None, True, (32, 256)), ActivationScheme(dtype=DTYPES["int8"])
     x = torch.randn(2, 256).to(torch.float16)
     for made, activation, kind in (
         (weight, None, packed_linear.PackedLinear),
         (by_activation, None, None),
-        (int8, rounded, w8a8.Int8Linear),
+        (int8, rounded_int8, rounded.Int8Linear),
     ):
         linear = make_linear(made, activation=activation, dtype=torch.float16, device=CPU)
         assert linear.description.endswith("(Triton)")
@@ -145,18 +144,6 @@ def test_what_cannot_be_packed():
     assert find_span(quantized("int4", None, True, (16, 72))) is None  # padding would outweigh it
     grouped = dataclasses.replace(quantized("int4", 64, True, (16, 256)), group_index=torch.arange(256) // 64)
     assert find_span(grouped) is None
-
-
-@pytest.mark.parametrize("rows", [1, 5, 17])
-def test_int8_inputs(rows):
-    weight, bias = quantized("int8", None, True, (32, 264)), torch.randn(32)
-    activation = ActivationScheme(dtype=DTYPES["int8"])
-    assert w8a8.can_int8(weight, activation)
-    linear = w8a8.Int8Linear(weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
-    x = torch.randn(rows, 264)
-    codes, scale = quantize_tokens(x, activation)
-    expected = (codes.double() @ weight.codes.double().T) * scale * weight.scale.double().T + bias
-    torch.testing.assert_close(linear(x).double(), expected.double(), rtol=2e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "mxfp4"])
@@ -215,34 +202,11 @@ def test_scales_of_floats():
     assert find_span(huge) is None
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("scheme", [("int4", 64, False, (24, 256)), ("fp8", 128, True, (24, 256))], ids=str)
-def test_products_of_codes(scheme, rows, name):
-    """Inputs of 8 bits are read as such."""
-    weight, x = quantized(*scheme), torch.randn(rows, 256)
-    x[1] = torch.linspace(-1e-3, 1.0, 256)  # subnormals
-    codes, scale = w8a8.quantize_rows(x, name)
-    found = w4a16.multiply(codes, pack(weight, CPU), None, scale.view(-1), torch.float32)
-    check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
-
-
 def test_natural_codes_are_read_where_they_lie():
     x = torch.randn(2, 264)
     for name in ("int8", "fp8"):
         weight = quantized(name, None, True, (16, 264))
         check(w4a16.multiply(x, natural(weight), None), x, weight.dequantize())
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_rows_are_rounded_as_by_torch(name):
-    x = torch.randn(6, 300) * torch.logspace(-6, 3, 6)[:, None]
-    x[1], x[2, 5], x[3, 7] = 0.0, torch.nan, torch.inf
-    codes, scale = w8a8.quantize_rows(x, name)
-    codes = codes.view(torch.float8_e4m3fn) if name == "fp8" else codes
-    expected, expected_scale = quantize_tokens(x, ActivationScheme(dtype=DTYPES[name]))
-    assert torch.equal(codes.float(), expected)
-    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
 
 
 def test_e4m3_is_rounded_as_by_torch():

@@ -40,12 +40,15 @@ SCHEMES = [
     ("int8", None, True, "int8"),
     ("fp8", None, True, "fp8"),
     ("int4", 128, True, "int8"),
+    ("int4", 128, True, "fp8"),
+    ("fp8", 128, True, "fp8"),
+    ("int8", 64, False, "int8"),
 ]
 ROWS = (0, 1, 2, 4, 5, 16, 17, 64, 65, 300)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(256, 512), (384, 1408), (100, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (384, 1408), (100, 256), (60, 640)], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_linears(scheme, shape, dtype):
     name, group, symmetric, rounded = scheme

@@ -1,0 +1,122 @@
+"""Linears whose inputs are rounded to 8 bits, and the rounding, in Triton's interpreter. Run by `test_interpreted`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.kernels._torch_linear import quantize_tokens
+from quantkit.kernels.rounded import Rounding
+from quantkit.kernels.triton import rounded, w4a16, w8a8
+from quantkit.kernels.triton.layout import pack
+from quantkit.numerics.affine import to_codes
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.scheme import ActivationScheme
+from tests.kernels.gpu.interpreted import CPU, check, quantized
+
+
+@pytest.mark.parametrize("step", [None, 0.01])
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(1, (32, 264)), (5, (32, 264)), (17, (32, 264)), (3, (33, 70)), (20, (33, 70))]
+)
+def test_int8_inputs(rows, shape, step):
+    """Shapes that torch multiplies and others, to the last bit but for the order in which scales are multiplied."""
+    weight, bias = quantized("int8", None, True, shape), torch.randn(shape[0])
+    activation = activation_of("int8", step)
+    linear = make_rounded(weight_with(weight, step), bias, activation)
+    assert isinstance(linear, rounded.Int8Linear)
+    x = torch.randn(rows, shape[1])
+    codes, scale = torch_codes(x, activation, step)
+    expected = (codes.double() @ weight.codes.double().T) * scale * weight.scale.double().T + bias
+    torch.testing.assert_close(linear(x).double(), expected.double(), rtol=2e-6, atol=1e-5)
+
+
+def activation_of(name, step, group=None):
+    if step is None:
+        return ActivationScheme(dtype=DTYPES[name], group_size=group)
+    return ActivationScheme(dtype=DTYPES[name], granularity="tensor", dynamic=False)
+
+
+def weight_with(weight, step):
+    return weight if step is None else dataclasses.replace(weight, input_scale=torch.tensor([step]))
+
+
+def make_rounded(weight, bias, activation):
+    return rounded.make_rounded(weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+
+
+def torch_codes(x, activation, step):
+    """By torch; what cannot be rounded makes the row's scale NaN."""
+    if step is None:
+        return quantize_tokens(x, activation)
+    codes = to_codes(x, torch.tensor(step), None, activation.dtype)
+    broken = codes.isnan().any(1, keepdim=True)
+    return torch.where(broken, 0.0, codes), torch.where(broken, torch.nan, torch.full((len(x), 1), step))
+
+
+ROUNDED = [
+    (("fp8", None, True, (40, 500)), "fp8", None, None),
+    (("fp8", None, True, (40, 500)), "fp8", 0.01, None),
+    (("int4", 64, True, (32, 256)), "int8", None, None),
+    (("int4", 64, True, (32, 256)), "fp8", None, None),
+    (("int8", 64, False, (32, 256)), "int8", 0.02, None),
+    (("fp8", 128, True, (32, 256)), "fp8", None, 128),
+]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 65])
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_rounded_inputs_of_packed_weights(case, rows):
+    """FP8 where the chip has no product for it, fixed steps, groups of inputs, 4 bits by 8."""
+    scheme, name, step, group = case
+    weight, bias = quantized(*scheme), torch.randn(scheme[3][0])
+    activation = activation_of(name, step, group)
+    linear = make_rounded(weight_with(weight, step), bias, activation)
+    assert isinstance(linear, rounded.RoundedPackedLinear if group is None else rounded.RoundedGroups)
+    if not rows:
+        assert linear(torch.empty(0, scheme[3][1])).shape == (0, scheme[3][0])
+        return
+    x = torch.randn(rows, scheme[3][1])
+    inputs = fake_quantize_inputs(x, activation, None if step is None else torch.tensor([step]))
+    check(linear(x), inputs, weight.dequantize(), bias.double())
+    x[0, 3] = torch.nan
+    out = linear(x[:5])
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()
+
+
+def test_inputs_that_are_not_rounded_to_8_bits():
+    weight = quantized("nvfp4", 16, True, (32, 256))
+    assert make_rounded(weight, None, ActivationScheme(dtype=DTYPES["mxfp4"], group_size=32)) is None
+    assert make_rounded(weight, None, activation_of("fp8", 1.0)) is None  # no scale
+
+
+@pytest.mark.parametrize("step", [None, 0.01])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_are_rounded_as_by_torch(name, step):
+    x = torch.randn(6, 300) * torch.logspace(-6, 3, 6)[:, None]
+    x[1], x[2, 5], x[3, 7] = 0.0, torch.nan, torch.inf
+    rows, activation = w8a8.round_rows(x, Rounding(name=name, step=step)), activation_of(name, step)
+    codes = rows.codes.view(torch.float8_e4m3fn) if name == "fp8" else rows.codes
+    expected, expected_scale = torch_codes(x, activation, step)
+    assert torch.equal(codes.float(), expected)
+    torch.testing.assert_close(rows.scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    whole = [0, 1, 4, 5]
+    values = w8a8.values_of(rows, torch.float32)[whole]
+    fixed = None if step is None else torch.tensor([step])
+    assert torch.equal(values, fake_quantize_inputs(x[whole], activation, fixed))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("scheme", [("int4", 64, False, (24, 256)), ("fp8", 128, True, (24, 256))], ids=str)
+def test_products_of_codes(scheme, rows, name):
+    """Inputs of 8 bits are read as such."""
+    weight, x = quantized(*scheme), torch.randn(rows, 256)
+    x[1] = torch.linspace(-1e-3, 1.0, 256)  # subnormals
+    rounded_rows = w8a8.round_rows(x, Rounding(name=name))
+    found = w4a16.multiply(rounded_rows.codes, pack(weight, CPU), None, rounded_rows.scale.view(-1), torch.float32)
+    check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
