@@ -188,7 +188,8 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_prefill.attend(query, key, value, views, chunks, options, out)
-    _launch_entries(recorder, label, query, key, value, views)
+    if count > 1 and options.window is None:
+        _launch_entries(recorder, label, query, key, value, views)
 
 
 def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
@@ -198,13 +199,15 @@ def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
     count, _, dim = tensors[0].shape
     weight = meta(dim, dtype=tensors[0].dtype)
     norms = HeadNorms(query=weight, key=weight, eps=1e-6, offset=0.0)
-    for interleaved, part, normed in ((False, 1, False), (False, 1, True), (True, 2, True), (False, 0, False)):
-        angles = (meta(count, dim // 2 // part, dtype=torch.float32),) * 2 if part else None
-        options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=norms if normed else None)
-        recorder.label = label + ", interleaved" * interleaved + ", norms" * normed
+    variants = [(False, dim // 2, None), (False, dim // 2, norms)] if dim == 128 else [(True, dim // 4, norms)]
+    for interleaved, half, normed in variants:
+        angles = (meta(count, half, dtype=torch.float32),) * 2
+        options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
+        recorder.label = label + ("" if normed is None else ", norms")
         kv_store.enter(*tensors, _batch(count), options, angles)
-    recorder.label = f"{label}, drafts"
-    kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
+    if dim == 128 and tensors[3].key_tail is not None:
+        recorder.label = f"{label}, beside chunks"
+        kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
