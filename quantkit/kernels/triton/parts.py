@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 """A sequence's cached tokens in parts, each for a program of its own, and what the parts found as one.
 
 Where sequences alone do not fill the chip, each is cut. A part's program stores its maximum, its sum and its weighted
