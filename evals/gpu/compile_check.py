@@ -32,7 +32,7 @@ from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_a
 from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.triton as kernels
-from quantkit.kernels.attention import AttentionOptions, HeadNorms
+from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
 from quantkit.kernels.rounded import Rounding
@@ -85,8 +85,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _packed(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, **variant: Any) -> PackedWeight:
-    rows, width = 8192, 4096
+def _packed(
+    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, **variant: Any
+) -> PackedWeight:
+    width = 4096
     groups = 1 if group == 0 else width // group
     return PackedWeight(
         words=meta(rows, width * bits // 32, dtype=torch.int32),
@@ -142,6 +144,19 @@ def _launch_rounding(recorder: Recorder, dtype: torch.dtype) -> None:
         int8.multiply(rows, meta(outputs, width, dtype=torch.int8), scale, None)
 
 
+def launch_heads(recorder: Recorder, dtype: torch.dtype) -> None:
+    """Packed heads, of vocabularies that fill the chip and that do not."""
+    from quantkit.kernels.triton import w4a16
+
+    for name in ("int8 channel", "int4 g128"):
+        bits, group, _, _ = PACKED[name]
+        for rows in (128256, 4096):
+            weight = _packed(bits, group, dtype, rows=rows)
+            for count in (1, 4, 16, 64):
+                recorder.label = f"{name} head of {rows}, {count} rows"
+                w4a16.multiply_head(meta(count, 4096, dtype=dtype), weight, None, 1.0, 0.0)
+
+
 def _batch(count: int) -> ForwardBatch:
     long = {"dtype": torch.int64}
     return ForwardBatch(
@@ -176,7 +191,7 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.triton import paged_decode, paged_prefill
+    from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill
 
     layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
     tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
@@ -188,26 +203,10 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_prefill.attend(query, key, value, views, chunks, options, out)
-    if count > 1 and options.window is None:
-        _launch_entries(recorder, label, query, key, value, views)
-
-
-def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
-    """Norm, rotation and store."""
-    from quantkit.kernels.triton import kv_store
-
-    count, _, dim = tensors[0].shape
-    weight = meta(dim, dtype=tensors[0].dtype)
-    norms = HeadNorms(query=weight, key=weight, eps=1e-6, offset=0.0)
-    variants = [(False, dim // 2, None), (False, dim // 2, norms)] if dim == 128 else [(True, dim // 4, norms)]
-    for interleaved, half, normed in variants:
-        angles = (meta(count, half, dtype=torch.float32),) * 2
-        options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
-        recorder.label = label + ("" if normed is None else ", norms")
-        kv_store.enter(*tensors, _batch(count), options, angles)
-    if dim == 128 and tensors[3].key_tail is not None:
-        recorder.label = f"{label}, beside chunks"
-        kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
+    recorder.label = label
+    kv_store.store(key, value, views, _batch(count))
+    if tail is not None:
+        kv_store.store_tail(key, views, _batch(count))
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -229,17 +228,20 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
-    """The draw, for vocabularies of all sizes."""
-    from quantkit.kernels.triton import sampling
+    """The draw and what comes before it, for vocabularies of all sizes."""
+    from quantkit.kernels.triton import head, maxima, sampling
 
     single, whole, long = ({"dtype": kind} for kind in (torch.float32, torch.int32, torch.int64))
     for size in (320, 32000, 50257, 128256, 262144):
         recorder.label = f"{size} tokens"
         sampling.choose(meta(4, size, **single), meta(4, **long), meta(4, **whole), meta(4, 3, **single))
+        for count in (4, head.MOST_ROWS + 1):  # of heads that are not packed
+            head.logits(lambda x: x, meta(count, size, dtype=dtype), 1.0, None)
+        maxima.find_first(maxima.make_maxima(4, -(-size // 16), torch.device("meta")))
 
 
 Work = Callable[[Recorder, torch.dtype], None]
-WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small, launch_sampling)
+WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small, launch_heads, launch_sampling)
 
 
 def record(

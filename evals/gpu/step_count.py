@@ -34,7 +34,7 @@ from quantkit.runtime.model import NativeModel
 META = torch.device("meta")
 PROCESSORS = 132
 # Arguments that a kernel of quantkit only writes.
-_WRITTEN = {"out", "total", "part_out", "part_sums", "parts", "counters"}
+_WRITTEN = {"out", "total", "part_out", "part_sums", "parts", "counters", "maxima"}
 # Operations of torch that read as much of a table as they return.
 _LOOKUPS = ("embedding", "index")
 
@@ -132,7 +132,7 @@ def decode_batch(batch: int, context: int) -> ForwardBatch:
 
 
 def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> tuple[StepCount, NativeModel]:
-    """Count the forward of one decode step.
+    """Count one decode step and its greedy choice.
 
     Args:
         shape, weights: see `random_model`.
@@ -151,7 +151,8 @@ def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> t
         count.launches.clear()
         count.bytes_read, count.num_layers = 0, len(model.blocks)
         with _Operations(count):
-            model.forward(decode_batch(batch, context), cache)
+            found = model.step(decode_batch(batch, context), cache)
+            assert found.best is not None, "the likeliest tokens come with the logits"
     return count, model
 
 

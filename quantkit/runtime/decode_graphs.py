@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.head import Logits
 
 if TYPE_CHECKING:
     from quantkit.runtime.kv_cache import KVCache
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # Fewest pages that a graph reads: short sequences would only make more graphs.
 _LEAST_PAGES = 16
 
-Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Capture = Callable[[Callable[[], Logits]], Callable[[], Logits]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
@@ -78,14 +79,14 @@ class DecodeGraphs:
         """Graphs captured so far."""
         return len(self._steps)
 
-    def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Tensor | None:
+    def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Logits | None:
         """Logits of a decode step; nothing is waited for.
 
         Args:
             pieces: one new token each, whose logits are wanted.
             tokens: (len(pieces),) int64, those tokens where the host does not know them yet; None = in the pieces.
         Returns:
-            (len(pieces), V) float32, valid until the next call; None when this is not a decode step, or when capturing
+            of each piece, valid until the next call; None when this is not a decode step, or when capturing
             has failed, which `failure` then tells.
         """
         if self.failure is not None or not all(len(piece.tokens) == 1 == piece.num_logits for piece in pieces):
@@ -103,22 +104,22 @@ class DecodeGraphs:
         inputs.send()
         if tokens is not None:
             inputs.batch.token_ids[:count].copy_(tokens)
-        return step.replay()[:count]
+        return step.replay().first(count)
 
     def _make(self, sequences: int, pages: int) -> _Step:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
-        replay = self._capture(lambda: self._model.forward(inputs.batch, self._cache))
+        replay = self._capture(lambda: self._model.step(inputs.batch, self._cache))
         return _Step(inputs=inputs, replay=replay)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """One size of batch: where its inputs are written, and what then computes its logits (B, V)."""
+    """One size of batch: where its inputs are written, and what then computes its logits."""
 
     inputs: _Inputs
-    replay: Callable[[], Tensor]
+    replay: Callable[[], Logits]
 
 
 class _Inputs:
@@ -205,7 +206,7 @@ class _CudaCapture:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, step: Callable[[], Logits]) -> Callable[[], Logits]:
         """See `Capture`; the step is run twice before, which compiles its kernels."""
         current = torch.cuda.current_stream(self._device)
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -219,7 +220,7 @@ class _CudaCapture:
             logits = step()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> Tensor:
+        def replay() -> Logits:
             graph.replay()
             return logits
 

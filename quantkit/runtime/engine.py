@@ -12,9 +12,9 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from quantkit.errors import RequestError
+from quantkit.kernels.head import Logits
 from quantkit.runtime.detokenizer import TextStream, decoder
 from quantkit.runtime.overlap import Flight, Overlap
 from quantkit.runtime.pages import PagePool
@@ -202,7 +202,7 @@ class Engine:
             self._land(flight, outputs)
             return
         drafts = [piece.num_logits - 1 for piece in pieces if piece.num_logits > 1]
-        logits = self.runner.run(pieces)
+        logits = self.runner.step(pieces)
         self._accept_all(work, pieces, logits, rows, outputs)
         if self.governor is not None and (drafts or not asked) and len(rows) == sum(count for _, count in work):
             self.governor.timed(len(work), time.perf_counter() - began, drafts)
@@ -218,14 +218,14 @@ class Engine:
         return count
 
     def _accept_all(
-        self, work: Work, pieces: list[Piece], logits: Tensor, rows: Rows, outputs: list[StepOutput]
+        self, work: Work, pieces: list[Piece], logits: Logits, rows: Rows, outputs: list[StepOutput]
     ) -> None:
         """Choose tokens and give each sequence its own."""
         if not rows:
             tokens, logprobs = [], None
         else:
             tokens = sample(logits, rows)
-            logprobs = log_probabilities(logits, rows, tokens)
+            logprobs = log_probabilities(logits.values, rows, tokens)
         now = time.perf_counter()
         at = 0
         for (sequence, count), piece in zip(work, pieces, strict=True):

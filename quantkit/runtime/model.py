@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.head import Logits, logits
 from quantkit.kernels.layouts import KVLayout, make_layout
 from quantkit.kernels.linear import Linear
 from quantkit.numerics.kv_cache import LayerCache
@@ -122,9 +123,13 @@ class NativeModel:
         """See `Model`."""
         return config_layouts(self.config, kv, page_size, dtype or self.dtype)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; the cache must be there."""
+        return self.step(batch, cache).values
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+        """`forward`, and on a GPU the likeliest tokens."""
         assert cache is not None, "a paged model needs a KV cache"
         x = embedding(batch.token_ids, self._embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
@@ -155,16 +160,13 @@ class NativeModel:
             return "rotary embeddings of long sequences depend on their length"
         return None
 
-    def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Logits:
         if not len(rows):
-            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
-        normed, _ = enter(self._final_norm, x[rows], None if pending is None else pending[rows])
-        logits = self.head(normed).float()  # (R, V)
-        if self._logits_scale != 1.0:
-            logits = logits * self._logits_scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+            return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
+        if len(rows) < len(x):
+            x, pending = x[rows], None if pending is None else pending[rows]
+        normed, _ = enter(self._final_norm, x, pending)
+        return logits(self.head, normed, scale=self._logits_scale, softcap=self._softcap)
 
 
 def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch.dtype) -> list[KVLayout]:

@@ -105,7 +105,7 @@ class Overlap:
 
     def _start(self, sequences: tuple[Sequence, ...], pieces: tuple[Piece, ...], last: Reading | None) -> Flight:
         """Run a step: on the tokens of the last, if those are not known to the host."""
-        logits = self._runner.run(pieces, None if last is None else last.tokens)
+        logits = self._runner.step(pieces, None if last is None else last.tokens)
         ahead = 0 if last is None else 1
         tokens = choose(logits, [(sequence, ahead) for sequence in sequences])
         return Flight(sequences=sequences, pieces=pieces, reading=Reading(tokens))

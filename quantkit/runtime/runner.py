@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.head import Logits
 from quantkit.kernels.transfer import send
 from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
 from quantkit.runtime.model import NativeModel
@@ -247,7 +248,11 @@ class Runner:
         return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
 
     def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Tensor:
-        """Logits (R, V) float32, the rows of each piece in order. For callers in inference mode.
+        """`step` for who wants (R, V) float32 logits only."""
+        return self.step(pieces, tokens).values
+
+    def step(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Logits:
+        """Logits, the rows of each piece in order. For callers in inference mode.
 
         Args:
             pieces: of the batch.
@@ -256,11 +261,15 @@ class Runner:
             logits, valid until the next call.
         """
         if self._graphs is not None:
-            logits = self._graphs.run(pieces, tokens)
-            if logits is not None:
-                return logits
+            found = self._graphs.run(pieces, tokens)
+            if found is not None:
+                return found
         batch = self._builder.build(pieces)
-        return self.model.forward(batch if tokens is None else replace(batch, token_ids=tokens), self.cache)
+        if tokens is not None:
+            batch = replace(batch, token_ids=tokens)
+        if isinstance(self.model, NativeModel):
+            return self.model.step(batch, self.cache)
+        return Logits(self.model.forward(batch, self.cache))
 
 
 def _switched_off() -> str | None:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from quantkit.kernels import sampling
+from quantkit.kernels.head import Logits
 from quantkit.kernels.sampling import Draw
 from quantkit.kernels.transfer import send
 from quantkit.runtime.penalties import apply_penalties
@@ -24,30 +25,26 @@ from quantkit.runtime.types import Sequence, TokenLogprob
 Rows = list[tuple[Sequence, int]]
 
 
-def sample(logits: Tensor, rows: Rows) -> list[int]:
-    """One token for each row.
-
-    Args:
-        logits: (R, V) float32; not modified.
-        rows: what each row belongs to.
-    """
+def sample(logits: Logits | Tensor, rows: Rows) -> list[int]:
+    """`choose`, for the host."""
     tokens: list[int] = choose(logits, rows).tolist()
     return tokens
 
 
-def choose(logits: Tensor, rows: Rows) -> Tensor:
+def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
     """One token for each row, where the logits are.
 
     Args:
         logits: (R, V) float32; not modified.
         rows: what each row belongs to.
     Returns:
-        (R,) int64.
+        (R,) int64; valid as long as the logits.
     """
+    values, best = logits if isinstance(logits, Logits) else (logits, None)
     if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
-        return sampling.largest(logits)
-    logits = apply_penalties(logits, rows)
-    return sampling.choose(logits, [_draw(row) if row[0].params.temperature > 0 else None for row in rows])
+        return sampling.largest(values) if best is None else best
+    values = apply_penalties(values, rows)
+    return sampling.choose(values, [_draw(row) if row[0].params.temperature > 0 else None for row in rows])
 
 
 def candidates(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:

@@ -172,7 +172,7 @@ class DraftModelProposer:
         pieces = [piece for _, _, piece in ready]
         going = [(sequence, shadow) for sequence, shadow, _ in ready]
         while pieces:
-            logits = self._runner.run(pieces)
+            logits = self._runner.step(pieces)
             for (_, shadow), piece in zip(going, pieces, strict=True):
                 shadow.num_computed = piece.start + len(piece.tokens)
             tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _ in going])

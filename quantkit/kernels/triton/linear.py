@@ -44,3 +44,9 @@ class PackedLinear:
         if not isinstance(configs.product(self._packed, len(x), x.device), Vendor):
             return w4a16.multiply(inputs, self._packed, self._bias).to(x.dtype)
         return functional.linear(inputs, w4a16.decode(self._packed, self._dtype), self._bias).to(x.dtype)
+
+    def logits(self, x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:
+        """`w4a16.multiply_head`; None where the weight would be decoded for so many rows."""
+        if isinstance(configs.product(self._packed, len(x), x.device), Vendor):
+            return None
+        return w4a16.multiply_head(x.to(self._dtype).contiguous(), self._packed, self._bias, scale, softcap)

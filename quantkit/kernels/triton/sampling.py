@@ -9,7 +9,7 @@ all that is likelier; and only tiles are read whose largest logit is large enoug
 is the winner of the kept: the token is exactly that of the reference, but for the rounding of sums.
 
 The k-th largest logit is found by bisection of the bits of floats, among the tokens that reach the k-th largest of the
-tiles' maxima. Floats are compared as integers of the same order: NaN is the largest, and zeros are equal.
+tiles' maxima. Floats are compared as in `maxima`.
 Source: rejection as in FlashInfer (Ye et al. 2025); here of a race, which needs no new random numbers.
 Shapes: R rows, V vocabulary, N tiles of a row.
 """
@@ -22,25 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.triton import power_of_two
+from quantkit.kernels.triton.maxima import LEAST, first, number, ordered
 
 _TILE_BITS = 10
 _CHUNK = 4096  # logits that the second launch looks at together
 
-_LEAST: tl.constexpr = tl.constexpr(-(2**31))
 _INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
-
-
-@triton.jit
-def _ordered(x):
-    """Integers in the order of the floats; NaN above all."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _number(order):
-    """The float of an integer from `_ordered`."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -59,13 +46,6 @@ def _log_exponentials(key, tokens):
 
 
 @triton.jit
-def _first(order, tokens):
-    """The largest and the first token that has it."""
-    best = tl.max(order, 0)
-    return best, tl.min(tl.where(order == best, tokens, 0x7FFFFFFF), 0)
-
-
-@triton.jit
 def _tile_race_kernel(
     logits, keys, settings, out, sums, vocabulary, row_stride, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +59,9 @@ def _tile_race_kernel(
     if temperature > 0:
         x = tl.div_rn(x, temperature)
         race = x - _log_exponentials(tl.load(keys + row), tokens)
-    top = tl.max(tl.where(kept, _ordered(x), _LEAST), 0)
-    best, token = _first(tl.where(kept, _ordered(race), _LEAST), tokens)
-    most = _number(top)
+    top = tl.max(tl.where(kept, ordered(x), LEAST), 0)
+    best, token = first(tl.where(kept, ordered(race), LEAST), tokens)
+    most = number(top)
     at = out + row * 3 * tiles + tile
     tl.store(at, top)
     tl.store(at + tiles, best)
@@ -97,7 +77,7 @@ def _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CH
     tokens = (entry << shift) + (place & ((1 << shift) - 1))
     kept = tokens < vocabulary
     x = tl.div_rn(tl.load(logits + tokens, mask=kept, other=0.0), temperature)
-    return tokens, tl.where(kept, _ordered(x), _LEAST), x
+    return tokens, tl.where(kept, ordered(x), LEAST), x
 
 
 @triton.jit
@@ -105,13 +85,13 @@ def _above(
     bound, most, logits, listed, count, shift, temperature, vocabulary, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """How many of what is listed are larger than the bound, and the sum of their exponentials."""
-    number = 0
+    how_many = 0
     total = 0.0
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         _unused, order, x = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
-        number += tl.sum((order > bound).to(tl.int32), 0)
+        how_many += tl.sum((order > bound).to(tl.int32), 0)
         total += tl.sum(tl.where(order > bound, tl.exp(x - most), 0.0), 0)
-    return number, total
+    return how_many, total
 
 
 @triton.jit
@@ -119,16 +99,16 @@ def _race_above(
     bound, key, logits, listed, count, shift, temperature, vocabulary, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The winner among what is listed and larger than the bound, and its order."""
-    best = _LEAST
+    best = LEAST
     winner = 0x7FFFFFFF
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         tokens, order, x = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
-        race = _ordered(x - _log_exponentials(key, tokens))
-        found, token = _first(tl.where(order > bound, race, _LEAST), tokens)
+        race = ordered(x - _log_exponentials(key, tokens))
+        found, token = first(tl.where(order > bound, race, LEAST), tokens)
         is_better = (found > best) | ((found == best) & (token < winner))
         best = tl.where(is_better, found, best)
         winner = tl.where(is_better, token, winner)
-    return winner, _ordered(tl.div_rn(tl.load(logits + winner), temperature))
+    return winner, ordered(tl.div_rn(tl.load(logits + winner), temperature))
 
 
 @triton.jit
@@ -146,15 +126,15 @@ def _list_tokens(
     bound, target, logits, listed, count, shift, temperature, vocabulary, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the tokens that are larger than the bound, CHUNK at most; how many there are."""
-    number = 0
+    how_many = 0
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         tokens, order, _unused = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
         wanted = (order > bound).to(tl.int32)
-        place = number + tl.cumsum(wanted, 0) - 1
+        place = how_many + tl.cumsum(wanted, 0) - 1
         tl.store(target + place, tokens, mask=(wanted > 0) & (place < CHUNK))
-        number += tl.sum(wanted, 0)
+        how_many += tl.sum(wanted, 0)
     tl.debug_barrier()
-    return number
+    return how_many
 
 
 @triton.jit
@@ -169,15 +149,15 @@ def _find_top_k(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """What top-k keeps: where it is listed, how many entries, of 2^shift tokens; the bound; the sum of exponentials."""
-    most = _number(top)
+    most = number(top)
     # The limit-th largest maximum of a tile: so many logits are as large at least.
-    low, high = tl.where(limit > num_tiles, _LEAST, tl.min(tops, 0)), tl.where(limit > num_tiles, _LEAST, top)
+    low, high = tl.where(limit > num_tiles, LEAST, tl.min(tops, 0)), tl.where(limit > num_tiles, LEAST, top)
     while low < high:
         middle = _half(low, high)
         enough = tl.sum((tops >= middle).to(tl.int32), 0) >= limit
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    floor = tl.maximum(low, _LEAST + 1) - 1
+    floor = tl.maximum(low, LEAST + 1) - 1
     count = _list_tiles(tops, floor, listed, BLOCK)
     shift = SHIFT
     found = _list_tokens(floor, listed + BLOCK, logits, listed, count, shift, temperature, vocabulary, CHUNK)
@@ -188,11 +168,11 @@ def _find_top_k(
     low, high = floor + 1, top  # the limit-th largest logit
     while low < high:
         middle = _half(low, high)
-        number, _sum = _above(middle - 1, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
-        low = tl.where(number >= limit, middle, low)
-        high = tl.where(number >= limit, high, middle - 1)
-    number, total = _above(low, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
-    total += (limit - number).to(tl.float32) * tl.exp(_number(low) - most)
+        how_many, _sum = _above(middle - 1, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
+        low = tl.where(how_many >= limit, middle, low)
+        high = tl.where(how_many >= limit, high, middle - 1)
+    how_many, total = _above(low, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
+    total += (limit - how_many).to(tl.float32) * tl.exp(number(low) - most)
     return listed, count, shift, tl.maximum(bound, low - 1), total
 
 
@@ -205,11 +185,11 @@ def _row_race_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     at = tiles + row * 3 * num_tiles + columns
-    tops = tl.load(at, mask=columns < num_tiles, other=_LEAST)
-    races = tl.load(at + num_tiles, mask=columns < num_tiles, other=_LEAST)
+    tops = tl.load(at, mask=columns < num_tiles, other=LEAST)
+    races = tl.load(at + num_tiles, mask=columns < num_tiles, other=LEAST)
     tokens = tl.load(at + 2 * num_tiles, mask=columns < num_tiles, other=0x7FFFFFFF)
     top = tl.max(tops, 0)
-    _best, token = _first(races, tokens)
+    _best, token = first(races, tokens)
     temperature = tl.load(settings + row * 3)
     share = tl.load(settings + row * 3 + 1)
     least = tl.load(settings + row * 3 + 2)  # logarithm of min-p
@@ -218,11 +198,11 @@ def _row_race_kernel(
     is_free = (limit >= vocabulary) & (share >= 1.0) & (least == float("-inf"))
     if (temperature > 0) & (top < _INFINITE) & (is_free == 0):
         key = tl.load(keys + row)
-        order = _ordered(tl.div_rn(tl.load(logits + token), temperature))
-        most = _number(top)
-        bound = tl.maximum(_ordered(most + least), _LEAST + 1) - 1  # what is kept is larger
+        order = ordered(tl.div_rn(tl.load(logits + token), temperature))
+        most = number(top)
+        bound = tl.maximum(ordered(most + least), LEAST + 1) - 1  # what is kept is larger
         listed = lists + row * list_stride
-        factors = tl.where(tops > _ordered(float("-inf")), tl.exp(_number(tops) - most), 0.0)
+        factors = tl.where(tops > ordered(float("-inf")), tl.exp(number(tops) - most), 0.0)
         in_tiles = tl.load(sums + row * num_tiles + columns, mask=columns < num_tiles, other=0.0)
         total = tl.sum(tl.where(factors > 0, factors * in_tiles, 0.0), 0)
         shift = SHIFT
@@ -237,7 +217,7 @@ def _row_race_kernel(
             edge = tl.maximum(order, bound)
             if shift > 0:
                 count = _list_tiles(tops, edge, listed, BLOCK)
-            _number_of, before = _above(edge, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
+            _how_many, before = _above(edge, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
             is_kept = (order > bound) & ((before < share * total) | (share >= 1.0))
             if is_kept == 0:
                 token, order = _race_above(edge, key, logits, listed, count, shift, temperature, vocabulary, CHUNK)

@@ -31,6 +31,7 @@ from quantkit.kernels.triton.floats import (
     row_factor,
 )
 from quantkit.kernels.triton.layout import E4M3_BYTES, EXPONENT_BYTES, PackedWeight
+from quantkit.kernels.triton.maxima import as_logits, make_maxima, put_maxima
 
 _PARTS = 64
 _MOST_TILES = 1 << 14  # of a product in parts: one with more fills any chip without
@@ -86,7 +87,8 @@ def _load_words(
 @triton.jit
 def _rows_kernel(
     x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
-    outer, BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    outer, head_scale, softcap, maxima,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -119,7 +121,7 @@ def _rows_kernel(
     sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
     _finish(
         sums, x, scale, bias, row_scale, out, parts, counters, tl.program_id(0), part, rows, outputs, M, N, outer,
-        GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
+        head_scale, softcap, maxima, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
     )  # fmt: skip
 
 
@@ -147,10 +149,13 @@ def _add_parts(parts, num_parts, rows, outputs, mask, M, N):
 @triton.jit
 def _finish(
     sums, x, scale, bias, row_scale, out, parts, counters, tile, part, rows, outputs, M, N, outer,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    head_scale, softcap, maxima, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's outputs: its parts added up by the program that is last, scales of outputs and of rows, the bias."""
+    """A tile's outputs: its parts added up by the program that is last, scales of outputs and of rows, the bias.
+
+    Where `maxima` are wanted, this is the head of a model.
+    """
     kept = outputs < N
     mask = (rows < M)[:, None] & kept[None, :]
     is_last = True
@@ -167,13 +172,17 @@ def _finish(
             sums *= tl.load(row_scale + rows, mask=rows < M, other=0.0)[:, None] * row_factor(x)
         if HAS_BIAS:
             sums += tl.load(bias + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if maxima is not None:
+            sums = as_logits(sums, head_scale, softcap)
+            put_maxima(sums, maxima, rows, outputs, mask, tl.program_id(0), M, tl.num_programs(0))
         tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _tile_kernel(
     x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
-    outer, BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
+    outer, head_scale, softcap, maxima,
+    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, NATURAL: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, IN_PARTS: tl.constexpr, IN_VALUES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -213,7 +222,7 @@ def _tile_kernel(
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     _finish(
         sums, x, scale, bias, row_scale, out, parts, counters, tl.program_id(0) + tl.program_id(2) * tl.num_programs(0),
-        part, rows, outputs, M, N, outer, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
+        part, rows, outputs, M, N, outer, head_scale, softcap, maxima, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
     )  # fmt: skip
 
 
@@ -262,6 +271,33 @@ def multiply(
     Returns:
         (M, N), dtype of x unless given; float32 sums, rounded once.
     """
+    return _multiply(x, weight, bias, row_scale, dtype or x.dtype, None)[0]
+
+
+def multiply_head(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Logits, and the maxima of their tiles.
+
+    Args:
+        x, weight, bias: see `multiply`.
+        scale, softcap: see `kernels.head.logits`; 0.0 = no softcap.
+    Returns:
+        (M, N) float32; and what `maxima.find_first` takes.
+    """
+    out, found = _multiply(x, weight, bias, None, x.dtype, (scale, softcap))
+    assert found is not None
+    return out, found
+
+
+def _multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    dtype: torch.dtype,
+    head: tuple[float, float] | None,
+) -> tuple[Tensor, Tensor | None]:
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
     if isinstance(choice, Vendor):  # who asks for a product here has no other
@@ -270,7 +306,8 @@ def multiply(
     row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
     tiles = -(-outputs // block_n) * row_tiles
     parts = num_parts(tiles, weight.num_blocks, min(choice.programs * num_processors(x.device), _MOST_TILES))
-    out = torch.empty(count, outputs, dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty(count, outputs, dtype=torch.float32 if head else dtype, device=x.device)
+    found = make_maxima(count, -(-outputs // block_n), x.device) if head else None
     partial, counters = None, None
     if parts > 1:
         partial = torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
@@ -285,14 +322,14 @@ def multiply(
     }
     blocks = (weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
     tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters)
-    given = (*tensors, count, outputs, width, *blocks, weight.outer)
+    given = (*tensors, count, outputs, width, *blocks, weight.outer, *(head or (1.0, 0.0)), found)
     grid, options = (-(-outputs // block_n), parts), {"num_warps": choice.warps, "num_stages": choice.stages}
     if isinstance(choice, Rows):
         _rows_kernel[grid](*given, ROWS=power_of_two(count), STAGES=choice.stages, **options, **shared)
     else:
-        in_values = _in_values(weight, out.dtype)
+        in_values = _in_values(weight, dtype)
         _tile_kernel[(*grid, row_tiles)](*given, BLOCK_M=choice.block_m, IN_VALUES=in_values, **options, **shared)
-    return out
+    return out, found
 
 
 def _constants(weight: PackedWeight) -> dict[str, object]:

@@ -40,6 +40,7 @@ def test_kernels_compute_what_the_reference_does():
         "tests/kernels/gpu/interpreted.py",
         "tests/kernels/gpu/interpreted_rounded.py",
         "tests/kernels/gpu/interpreted_graphs.py",
+        "tests/kernels/gpu/interpreted_head.py",
         "tests/kernels/gpu/interpreted_sampling.py",
     )
     said = run(*("-m", "pytest", "-p", "no:cacheprovider", *files), TRITON_INTERPRET="1")

@@ -136,30 +136,6 @@ def test_attention(kind, dim, dtype, option, monkeypatch):
             assert error < close, f"sequence {number} at {start}: off by {error:.2g}"
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("interleaved", "rotated"), [(False, 128), (False, 64), (True, 128), (False, 0)])
-@pytest.mark.parametrize("kind", KV_TYPES)
-def test_heads_are_normed_and_rotated_as_they_are_stored(kind, interleaved, rotated, normed, monkeypatch):
-    """As on the CPU, where each is an operation of its own; what is read back later shows what was stored."""
-    made = Sequences(layout(kind, dim=128, page_size=16, dtype=torch.bfloat16), (70, 35))
-    query, key = torch.randn(2, 128).to(torch.bfloat16).unbind(0)
-    turns = torch.randn(80, rotated // 2)
-    outputs = []
-    for place in ("cpu", "cuda"):
-        monkeypatch.setattr(Sequences, "device", place)
-        cache, options = made.cache(), {"interleaved": interleaved}
-        if normed:
-            options["norms"] = ops.HeadNorms(query=query.to(place), key=key.to(place), eps=1e-6, offset=0.0)
-        steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i)] for i in range(6)]
-        outputs.append([])
-        for spans in ([(0, 0, 60), (1, 0, 15)], *steps, [(1, 21, 31), (0, 66, 67)], [(0, 67, 68), (1, 31, 32)]):
-            at = torch.cat([turns[start:stop] for _, start, stop in spans])
-            angles = {"angles": (at.cos().to(place), at.sin().to(place))} if rotated else {}
-            outputs[-1] += made.step(cache, spans, **options, **angles)
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        assert (found.float() - expected.float()).abs().max() < 2e-2 * expected.float().abs().max()
-
-
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
 def test_the_engine_gives_the_cpus_text(kv_cache):
     from quantkit.runtime.llm import LLM
@@ -188,6 +164,28 @@ def test_arrays_sent_one_after_another_do_not_overwrite_each_other():
         numbers.fill(value)
         found.append(send(CUDA, numbers, numbers[:5])[0])
     assert [(int(tensor.min()), int(tensor.max())) for tensor in found] == [(value, value) for value in range(50)]
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("name", ["dense", "int8", "int4"])
+def test_heads_give_logits_and_the_likeliest(name, softcap):
+    from quantkit.kernels.head import logits
+
+    torch.manual_seed(0)
+    weight = torch.randn(5003, 512)
+    if name != "dense":
+        kind = WeightScheme(dtype=DTYPES[name], group_size=None if name == "int8" else 128, symmetric=True)
+        weight = round_to_nearest(weight, kind, *minmax_parameters(weight, kind, torch.float16), torch.float16)
+    decoded = weight if name == "dense" else weight.dequantize()
+    head = make_linear(weight, dtype=torch.bfloat16, device=CUDA)
+    for count in (1, 3, 16, 64, 65, 300):
+        x = torch.randn(count, 512).to(torch.bfloat16)
+        values, best = logits(head, x.to(CUDA), scale=0.5, softcap=softcap)
+        expected = 0.5 * (x.float() @ decoded.to(torch.bfloat16 if name == "dense" else torch.float32).float().T)
+        expected = expected if softcap is None else softcap * torch.tanh(expected / softcap)
+        assert values.dtype == torch.float32
+        assert (values.cpu() - expected).abs().max() <= 0.2
+        assert best is None if count > 256 else torch.equal(best, values.argmax(-1))
 
 
 @pytest.mark.parametrize("size", [320, 5000, 128_256])

@@ -15,16 +15,25 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
+from random_model import SHAPES
 from step_count import count_step
 found = {}
+for count in (1, 2):
+    SHAPES[f"{count} of 8B"] = {**SHAPES["8B"], "num_hidden_layers": count}
 for weights in ("bf16", "w8a8", "w4a16 head8"):
     for kv in ("auto", "int4"):
         count, model = count_step("8B", weights, kv, 1, 1024)
-        found[f"{weights} {kv}"] = [count.bytes_read / model.stored_bytes, count.per_layer]
+        one, two = (sum(count_step(f"{n} of 8B", weights, kv, 1, 1024)[0].launches.values()) for n in (1, 2))
+        found[f"{weights} {kv}"] = [count.bytes_read / model.stored_bytes, count.per_layer, 2 * one - two]
 print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
-MOST = {"bf16": 10.3, "w8a8": 14.3, "w4a16 head8": 10.3}
+MOST = {"bf16 auto": 11.3, "bf16 int4": 12.3, "w8a8 auto": 15.3, "w8a8 int4": 16.3}
+MOST |= {"w4a16 head8 auto": 11.3, "w4a16 head8 int4": 12.3}
+
+# Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
+# What another head gives is widened to float32 in a launch of its own; a packed one does that itself.
+OUTSIDE = {"bf16": 7, "w8a8": 7, "w4a16 head8": 6}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
@@ -35,6 +44,7 @@ def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
     assert said.returncode == 0, said.stderr[-3000:]
-    for name, (share, per_layer) in json.loads(said.stdout.splitlines()[-1]).items():
+    for name, (share, per_layer, outside) in json.loads(said.stdout.splitlines()[-1]).items():
         assert share == pytest.approx(1.0, abs=0.01), name
-        assert per_layer <= MOST[name.rpartition(" ")[0]], name
+        assert per_layer <= MOST[name], name
+        assert outside == OUTSIDE[name.rsplit(" ", 1)[0]], name

@@ -1,0 +1,51 @@
+"""The end of a model: logits in float32 out of what enters its head, and the likeliest tokens where they cost nothing.
+
+Shapes: R rows, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import triton
+from quantkit.kernels.linear import Linear
+
+
+class Logits(NamedTuple):
+    """What a step gives.
+
+    Args:
+        values: (R, V) float32.
+        best: (R,) int64, the first token with the largest logit of each row; None = not looked for.
+    """
+
+    values: Tensor
+    best: Tensor | None = None
+
+    def first(self, count: int) -> Logits:
+        """Of the first rows."""
+        return Logits(self.values[:count], None if self.best is None else self.best[:count])
+
+
+def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Logits:
+    """Multiply with the head.
+
+    Args:
+        head: (R, H) to (R, V).
+        x: (R, H), R from 1 on; not modified.
+        scale: that the products are multiplied with.
+        softcap: logits become softcap * tanh(logit / softcap); None = as they are.
+    """
+    if not x.is_cpu and triton.is_used(x.device):
+        from quantkit.kernels.triton import head as on_gpu
+
+        return Logits(*on_gpu.logits(head, x, scale, softcap))
+    values = head(x).float()
+    if scale != 1.0:
+        values = values * scale
+    if softcap is not None:
+        values = torch.tanh(values / softcap) * softcap
+    return Logits(values)
