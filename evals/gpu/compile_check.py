@@ -32,7 +32,7 @@ from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_a
 from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.triton as kernels
-from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.attention import AttentionOptions, HeadNorms
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
 from quantkit.kernels.rounded import Rounding
@@ -191,7 +191,7 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.triton import kv_store, paged_decode, paged_prefill
+    from quantkit.kernels.triton import paged_decode, paged_prefill
 
     layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
     tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
@@ -203,10 +203,26 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_prefill.attend(query, key, value, views, chunks, options, out)
-    recorder.label = label
-    kv_store.store(key, value, views, _batch(count))
-    if tail is not None:
-        kv_store.store_tail(key, views, _batch(count))
+    if count > 1 and options.window is None:
+        _launch_entries(recorder, label, query, key, value, views)
+
+
+def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
+    """Norm, rotation and store."""
+    from quantkit.kernels.triton import kv_store
+
+    count, _, dim = tensors[0].shape
+    weight = meta(dim, dtype=tensors[0].dtype)
+    norms = HeadNorms(query=weight, key=weight, eps=1e-6, offset=0.0)
+    variants = [(False, dim // 2, None), (False, dim // 2, norms)] if dim == 128 else [(True, dim // 4, norms)]
+    for interleaved, half, normed in variants:
+        angles = (meta(count, half, dtype=torch.float32),) * 2
+        options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
+        recorder.label = label + ("" if normed is None else ", norms")
+        kv_store.enter(*tensors, _batch(count), options, angles)
+    if dim == 128 and tensors[3].key_tail is not None:
+        recorder.label = f"{label}, beside chunks"
+        kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:

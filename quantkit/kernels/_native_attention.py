@@ -101,7 +101,7 @@ def is_available(views: KVViews) -> bool:
 
 
 class NativeAttention:
-    """Attention of one layer in C; see `ops.PagedAttention`."""
+    """Attention of one layer in C; see `ops.Stepwise`."""
 
     def __init__(self, views: KVViews) -> None:
         function = _function()
@@ -119,7 +119,7 @@ class NativeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
     ) -> Tensor:
-        """See `ops.PagedAttention`."""
+        """See `ops.PagedAttention`; queries and keys are normed and rotated already."""
         kind = STATE_TYPES.get(query.dtype)
         if kind is None or not query.dtype == key.dtype == value.dtype:
             return self._plain(query, key, value, batch, options)

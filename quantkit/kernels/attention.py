@@ -22,6 +22,21 @@ from quantkit.kernels.layouts import KVViews, PagedArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeadNorms:
+    """Root mean square norms of each head's queries and keys, before the rotation.
+
+    Args:
+        query, key: weights (D,).
+        eps, offset: see `ops.rms_norm`.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
     """What attention does besides softmax(q . k) v.
 
@@ -30,16 +45,20 @@ class AttentionOptions:
         window: a key is seen if query position - key position < window; None = all.
         softcap: scores become softcap * tanh(score / softcap); None = as they are.
         sinks: (Hq,) float32, a further score of each head that takes part in the softmax and has no value; None = none.
+        interleaved: angles turn channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
+        norms: of queries and keys; None = none.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    interleaved: bool = False
+    norms: HeadNorms | None = None
 
 
 class TorchAttention:
-    """Attention of one layer: `attend`, then `store`; see `ops.PagedAttention`."""
+    """Attention of one layer: `attend`, then `store`; see `ops.Stepwise`."""
 
     def __init__(self, views: KVViews) -> None:
         self._views = views
@@ -47,14 +66,14 @@ class TorchAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
     ) -> Tensor:
-        """See `ops.PagedAttention`."""
+        """See `ops.PagedAttention`; queries and keys are normed and rotated already."""
         out = attend(query, key, value, self._views, batch, options)
         store(key, value, self._views, batch)
         return out
 
 
 class RotatedAttention:
-    """Attention whose queries and keys are multiplied by one orthogonal matrix first; see `ops.PagedAttention`.
+    """Attention whose queries and keys are multiplied by one orthogonal matrix first; see `ops.Stepwise`.
 
     Their products stay what they are; what is stored of the keys is spread over all channels.
 
@@ -69,7 +88,7 @@ class RotatedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
     ) -> Tensor:
-        """See `ops.PagedAttention`."""
+        """See `ops.PagedAttention`; queries and keys are normed and rotated already."""
         query, key = ((states.float() @ self._matrix).to(states.dtype) for states in (query, key))
         return self._inner(query, key, value, batch, options)
 

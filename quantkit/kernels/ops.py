@@ -8,8 +8,8 @@
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | all floats      |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
-| `attention`    | attention over cached pages and fresh ones,  | attention | bf16, fp32;    | one new token   |
-|                | then quantize those into pages               |           | all KV types   | per sequence    |
+| `attention`    | norm and rotate heads, attend to cached and  | attention | bf16, fp32;    | bf16, fp16;     |
+|                | fresh tokens, quantize those into pages      |           | all KV types   | all KV types    |
 
 Triton versions are in `kernels/triton` and imported when the first tensor on a CUDA device comes by.
 Linear layers have layouts of their own and live in `linear`. Shapes: T tokens, K features, H heads, D channels of a
@@ -19,6 +19,7 @@ head, R channels that rotate, I width of the feed-forward layer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -27,14 +28,17 @@ from torch import Tensor
 from quantkit.kernels import _native_ops, reference, triton
 from quantkit.kernels._native_attention import NativeAttention
 from quantkit.kernels._native_attention import is_available as _has_native_attention
-from quantkit.kernels.attention import AttentionOptions, RotatedAttention, TorchAttention
+from quantkit.kernels.attention import AttentionOptions, HeadNorms, RotatedAttention, TorchAttention
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
 from quantkit.numerics.kv_cache import hadamard
 
 __all__ = [
+    "Angles",
     "AttentionOptions",
+    "HeadNorms",
     "PagedAttention",
+    "Stepwise",
     "activate",
     "add_rms_norm",
     "attention",
@@ -45,32 +49,76 @@ __all__ = [
 ]
 
 
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine (T, R/2) float32 of each new token."""
+
+
 class PagedAttention(Protocol):
     """Attention of one layer, bound to its pages."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+        angles: Angles | None = None,
     ) -> Tensor:
-        """Attend new tokens to the cache and to each other, then store their keys and values in it.
+        """Norm and rotate queries and keys, attend to the cache and to each other, store keys and values in it.
 
         Args:
-            query: (T, Hq, D), rotated.
-            key: (T, Hkv, D), rotated; Hkv divides Hq.
+            query: (T, Hq, D), may be a slice of a larger tensor; modified where it is normed or rotated.
+            key: (T, Hkv, D), likewise; Hkv divides Hq.
             value: (T, Hkv, Dv).
             batch: what belongs to whom; its page table covers all tokens, new ones included.
-            options: scale, window and the like.
+            options: scale, window, norms and the like.
+            angles: to rotate by, see `rotary_`; None = not at all.
         Returns:
             (T, Hq, Dv), dtype of query.
         """
         ...
 
 
+class Stepwise:
+    """Attention that norms and rotates first, each by its own operation; see `PagedAttention`.
+
+    Args:
+        inner: attends and stores; takes all arguments but the angles.
+    """
+
+    def __init__(self, inner: Callable[..., Tensor]) -> None:
+        self.inner = inner
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+        angles: Angles | None = None,
+    ) -> Tensor:
+        """See `PagedAttention`."""
+        norms = options.norms
+        if norms is not None:
+            query = rms_norm(query, norms.query, norms.eps, offset=norms.offset)
+            key = rms_norm(key, norms.key, norms.eps, offset=norms.offset)
+        if angles is not None:
+            rotary_(query, key, angles[0], angles[1], interleaved=options.interleaved)
+        return self.inner(query, key, value, batch, options)
+
+
 def attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages; chosen once, when they are allocated."""
-    found = _fastest(views)
-    if views.layout.scheme.rotation == "none":
+    found = _on_gpu(views)
+    turned = views.layout.scheme.rotation != "none"
+    if found is not None and not turned:
         return found
-    return RotatedAttention(found, _rotation(views.layout.head_dim, views.pool.device))
+    inner: Callable[..., Tensor] = found or (NativeAttention if _has_native_attention(views) else TorchAttention)(views)
+    if turned:
+        inner = RotatedAttention(inner, _rotation(views.layout.head_dim, views.pool.device))
+    return Stepwise(inner)
 
 
 @functools.cache
@@ -79,13 +127,13 @@ def _rotation(width: int, device: torch.device) -> Tensor:
     return hadamard(width).to(device)
 
 
-def _fastest(views: KVViews) -> PagedAttention:
+def _on_gpu(views: KVViews) -> PagedAttention | None:
     if triton.is_used(views.pool.device):
         from quantkit.kernels.triton import attention as on_gpu
 
         if on_gpu.can(views):
             return on_gpu.TritonAttention(views)
-    return NativeAttention(views) if _has_native_attention(views) else TorchAttention(views)
+    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

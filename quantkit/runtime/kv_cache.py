@@ -106,27 +106,33 @@ class KVCache:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        angles: ops.Angles | None = None,
+        interleaved: bool = False,
+        norms: ops.HeadNorms | None = None,
     ) -> Tensor:
         """Attention of one layer's new tokens to what is cached and to each other; then they are cached too.
 
         Args:
             layer: number of the layer, as in `layouts`.
-            query: (T, Hq, D), rotated.
-            key: (T, Hkv, D), rotated.
+            query: (T, Hq, D); modified where it is normed or rotated.
+            key: (T, Hkv, D), likewise.
             value: (T, Hkv, Dv).
             batch: this step.
             scale: of the scores.
             window: a key is seen if query position - key position < window; None = all.
             softcap: scores become softcap * tanh(score / softcap); None = as they are.
             sinks: (Hq,), a further score of each head that takes part in the softmax and has no value; None = none.
+            angles: by which queries and keys are rotated first; None = not at all.
+            interleaved: see `ops.AttentionOptions`.
+            norms: of queries and keys, before the rotation; None = none.
         Returns:
             (T, Hq, Dv), dtype of query.
         """
         options = self._options[layer]
         if options is None or (scale, window, softcap) != (options.scale, options.window, options.softcap):
             options = self._options[layer] = ops.AttentionOptions(
-                scale=scale, window=window, softcap=softcap, sinks=sinks
+                scale=scale, window=window, softcap=softcap, sinks=sinks, interleaved=interleaved, norms=norms
             )
-        elif sinks is not options.sinks:
-            options = self._options[layer] = replace(options, sinks=sinks)
-        return self._attention[layer](query, key, value, batch, options)
+        elif sinks is not options.sinks or norms is not options.norms or interleaved != options.interleaved:
+            options = self._options[layer] = replace(options, sinks=sinks, interleaved=interleaved, norms=norms)
+        return self._attention[layer](query, key, value, batch, options, angles)

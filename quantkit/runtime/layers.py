@@ -17,7 +17,7 @@ from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.linear import Linear
 from quantkit.runtime.kv_cache import KVCache
 
-Angles = tuple[Tensor, Tensor]
+Angles = ops.Angles
 
 
 class Norm(Protocol):
@@ -115,8 +115,8 @@ class Attention:
     """
 
     __slots__ = (
-        *("_head_dim", "_interleaved", "_key_end", "_key_norm", "_layer", "_norm_flat", "_query_end", "_query_norm"),
-        *("_scale", "_softcap", "_window", "output", "qkv"),
+        *("_head_dim", "_interleaved", "_key_end", "_key_norm", "_layer", "_norm_flat", "_norms", "_query_end"),
+        *("_query_norm", "_scale", "_softcap", "_window", "output", "qkv"),
     )
 
     def __init__(
@@ -141,7 +141,9 @@ class Attention:
         self._query_end = num_heads * head_dim
         self._key_end = self._query_end + num_kv_heads * head_dim
         self._scale, self._window, self._softcap = scale, window, softcap
-        self._query_norm, self._key_norm, self._norm_flat = query_norm, key_norm, norm_flat
+        self._norms = None if norm_flat else _head_norms(query_norm, key_norm)
+        self._query_norm, self._key_norm = (query_norm, key_norm) if self._norms is None else (None, None)
+        self._norm_flat = norm_flat
         self._interleaved = interleaved
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
@@ -163,8 +165,6 @@ class Attention:
         query, key = query.view(tokens, -1, width), key.view(tokens, -1, width)
         if not self._norm_flat and self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(query), self._key_norm(key)
-        if angles is not None:
-            ops.rotary_(query, key, angles[0], angles[1], interleaved=self._interleaved)
         attended = cache.attend(
             self._layer,
             query,
@@ -174,8 +174,20 @@ class Attention:
             scale=self._scale,
             window=self._window,
             softcap=self._softcap,
+            angles=angles,
+            interleaved=self._interleaved,
+            norms=self._norms,
         )
         return self.output(attended.reshape(tokens, -1))
+
+
+def _head_norms(query: Norm | None, key: Norm | None) -> ops.HeadNorms | None:
+    """Norms that attention can do together with the rotation; None where there are none, or others."""
+    if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
+        return None
+    if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
+        return None
+    return ops.HeadNorms(query=query.weight, key=key.weight, eps=query.eps, offset=query.offset)
 
 
 class MLP:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels import native
+from quantkit.kernels import native, ops
 from quantkit.kernels._native_attention import NativeAttention
 from quantkit.kernels.attention import AttentionOptions, TorchAttention
 from quantkit.kernels.kv_numbers import quantize
@@ -31,8 +31,8 @@ LENGTHS = (11, 31, 19)
 def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
     """Two caches, one for each implementation."""
     first, second = sequences.cache(), sequences.cache()
-    assert isinstance(first._attention[0], NativeAttention)
-    second._attention = [TorchAttention(views) for views in second._views]
+    assert isinstance(first._attention[0].inner, NativeAttention)
+    second._attention = [ops.Stepwise(TorchAttention(views)) for views in second._views]
     return first, second
 
 

@@ -1,4 +1,5 @@
-"""Paged attention of a layer on a CUDA device: sequences with one new token, and those with more, each in a launch."""
+"""Paged attention of a layer on a CUDA device: what comes before it in one launch, then sequences with one new token,
+and those with more, each in one."""
 
 from __future__ import annotations
 
@@ -31,29 +32,27 @@ class TritonAttention:
         self._views = views
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """See `ops.PagedAttention`."""
         views = self._views
         query, key, value = (_rows(states) for states in (query, key, value))
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        if len(key):
+            kv_store.enter(query, key, value, views, batch, options, angles)
         if any(new == 1 for new in batch.query_lengths):
             paged_decode.attend(query, key, value, views, batch, options, out)
         if any(new > 1 for new in batch.query_lengths):
             paged_prefill.attend(query, key, value, views, batch, options, out)
-        self._store(key, value, batch)
+            if views.key_tail is not None:
+                plain.store_tails(key, views, batch, least=2)
         return out
-
-    def _store(self, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
-        views = self._views
-        if len(key):
-            kv_store.store(key, value, views, batch)
-        if views.key_tail is None:
-            return
-        if any(new == 1 for new in batch.query_lengths):
-            kv_store.store_tail(key, views, batch)
-        if any(new > 1 for new in batch.query_lengths):
-            plain.store_tails(key, views, batch, least=2)
 
 
 def _rows(states: Tensor) -> Tensor:

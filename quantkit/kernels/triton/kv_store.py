@@ -1,11 +1,27 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Fresh keys and values into the cache: rounded as `kv_numbers` says, bit for bit, in one launch.
+"""What comes before attention, in one launch: norm and rotation of heads, and fresh keys and values into the cache.
 
-Everything per token goes straight to its page. Keys that are quantized per channel go to the sequence's tail in 16
-bits, and the program that stores the last token of a page rounds the whole page. E4M3 is rounded in integers, so that
-it works on every device.
-Shapes: B sequences, T new tokens, H heads, D channels, S tokens per page.
+Numbers are rounded as `kv_numbers` says, bit for bit. Everything per token goes straight to its page. Keys that are
+quantized per channel go to the sequence's tail in 16 bits, and the program that stores the last token of a page rounds
+the whole page. E4M3 is rounded in integers, so that it works on every device.
+Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels of a key, Dv of a value, R that rotate, S tokens per
+page.
+
+Storing before attending is right because attention of a step never reads what the step stores:
+
+- Of the cache it reads positions before the step's first, at most up to `cached`; new tokens are read where they lie in
+  `key` and `value`, unquantized. Stored are positions from `cached` on, in pages of that sequence alone: pages that
+  others may read are never written. A window only makes attention read less.
+- Keys per channel: pages are read up to the last complete one, `cached // S * S`, and the page that this token
+  completes begins there. The others are read from the tail, at most S - 1 back, while the slot that is overwritten, of
+  a ring of S + MAX_ROLLBACK, held a position at least S + MAX_ROLLBACK back.
+- Drafts that were taken back are positions from `cached` on as well. The page that is rounded anew takes its older keys
+  from the tail, which still has them: it was not written further than MAX_ROLLBACK beyond.
+- The one case in which it would be wrong is left out here: several new tokens with keys per channel, whose last may
+  overwrite tail slots that the first still look at (from S + MAX_ROLLBACK tokens on, or fewer where the page is open).
+  Those keys are stored after attention, by `attention.store_tails`.
+- What fills a batch up under a graph has slot -1, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -14,8 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.triton import power_of_two
 from quantkit.kernels.triton.pages import KINDS, block, fixed, granularity, strides, width
 
 
@@ -98,27 +116,39 @@ def _store_token(
 
 
 @triton.jit
-def _store_kernel(
-    key, value, slots, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, key_strides, value_strides,
-    kc_strides, ks_strides, vc_strides, vs_strides, k_fixed, v_fixed,
-    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
-    K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+def _turn(
+    at, weight, cos, sin, token, eps, offset,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token and head; keys only where they are not quantized per channel. A slot below 0 is nowhere."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    page, inside = slot // PAGE, slot % PAGE
-    if K_GRANULARITY != 2:
-        _store_token(
-            key + token * key_strides[0] + head * key_strides[1], k_codes, k_scale, k_zero, page, head, inside,
-            kc_strides, ks_strides, tl.load(k_fixed + head), K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
-        )  # fmt: skip
-    _store_token(
-        value + token * value_strides[0] + head * value_strides[1], v_codes, v_scale, v_zero, page, head, inside,
-        vc_strides, vs_strides, tl.load(v_fixed + head), V_KIND, V_GRANULARITY, V_WIDTH, V_BLOCK,
-    )  # fmt: skip
+    """Norm the channels of one head of one token, round, and rotate the first 2 HALF; in place."""
+    factor = 1.0
+    if HAS_NORM:
+        channels = tl.arange(0, BLOCK)
+        real = channels < WIDTH
+        x = tl.load(at + channels, mask=real, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        tl.debug_barrier()  # every thread has read before one writes
+        if 2 * HALF < WIDTH:
+            scale = tl.load(weight + channels, mask=real, other=0.0).to(tl.float32) + offset
+            tl.store(at + channels, (x * factor * scale).to(at.dtype.element_ty), mask=real & (channels >= 2 * HALF))
+    if HALF > 0:
+        pairs = tl.arange(0, HALF_BLOCK)
+        kept = pairs < HALF
+        one, other = pairs, HALF + pairs
+        if INTERLEAVED:
+            one, other = 2 * pairs, 2 * pairs + 1
+        c = tl.load(cos + token * HALF + pairs, mask=kept, other=0.0)
+        s = tl.load(sin + token * HALF + pairs, mask=kept, other=0.0)
+        a = tl.load(at + one, mask=kept, other=0.0).to(tl.float32)
+        b = tl.load(at + other, mask=kept, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = tl.load(weight + one, mask=kept, other=0.0).to(tl.float32) + offset
+            a = (a * factor * scale).to(at.dtype.element_ty).to(tl.float32)
+            scale = tl.load(weight + other, mask=kept, other=0.0).to(tl.float32) + offset
+            b = (b * factor * scale).to(at.dtype.element_ty).to(tl.float32)
+        tl.store(at + one, (a * c - b * s).to(at.dtype.element_ty), mask=kept)
+        tl.store(at + other, (b * c + a * s).to(at.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -142,78 +172,130 @@ def _page_half(
 
 
 @triton.jit
-def _tail_kernel(
-    key, tail, tail_rows, query_starts, positions, page_table, codes, scale, zero,
-    key_strides, tail_strides, table_stride, code_strides, scale_strides,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
+def _store_tail(
+    source, token, head, tail, tail_rows, query_starts, positions, page_table, codes, scale, zero,
+    tail_strides, table_stride, code_strides, scale_strides, num_sequences,
+    SEQUENCES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Keys per channel of a sequence with one new token: into its tail, and its page once that is complete."""
-    sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token = tl.load(query_starts + sequence).to(tl.int64)
-    if tl.load(query_starts + sequence + 1) - token != 1:
-        return
-    position = tl.load(positions + token).to(tl.int32)
-    channels = tl.arange(0, BLOCK)
-    real = channels < WIDTH
-    own = tail + tl.load(tail_rows + sequence) * tail_strides[0] + head * tail_strides[1]
-    source = key + token * key_strides[0] + head * key_strides[1]
-    if (position + 1) % PAGE == 0:
-        page = tl.load(page_table + sequence * table_stride + position // PAGE).to(tl.int64)
-        lanes = tl.arange(0, PAGE)
-        base = page * scale_strides[0] + head * scale_strides[1]
-        target = codes + page * code_strides[0] + head * code_strides[1]
-        low = _page_half(
-            source, own, position, channels, real, scale + base, zero + base, lanes, PAGE, TAIL, tail_strides[2]
-        )
-        high = _page_half(
-            source, own, position, channels + WIDTH, real, scale + base, zero + base, lanes, PAGE, TAIL,
-            tail_strides[2],
+    """A key per channel, if it is its sequence's only new one: into the tail, and its page once that is complete."""
+    sequence = token.to(tl.int32)
+    if SEQUENCES > 0:
+        numbers = tl.arange(0, SEQUENCES)
+        starts = tl.load(query_starts + numbers, mask=numbers < num_sequences, other=2147483647)
+        sequence = tl.sum((starts <= token).to(tl.int32), 0) - 1
+    CHANNELS: tl.constexpr = BLOCK if BLOCK < 16 else 16
+    if tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence) == 1:
+        position = tl.load(positions + token).to(tl.int32)
+        channels = tl.arange(0, BLOCK)
+        real = channels < WIDTH
+        own = tail + tl.load(tail_rows + sequence) * tail_strides[0] + head * tail_strides[1]
+        if (position + 1) % PAGE == 0:
+            page = tl.load(page_table + sequence * table_stride + position // PAGE).to(tl.int64)
+            lanes = tl.arange(0, PAGE)
+            base = page * scale_strides[0] + head * scale_strides[1]
+            target = codes + page * code_strides[0] + head * code_strides[1]
+            # Some channels at a time: a page is seldom complete, and all heads pay for registers.
+            for start in range(0, WIDTH, CHANNELS):
+                some = start + tl.arange(0, CHANNELS)
+                low = _page_half(
+                    source, own, position, some, some < WIDTH, scale + base, zero + base, lanes, PAGE, TAIL,
+                    tail_strides[2],
+                )  # fmt: skip
+                high = _page_half(
+                    source + WIDTH, own + WIDTH, position, some, some < WIDTH, scale + base + WIDTH,
+                    zero + base + WIDTH, lanes, PAGE, TAIL, tail_strides[2],
+                )  # fmt: skip
+                at = lanes.to(tl.int64)[:, None] * code_strides[2] + some[None, :]
+                tl.store(target + at, low | (high << 4), mask=(some < WIDTH)[None, :])
+        slot = own + (position % TAIL).to(tl.int64) * tail_strides[2]
+        for half in tl.static_range(2):
+            fresh = tl.load(source + half * WIDTH + channels, mask=real, other=0.0)
+            tl.store(slot + half * WIDTH + channels, fresh.to(tail.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _enter_kernel(
+    query, key, value, query_weight, key_weight, cos, sin, slots, tail, tail_rows, query_starts, positions, page_table,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, query_strides, key_strides, value_strides, tail_strides,
+    table_stride, kc_strides, ks_strides, vc_strides, vs_strides, k_fixed, v_fixed, num_sequences, eps, offset,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
+    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: HEADS of keys, as many of values, and those of queries. A slot below 0 is nowhere."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if head >= 2 * HEADS:
+        at = query + token * query_strides[0] + (head - 2 * HEADS) * query_strides[1]
+        _turn(
+            at, query_weight, cos, sin, token, eps, offset,
+            HAS_NORM, HALF, HALF_BLOCK, INTERLEAVED, HEAD_DIM, HEAD_BLOCK,
         )  # fmt: skip
-        at = lanes.to(tl.int64)[:, None] * code_strides[2] + channels[None, :]
-        tl.store(target + at, low | (high << 4), mask=real[None, :])
-    slot = own + (position % TAIL).to(tl.int64) * tail_strides[2]
-    for half in tl.static_range(2):
-        fresh = tl.load(source + half * WIDTH + channels, mask=real, other=0.0)
-        tl.store(slot + half * WIDTH + channels, fresh.to(tail.dtype.element_ty), mask=real)
+        return
+    slot = tl.load(slots + token)
+    page, inside = slot // PAGE, slot % PAGE
+    if head >= HEADS:
+        if slot >= 0:
+            source = value + token * value_strides[0] + (head - HEADS) * value_strides[1]
+            _store_token(
+                source, v_codes, v_scale, v_zero, page, head - HEADS, inside, vc_strides, vs_strides,
+                tl.load(v_fixed + head - HEADS), V_KIND, V_GRANULARITY, V_WIDTH, V_BLOCK,
+            )  # fmt: skip
+        return
+    source = key + token * key_strides[0] + head * key_strides[1]
+    _turn(
+        source, key_weight, cos, sin, token, eps, offset,
+        HAS_NORM, HALF, HALF_BLOCK, INTERLEAVED, HEAD_DIM, HEAD_BLOCK,
+    )  # fmt: skip
+    tl.debug_barrier()  # the key is read again, by other threads than wrote it
+    if slot >= 0:
+        if K_GRANULARITY == 2:
+            _store_tail(
+                source, token, head, tail, tail_rows, query_starts, positions, page_table, k_codes, k_scale, k_zero,
+                tail_strides, table_stride, kc_strides, ks_strides, num_sequences,
+                SEQUENCES, K_WIDTH, K_BLOCK, PAGE, TAIL,
+            )  # fmt: skip
+        else:
+            _store_token(
+                source, k_codes, k_scale, k_zero, page, head, inside, kc_strides, ks_strides, tl.load(k_fixed + head),
+                K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
+            )  # fmt: skip
 
 
-def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
-    """Values, and keys that are rounded per token or not at all, of all new tokens; see `attention.store`.
+def enter(
+    query: Tensor, key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch, options: AttentionOptions,
+    angles: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Norm and rotate, then store as `attention.store` does; but see above about keys per channel.
 
     Args:
-        key: (T, Hkv, D), rotated; channels contiguous.
-        value: (T, Hkv, Dv), likewise.
-        views: the layer's pages; modified.
-        batch: slots of the new tokens.
+        query: (T, Hq, D); channels contiguous; modified.
+        key: (T, Hkv, D), likewise.
+        value: (T, Hkv, Dv); channels contiguous.
+        views: the layer's pages and tails; modified.
+        batch: what belongs to whom.
+        options: norms, and which channels are pairs.
+        angles: cosine and sine (T, R/2) float32; None = no rotation.
     """
-    layout = views.layout
+    layout, tail, norms = views.layout, views.key_tail, options.norms
+    cos, sin = (None, None) if angles is None else (states.contiguous() for states in angles)
+    half = 0 if cos is None else cos.shape[1]
+    turned = query.shape[1] if half or norms is not None else 0
+    alone, count = all(new == 1 for new in batch.query_lengths), len(batch.query_lengths)
     k_width, v_width = width(views.key, layout.head_dim), width(views.value, layout.value_width)
-    _store_kernel[(len(key), layout.num_heads)](
-        key, value, batch.slots,
+    _enter_kernel[(len(key), 2 * layout.num_heads + turned)](
+        query, key, value, None if norms is None else norms.query, None if norms is None else norms.key, cos, sin,
+        batch.slots, tail, batch.tail_rows, batch.query_starts, batch.positions, batch.page_table,
         views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
-        key.stride()[:2], value.stride()[:2], *strides(views.key), *strides(views.value),
-        fixed(views.key), fixed(views.value),
+        query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
+        batch.page_table.stride(0), *strides(views.key), *strides(views.value), fixed(views.key), fixed(views.value),
+        count, 0.0 if norms is None else float(norms.eps), 0.0 if norms is None else float(norms.offset),
+        HAS_NORM=norms is not None, HALF=half, HALF_BLOCK=power_of_two(half), INTERLEAVED=options.interleaved,
+        HEADS=layout.num_heads, HEAD_DIM=layout.head_dim, HEAD_BLOCK=power_of_two(layout.head_dim),
+        SEQUENCES=0 if alone or tail is None else power_of_two(count),
         K_KIND=KINDS[views.key.scheme.dtype], K_GRANULARITY=granularity(views.key),
         V_KIND=KINDS[views.value.scheme.dtype], V_GRANULARITY=granularity(views.value),
         K_WIDTH=k_width, K_BLOCK=block(k_width), V_WIDTH=v_width, V_BLOCK=block(v_width),
-        PAGE=layout.page_size, num_warps=1,
-    )  # fmt: skip
-
-
-def store_tail(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
-    """Keys that are rounded per channel, of sequences with exactly one new token.
-
-    Args:
-        key: (T, Hkv, D), rotated; channels contiguous.
-        views: the layer's pages and tails; modified.
-        batch: what belongs to whom.
-    """
-    layout, tail = views.layout, views.key_tail
-    assert tail is not None
-    half = layout.head_dim // 2
-    _tail_kernel[(len(batch.query_lengths), layout.num_heads)](
-        key, tail, batch.tail_rows, batch.query_starts, batch.positions, batch.page_table,
-        views.key.codes, views.key.scale, views.key.zero,
-        key.stride()[:2], tail.stride()[:3], batch.page_table.stride(0), *strides(views.key),
-        WIDTH=half, BLOCK=block(half), PAGE=layout.page_size, TAIL=layout.tail_tokens, num_warps=4,
+        PAGE=layout.page_size, TAIL=max(1, layout.tail_tokens), num_warps=1 if tail is None else 4,
     )  # fmt: skip

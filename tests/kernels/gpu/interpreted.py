@@ -219,16 +219,15 @@ def test_e4m3_is_rounded_as_by_torch():
     every = torch.cat([every, torch.linspace(-0.02, 0.02, 1024)]).view(-1, 1, 64)[:512:7]
     views = kernel_layout.views(torch.zeros(64, kernel_layout.page_bytes, dtype=torch.uint8))
 
-    class Batch:
-        slots = torch.arange(len(every))
-
-    kv_store.store(every, every, views, Batch)
+    batch = dataclasses.replace(Sequences(kernel_layout, (1,)).batch([(0, 0, 1)]), slots=torch.arange(len(every)))
+    kv_store.enter(every, every, every, views, batch, ops.AttentionOptions(scale=1.0), None)
     stored = views.key.codes[:, 0].reshape(-1, 64)[: len(every)]
     assert torch.equal(stored, _to_fp8(every[:, 0]))
 
 
 BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
 MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
+IMPLEMENTATIONS = (lambda views: ops.Stepwise(TorchAttention(views)), TritonAttention)
 OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
 
 
@@ -240,7 +239,7 @@ def test_paged_attention(kind, option, monkeypatch):
     shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
     made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
     caches, outputs = [], []
-    for implementation in (TorchAttention, TritonAttention):
+    for implementation in IMPLEMENTATIONS:
         monkeypatch.setattr(ops, "attention", implementation)
         caches.append(made.cache())
         out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
@@ -250,9 +249,78 @@ def test_paged_attention(kind, option, monkeypatch):
         outputs.append(out + made.step(caches[-1], [(1, 66, 100)], **options))
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
-    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in caches)
+    assert_same_memory(*caches)
+
+
+def assert_same_memory(first, second):
+    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in (first, second))
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+HEADS = {
+    "halves": ("int8", 32, {}),
+    "interleaved, part of the channels": ("int4", 24, {"interleaved": True}),
+    "norms": ("int4", 24, {"norms": (1e-6, 0.0)}),
+    "norms, interleaved, no codes": ("auto", 32, {"norms": (1e-5, 1.0), "interleaved": True}),
+    "norms alone": ("fp8", 0, {"norms": (1e-6, 0.0)}),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
+    """Chunks, decodes over a page border, alone and beside a chunk: as by one operation after another."""
+    kind, rotated, options = HEADS[case]
+    dtype = torch.float32 if "norms" in options else torch.float16
+    made = Sequences(layout(kind, dim=32, value_dim=48, page_size=16, dtype=dtype), (20, 40))
+    if "norms" in options:
+        query, key = torch.randn(2, 32).unbind(0)
+        eps, offset = options["norms"]
+        options = {**options, "norms": ops.HeadNorms(query=query, key=key, eps=eps, offset=offset)}
+    turns = torch.randn(64, rotated // 2)
+    caches, outputs = [], []
+    for implementation in IMPLEMENTATIONS:
+        monkeypatch.setattr(ops, "attention", implementation)
+        caches.append(made.cache())
+        outputs.append([])
+        for spans in (
+            [(0, 0, 14), (1, 0, 30)],
+            [(0, 14, 15), (1, 30, 31)],
+            [(0, 15, 16), (1, 31, 32)],
+            [(1, 32, 33), (0, 16, 20)],
+            [(1, 33, 40)],
+        ):
+            at = torch.cat([turns[start:stop] for _, start, stop in spans])
+            angles = {"angles": (at.cos(), at.sin())} if rotated else {}
+            outputs[-1] += made.step(caches[-1], spans, **options, **angles)
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    if "norms" not in options:
+        assert_same_memory(*caches)
+
+
+def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
+    monkeypatch.setattr(ops, "attention", TritonAttention)
+    made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (20,))
+    caches, outputs = [], []
+    for extra in (0, 2):
+        caches.append(made.cache())
+        made.step(caches[-1], [(0, 0, 15)])
+        one = made.batch([(0, 15, 16)])
+        batch = dataclasses.replace(
+            one,
+            positions=torch.cat([one.positions, torch.zeros(extra, dtype=torch.int64)]),
+            slots=torch.cat([one.slots, torch.full((extra,), -1)]),
+            query_starts=torch.tensor([0, 1] + extra * [1], dtype=torch.int32),
+            page_table=torch.cat([one.page_table, torch.full((extra, 1), -1, dtype=torch.int32)]),
+            tail_rows=torch.cat([one.tail_rows, torch.zeros(extra, dtype=torch.int64)]),
+            query_lengths=(1,) * (1 + extra),
+        )
+        states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
+        angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
+        outputs.append(caches[-1].attend(0, *states, batch, scale=0.2, angles=angles)[0])
+    assert torch.equal(*outputs)
+    assert_same_memory(*caches)
 
 
 def test_which_pages_are_read():

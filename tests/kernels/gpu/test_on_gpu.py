@@ -136,6 +136,30 @@ def test_attention(kind, dim, dtype, option, monkeypatch):
             assert error < close, f"sequence {number} at {start}: off by {error:.2g}"
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("interleaved", "rotated"), [(False, 128), (False, 64), (True, 128), (False, 0)])
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_heads_are_normed_and_rotated_as_they_are_stored(kind, interleaved, rotated, normed, monkeypatch):
+    """As on the CPU, where each is an operation of its own; what is read back later shows what was stored."""
+    made = Sequences(layout(kind, dim=128, page_size=16, dtype=torch.bfloat16), (70, 35))
+    query, key = torch.randn(2, 128).to(torch.bfloat16).unbind(0)
+    turns = torch.randn(80, rotated // 2)
+    outputs = []
+    for place in ("cpu", "cuda"):
+        monkeypatch.setattr(Sequences, "device", place)
+        cache, options = made.cache(), {"interleaved": interleaved}
+        if normed:
+            options["norms"] = ops.HeadNorms(query=query.to(place), key=key.to(place), eps=1e-6, offset=0.0)
+        steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i)] for i in range(6)]
+        outputs.append([])
+        for spans in ([(0, 0, 60), (1, 0, 15)], *steps, [(1, 21, 31), (0, 66, 67)], [(0, 67, 68), (1, 31, 32)]):
+            at = torch.cat([turns[start:stop] for _, start, stop in spans])
+            angles = {"angles": (at.cos().to(place), at.sin().to(place))} if rotated else {}
+            outputs[-1] += made.step(cache, spans, **options, **angles)
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        assert (found.float() - expected.float()).abs().max() < 2e-2 * expected.float().abs().max()
+
+
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
 def test_the_engine_gives_the_cpus_text(kv_cache):
     from quantkit.runtime.llm import LLM
