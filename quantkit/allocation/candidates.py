@@ -7,13 +7,14 @@ scheme, so every candidate is symmetric.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import RecipeError, SchemeError, first_line
+from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
 from quantkit.numerics.dtype import DTYPES, find_dtype
-from quantkit.pipeline.plan import make_plan
+from quantkit.pipeline.plan import Plan, make_plan
+from quantkit.planning.weights import from_linear
 from quantkit.recipe import Recipe
 from quantkit.recipe.load import build
 from quantkit.recipe.override import patched
@@ -137,9 +138,41 @@ def _size_only(candidate: Candidate) -> dict[str, Any]:
     return {"dtype": candidate.dtype, "group_size": candidate.group_size}
 
 
-def usable(
-    model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str
-) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usable:
+    """The candidates that a model and a format allow.
+
+    Args:
+        candidates: in the order given.
+        notes: why others were left out, one line each.
+        num_weights: in the linears that a search may change.
+        least_bytes: of these linears, each in its smallest candidate.
+    """
+
+    candidates: tuple[Candidate, ...]
+    notes: tuple[str, ...]
+    num_weights: int
+    least_bytes: int
+
+    def require(self, bits: float | None) -> None:
+        """Refuse a target below the smallest choice.
+
+        Args:
+            bits: per weight at most; None = something else is asked for.
+        Raises:
+            GateFailure: says what the least is.
+        """
+        least = 8 * self.least_bytes / self.num_weights
+        if bits is not None and bits < least:
+            smallest = ", ".join(candidate.name for candidate in self.candidates[:4])
+            raise GateFailure(
+                f"bits<={bits:g} cannot be reached: the smallest of the candidates ({smallest}"
+                f"{', ...' if len(self.candidates) > 4 else ''}) take {least:.3f} bits per weight, scales included; "
+                "ask for more, or give smaller --candidates"
+            )
+
+
+def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str) -> Usable:
     """Those that the model's widths and the recipe's format allow, also beside one another.
 
     Args:
@@ -147,8 +180,6 @@ def usable(
         base: the recipe to start from.
         candidates: wanted.
         device: where it will be compressed.
-    Returns:
-        the candidates, and a note for each that was left out.
     Raises:
         RecipeError: the base recipe has overrides, or none of the candidates can be used.
         ModelError: the model cannot be compressed.
@@ -158,11 +189,14 @@ def usable(
     if base.format == "gguf":
         raise RecipeError("a GGUF file is not run by quantkit, so nothing can be measured; search with another format")
     kept: list[Candidate] = []
+    least: dict[str, int] = {}
+    weights = 0
     notes: list[str] = []
     refused: SchemeError | None = None
     for candidate in candidates:
         try:
-            names = list(make_plan(model, uniform(base, candidate), _NOWHERE, device).linears)
+            plan = make_plan(model, uniform(base, candidate), _NOWHERE, device)
+            names, sizes = list(plan.linears), dict(_stored_bytes(plan))
             layer = [name for name in names if name.rsplit(".", 2)[0] == names[0].rsplit(".", 2)[0]]
             if kept and len(layer) < len(names):
                 make_plan(model, mixed(base, kept[0], [(layer, candidate)]), _NOWHERE, device)
@@ -171,6 +205,23 @@ def usable(
             notes.append(f"left out {candidate.name}: {first_line(error)}")
             continue
         kept.append(candidate)
+        least = {name: min(size, least.get(name, size)) for name, size in sizes.items()}
+        weights = sum(n * k for _, n, k in _shapes(plan))
     if not kept:
         raise RecipeError(f"none of the candidates can be used: {refused}")
-    return tuple(kept), tuple(notes)
+    return Usable(candidates=tuple(kept), notes=tuple(notes), num_weights=weights, least_bytes=sum(least.values()))
+
+
+def _shapes(plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Full name, N and K of each linear to quantize."""
+    for index, schemes in enumerate(plan.layers):
+        shapes = plan.skeleton.linear_shapes(index)
+        yield from ((f"{plan.skeleton.layer_name(index)}.{name}", *shapes[name]) for name in schemes)
+
+
+def _stored_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
+    """Bytes that each linear will take, as `bits_per_weight` of a result counts them."""
+    forms = {scheme: from_linear(scheme, plan.recipe.format) for scheme in set(plan.linears.values())}
+    for name, out_features, in_features in _shapes(plan):
+        size = plan.scale_dtype[name].itemsize
+        yield name, forms[plan.linears[name]].matrix_bytes(out_features, in_features, size)

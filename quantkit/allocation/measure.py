@@ -9,6 +9,7 @@ calibrated on.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from quantkit.allocation.candidates import Candidate, uniform
 from quantkit.allocation.solve import Choice, Option
 from quantkit.allocation.state import State
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate._units import Unit, find_units
 from quantkit.evaluate.damage import Probe
 from quantkit.evaluate.engine import load_llm
@@ -32,6 +33,7 @@ class Workshop:
 
     Args:
         model: directory or hub id; None = the demo model.
+        source: digests of its files.
         base: the recipe.
         folder: where trials are kept.
         device: where to compute.
@@ -40,6 +42,7 @@ class Workshop:
     """
 
     model: str | None
+    source: dict[str, str]
     base: Recipe
     folder: Path
     device: str
@@ -47,13 +50,32 @@ class Workshop:
     progress: Callable[[str], None]
 
     def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
-        """Compress to a directory; what is there already is taken as it is."""
-        made = output / "quantkit-run.json"
-        if made.is_file():
-            import json
+        """Compress to a directory, or take what an earlier search has made there of this model by this recipe.
 
-            return CompressionResult.from_dict(json.loads(made.read_bytes()))
-        return quantize(self.model, recipe, output, device=self.device)
+        Raises:
+            ResumeError: what is there is something else.
+        """
+        if not output.exists():
+            return quantize(self.model, recipe, output, device=self.device)
+        try:
+            manifest, made = (
+                json.loads((output / f"{name}.json").read_bytes()) for name in ("quantkit", "quantkit-run")
+            )
+            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+            found = {name: (output / name).stat().st_size for name in sizes}
+            same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
+                json.loads(json.dumps(recipe.source)),
+                self.source,
+                found,
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            same = False
+        if not same:
+            raise ResumeError(
+                f"{output} is not what {recipe.name!r} makes of this model; give another --work, "
+                "or start over with --no-resume"
+            )
+        return CompressionResult.from_dict(made)
 
     def load(self, path: Path) -> LLM:
         """A compressed model, set up as the original is."""

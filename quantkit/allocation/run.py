@@ -19,6 +19,7 @@ from typing import Any
 from quantkit.allocation.candidates import (
     SKIP,
     Candidate,
+    Usable,
     base_groups,
     default_candidates,
     mixed_changes,
@@ -33,11 +34,12 @@ from quantkit.allocation.solve import Choice, total
 from quantkit.allocation.state import State
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.checkpoint.source import resolve
-from quantkit.errors import DataError, GateFailure, InputError, OutputError
+from quantkit.errors import DataError, GateFailure, InputError, OutputError, RecipeError
 from quantkit.evaluate.damage import Probe, few
 from quantkit.evaluate.data import GENERAL, read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
+from quantkit.numerics.dtype import find_dtype
 from quantkit.pipeline.plan import describe_versions
 from quantkit.recipe import Recipe
 from quantkit.recipe.load import build
@@ -101,28 +103,34 @@ def search(
     output = options.output or Path(f"{_short(model)}-{_slug(target)}.yaml")
     _check_outputs(output, options)
     work = options.work or output.with_name(f"{output.name}.search")
-    group = base_groups(options.recipe)
+    candidates = _candidates(model, options)
+    candidates.require(target.bits)
     if not options.resume:
         _start_over(work)
-    wanted = read_candidates(options.candidates, group) if options.candidates else default_candidates(group)
-    candidates, notes = usable(model, options.recipe, wanted, options.device)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
     folder = DEMO if model is None else resolve(model)
     progress("loading the original")
     original = load_llm(str(folder), **engine)
     name, windows, text_notes = _windows(original, options)
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
-    state = State(work / "state.json", _identity(options.recipe, folder, original, used))
+    identity = _identity(options.recipe, folder, original, used)
+    state = State(work / "state.json", identity)
     if state.resumed:
         progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
     shop = Workshop(
-        model=model, base=options.recipe, folder=work, device=options.device, engine=engine, progress=progress
+        model=model,
+        source=identity["source"],
+        base=options.recipe,
+        folder=work,
+        device=options.device,
+        engine=engine,
+        progress=progress,
     )
-    measured = measure_units(shop, candidates, original, Probe(original, used), state)
+    measured = measure_units(shop, candidates.candidates, original, Probe(original, used), state)
     run = _Run(
         shop=shop,
         target=target,
-        candidates=candidates,
+        candidates=candidates.candidates,
         measured=measured,
         original=original,
         probed=used,
@@ -130,15 +138,10 @@ def search(
         data=name,
         name=re.sub(r"[^A-Za-z0-9._-]+", "-", output.stem).lstrip("._-") or "searched",
         output=output,
-        notes=(*notes, *text_notes),
+        notes=(*candidates.notes, *text_notes),
     )
     result = run.find()
-    shutil.copyfile(run.draft, output)
-    if options.checkpoint is not None and run.folder is not None:
-        shutil.rmtree(options.checkpoint, ignore_errors=True)
-        shutil.move(run.folder, options.checkpoint)
-    if options.work is None:
-        shutil.rmtree(work, ignore_errors=True)
+    _hand_over(run, options)
     return replace(result, seconds=time.perf_counter() - started)
 
 
@@ -289,6 +292,30 @@ class _Run:
             )
             for place, number in zip(self.measured.places, choice, strict=True)
         )
+
+
+def _hand_over(run: _Run, options: SearchOptions) -> None:
+    """The recipe and what was asked for beside it take their places; the rest goes."""
+    shutil.copyfile(run.draft, run.output)
+    if options.checkpoint is not None and run.folder is not None:
+        shutil.rmtree(options.checkpoint, ignore_errors=True)
+        shutil.move(run.folder, options.checkpoint)
+    if options.work is None:
+        shutil.rmtree(run.shop.folder, ignore_errors=True)
+
+
+def _candidates(model: str | None, options: SearchOptions) -> Usable:
+    """What may be chosen, and why not the rest."""
+    recipe, group = options.recipe, base_groups(options.recipe)
+    if options.candidates:
+        return usable(model, recipe, read_candidates(options.candidates, group), options.device)
+    name = recipe.source["weights"]["dtype"]
+    if find_dtype(name).kind == "float":
+        raise RecipeError(
+            f"recipe {recipe.name!r} stores {name} weights, and a search chooses among integers unless told; "
+            f"give --candidates, such as {name},int8, or start from a recipe of integers such as gptq-int4"
+        )
+    return usable(model, recipe, default_candidates(group), options.device)
 
 
 def _short(model: str | None) -> str:

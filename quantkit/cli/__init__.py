@@ -55,17 +55,18 @@ class _Commands(click.Group):
         try:
             result = super().main(given, standalone_mode=False, **extra)
         except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, click.NoSuchOption):
-                error.possibilities = _near(error)
             flags = given[: given.index("--")] if "--" in given else given
-            sys.exit(report_error(error, as_json="--json" in flags, verbose="--verbose" in flags))
+            sys.exit(report_error(_mended(error), as_json="--json" in flags, verbose="--verbose" in flags))
         sys.exit(result if isinstance(result, int) else 0)
 
 
-def _near(error: click.NoSuchOption) -> list[str]:
-    """The option that was probably meant: click's own guess takes `--overwrite` for `--verify`."""
+def _mended(error: BaseException) -> BaseException:
+    """An unknown option with the one that was probably meant: click's own guess takes `--overwrite` for `--verify`."""
+    if not isinstance(error, click.NoSuchOption):
+        return error
     known = [] if error.ctx is None else [flag for option in error.ctx.command.params for flag in option.opts]
-    return difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(error.option_name, known, n=1, cutoff=0.8)
+    return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
 
 
 def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,49 +29,73 @@ Examples:
 """
 
 
+def _sampling_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that are fields of `SamplingParams`; they arrive together as `sampling`."""
+
+    @click.option(
+        "--max-tokens",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="New tokens, at most.",
+    )
+    @click.option(
+        "--temperature",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="How freely to draw; 0 always takes the likeliest token.",
+    )
+    @click.option("--top-k", type=int, help="Draw from the k likeliest tokens only.")
+    @click.option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Draw from the likeliest tokens that together have this probability.",
+    )
+    @click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Draw from tokens with at least this share of the best one's probability.",
+    )
+    @click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Divides the scores of used tokens; above 1 discourages repeats.",
+    )
+    @click.option(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Subtracted from scores of used tokens.",
+    )
+    @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
+    @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
+    @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing.")
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> None:
+        names = (
+            *("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos", "seed"),
+            *("repetition_penalty", "presence_penalty"),
+        )
+        sampling = {name: options.pop(name) for name in names}
+        function(*args, sampling=sampling, **options)
+
+    return command
+
+
 @click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")
 @click.argument("checkpoint", required=False)
 @click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Number of new tokens, at most."
-)
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="How freely to draw; 0 always takes the likeliest token.",
-)
-@click.option("--top-k", type=int, help="Draw from the k likeliest tokens only.")
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Draw from the likeliest tokens that together have this probability.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Draw from tokens with at least this share of the best one's probability.",
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Divides the scores of used tokens; above 1 discourages repeats.",
-)
-@click.option(
-    "--presence-penalty", type=float, default=0.0, show_default=True, help="Subtracted from the scores of used tokens."
-)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
-@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing.")
+@_sampling_options
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @output_options
 @runtime_options
@@ -82,7 +108,7 @@ def generate(
     chat: bool,
     system: str | None,
     stats: bool,
-    **sampling: Any,
+    sampling: dict[str, Any],
 ) -> None:
     """Continue a prompt with CHECKPOINT, a directory or a hub id; without it, with the bundled demo model.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -13,7 +14,7 @@ from quantkit.allocation import run as module
 from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
 from quantkit.allocation.recipe_file import _patterns
 from quantkit.allocation.recovery import Judge
-from quantkit.errors import OutputError, RecipeError, ResumeError
+from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.recipe import load
@@ -187,7 +188,10 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
     assert (mine / "thesis.txt").exists()
 
 
-@pytest.mark.parametrize(("name", "message"), [("kv-fp8", "no weights to search"), ("fp8-block", "groups of inputs")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("kv-fp8", "no weights to search"), ("fp8-block", "groups of inputs"), ("nvfp4", "stores nvfp4 weights")],
+)
 def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama, tmp_path):
     with pytest.raises(RecipeError, match=message):
         search(str(tiny_llama), Target(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
@@ -205,6 +209,27 @@ def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, o
         search(str(tiny_llama), Target(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
 
 
+@pytest.mark.parametrize("name", ["int4-32", "int3-32"])
+def test_a_trial_of_something_else_is_not_taken_for_this_one(found, tiny_llama, options, work, tmp_path, name):
+    copied = shutil.copytree(work, tmp_path / "work")
+    trial = copied / name
+    if name == "int4-32":  # another recipe's
+        shutil.rmtree(trial)
+        shutil.copytree(copied / "int8-32", trial)
+    else:  # cut short
+        (trial / "model-00001-of-00003.safetensors").write_bytes(b"x")
+    with pytest.raises(ResumeError, match=f"{name} is not what"):
+        search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "x.yaml", work=copied))
+
+
+def test_fewer_bits_than_the_smallest_candidate_are_refused_before_any_work(found, tiny_llama, options, tmp_path):
+    result, _ = found
+    least = min(candidate.bits_per_weight for candidate in result.candidates)
+    with pytest.raises(GateFailure, match=f"take {least:.3f} bits per weight"):
+        search(str(tiny_llama), Target(bits=least - 0.01), options(tmp_path / "x.yaml"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
     assert read_candidates(["int4", "int8:channel", "skip", "int4"], 64) == (
         Candidate(dtype="int4", group_size=64),
@@ -215,14 +240,14 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
             read_candidates([wrong], 32)
     assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
     base = load("rtn-int4", ["weights.group_size=32"])
-    kept, notes = usable(str(tiny_llama), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
-    assert kept[0].name == "int4:32"
-    assert any("left out int4:128" in note and "does not divide" in note for note in notes)
+    found = usable(str(tiny_llama), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
+    assert found.candidates[0].name == "int4:32"
+    assert any("left out int4:128" in note and "does not divide" in note for note in found.notes)
     with pytest.raises(RecipeError, match="none of the candidates can be used"):
         usable(str(tiny_llama), base, read_candidates(["int4:128"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
     with pytest.raises(RecipeError, match="has overrides, which a search decides"):
-        usable(str(tiny_llama), pinned, kept, "cpu")
+        usable(str(tiny_llama), pinned, found.candidates, "cpu")
 
 
 def test_many_modules_are_one_pattern_where_it_matches_nothing_else():
