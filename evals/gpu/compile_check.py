@@ -36,6 +36,8 @@ from quantkit.kernels.attention import AttentionOptions, HeadNorms
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
 from quantkit.kernels.rounded import Rounding
+from quantkit.kernels.triton import grouped
+from quantkit.kernels.triton.grouped import ExpertWeights
 from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, PackedWeight
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
@@ -225,6 +227,48 @@ def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
         kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
+def _experts_of(count: int, rows: int, width: int, kind: tuple[int, int, bool], dtype: torch.dtype) -> ExpertWeights:
+    """Experts without memory: bits (16 = as they are), group, zeros."""
+    bits, group, zeros = kind
+    groups = 1 if group == 0 else width // group
+    words = meta(count, rows, width, dtype=dtype) if bits == 16 else None
+    return ExpertWeights(
+        words=meta(count, rows, width * bits // 32, dtype=torch.int32) if words is None else words,
+        scale=meta(count, groups, rows, dtype=dtype) if words is None else None,
+        zero=meta(count, groups, rows, dtype=torch.uint8) if zeros else None,
+        shape=(rows, width),
+        bits=bits,
+        span=64,
+        group=group,
+    )
+
+
+def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
+    """Mixtures of experts: bits, groups, zeros, tokens; with and without a shared expert."""
+    from quantkit.kernels.triton import experts
+
+    hidden, width = 2048, 1024
+    kinds = ((4, 128, False), (4, 128, True), (4, 0, False), (8, 0, False), (16, 0, False))
+    for count, picks, activation in ((8, 2, "silu"), (128, 8, "gelu_pytorch_tanh")):
+        for kind in kinds if count == 8 else kinds[:1]:
+            made = experts.StackedExperts(
+                _experts_of(count, 2 * width, hidden, kind, dtype),
+                _experts_of(count, hidden, width, kind, dtype),
+                activation=activation,
+                num_chosen=picks,
+                normalize=count == 8,
+            )
+            bits, group, zeros = kind
+            stored = "as they are" if bits == 16 else f"int{bits} g{group or 'channel'}{' asym' if zeros else ''}"
+            # An expert has T k / E tokens on average.
+            tokens_of = [size * count // picks for size in grouped.tile_rows(bits == 16)]
+            for tokens in (1, 4, *tokens_of) if count == 8 else (1, tokens_of[0]):
+                recorder.label = f"{picks} of {count} experts, {stored}, {tokens} tokens"
+                x = meta(tokens, hidden, dtype=dtype)
+                shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
+                made(x, meta(tokens, count, dtype=dtype), shared, score)
+
+
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
     """Norms, rotation, gates."""
     from quantkit.kernels.triton import norms
@@ -257,7 +301,7 @@ def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 Work = Callable[[Recorder, torch.dtype], None]
-WORK: tuple[Work, ...] = (launch_linears, launch_attention, launch_small, launch_heads, launch_sampling)
+WORK: tuple[Work, ...] = (launch_linears, launch_experts, launch_attention, launch_small, launch_heads, launch_sampling)
 
 
 def record(

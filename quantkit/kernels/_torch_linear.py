@@ -36,14 +36,14 @@ class DenseLinear:
         self.out_features, self.in_features = weight.shape
         self.stored_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.description = description
-        self._weight = weight
-        self._bias = bias
-        self._activation = activation
+        self.weight = weight
+        self.bias = bias
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
-        inputs = x if self._activation is None else fake_quantize_inputs(x, self._activation)
-        return functional.linear(inputs.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
+        inputs = x if self.activation is None else fake_quantize_inputs(x, self.activation)
+        return functional.linear(inputs.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
 def can_int4(weight: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> bool:

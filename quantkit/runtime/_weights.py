@@ -6,7 +6,7 @@ Nothing is kept but what the parts hold, so beside the finished ones there is ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from quantkit.architectures.base import QueryKeyNorm
 from quantkit.checkpoint.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
+from quantkit.kernels.experts import Stacked, can_stack, stack
 from quantkit.kernels.linear import Linear, join, make_linear
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -39,6 +40,7 @@ class Weights:
         dtype, device: of the computation.
         num_bytes: of all parts made so far.
         stored_bytes: of those that one decode step reads.
+        notes: what was decided on the way and a user should know.
     """
 
     reader: CheckpointReader
@@ -49,6 +51,7 @@ class Weights:
     device: torch.device
     num_bytes: int = 0
     stored_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
     _local: dict[str, set[str]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -239,8 +242,6 @@ def _make_mlp(
 def _make_mixture(weights: Weights, prefix: str) -> Mixture:
     config, data = weights.config.experts, weights.config.architecture.experts
     assert config is not None and data is not None
-    share = config.num_chosen / config.num_experts
-    make = _stacked_expert if is_stacked(weights.config, prefix, weights.reader) else _single_expert
     shared = shared_gate = None
     if config.shared_width is not None and data.shared_down is not None:
         shared = _make_mlp(weights, data.shared_up, data.shared_down, prefix)
@@ -248,12 +249,44 @@ def _make_mixture(weights: Weights, prefix: str) -> Mixture:
         shared_gate = weights.linear([prefix + data.shared_gate])
     return Mixture(
         router=weights.linear([prefix + data.router]),
-        experts=[make(weights, prefix, number, share) for number in range(config.num_experts)],
+        experts=_stack(weights, prefix) or list(_make_experts(weights, prefix)),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,
         shared_gate=shared_gate,
     )
+
+
+def _make_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
+    """The experts of a layer, one after another."""
+    config = weights.config.experts
+    assert config is not None
+    make = _stacked_expert if is_stacked(weights.config, prefix, weights.reader) else _single_expert
+    for number in range(config.num_experts):
+        yield make(weights, prefix, number, config.num_chosen / config.num_experts)
+
+
+def _stack(weights: Weights, prefix: str) -> Stacked | None:
+    """The experts of a layer as one; None where there is no kernel for that, which a note says."""
+    config = weights.config.experts
+    assert config is not None
+    if not can_stack(weights.device, weights.dtype):
+        return None
+    before = weights.num_bytes, weights.stored_bytes
+    found = stack(
+        ((expert.up, expert.down) for expert in _make_experts(weights, prefix)),
+        count=config.num_experts,
+        activation=weights.config.activation,
+        num_chosen=config.num_chosen,
+        normalize=config.normalize,
+    )
+    if not isinstance(found, str):
+        return found
+    weights.num_bytes, weights.stored_bytes = before
+    note = f"experts run one after another, as the host asks who is chosen: {found}"
+    if note not in weights.notes:
+        weights.notes.append(note)
+    return None
 
 
 def _single_expert(weights: Weights, prefix: str, number: int, share: float) -> MLP:

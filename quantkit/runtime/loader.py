@@ -145,7 +145,7 @@ def load_native(
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, stored_cache.note) if stored_cache.note else notes,
+        notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
         stored_cache=stored_cache,
     )
 

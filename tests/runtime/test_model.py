@@ -7,8 +7,8 @@ import torch
 
 from quantkit.architectures import find
 from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.kernels.experts import route
 from quantkit.kernels.layouts import kv_scheme
-from quantkit.runtime.experts import route
 from quantkit.runtime.kv_cache import KVCache
 from quantkit.runtime.loader import load_model
 from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, run

@@ -30,10 +30,10 @@ class PackedLinear:
         self, weight: QuantizedTensor, *, bias: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._packed = layout.pack(weight, device)
-        self._bias = None if bias is None else bias.to(device, dtype)
+        self.packed = layout.pack(weight, device)
+        self.bias = None if bias is None else bias.to(device, dtype)
         self._dtype = dtype
-        self.stored_bytes = self._packed.num_bytes + (0 if self._bias is None else self._bias.nbytes)
+        self.stored_bytes = self.packed.num_bytes + (0 if self.bias is None else self.bias.nbytes)
         self.description = f"{weight.scheme.describe()} (Triton)"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ class PackedLinear:
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
         inputs = x.to(self._dtype).contiguous()
-        if not isinstance(configs.product(self._packed, len(x), x.device), Vendor):
-            return w4a16.multiply(inputs, self._packed, self._bias).to(x.dtype)
-        return functional.linear(inputs, w4a16.decode(self._packed, self._dtype), self._bias).to(x.dtype)
+        if not isinstance(configs.product(self.packed, len(x), x.device), Vendor):
+            return w4a16.multiply(inputs, self.packed, self.bias).to(x.dtype)
+        return functional.linear(inputs, w4a16.decode(self.packed, self._dtype), self.bias).to(x.dtype)
 
     def logits(self, x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:
         """`w4a16.multiply_head`; None where the weight would be decoded for so many rows."""
-        if isinstance(configs.product(self._packed, len(x), x.device), Vendor):
+        if isinstance(configs.product(self.packed, len(x), x.device), Vendor):
             return None
-        return w4a16.multiply_head(x.to(self._dtype).contiguous(), self._packed, self._bias, scale, softcap)
+        return w4a16.multiply_head(x.to(self._dtype).contiguous(), self.packed, self.bias, scale, softcap)

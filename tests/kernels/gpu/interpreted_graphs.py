@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.kernels import triton
+from quantkit.runtime import _weights
 from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
@@ -66,10 +67,35 @@ def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
     assert runner.graph_status == "no: operation not permitted when stream is capturing"
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_the_device_chooses_experts(tmp_path, monkeypatch, family):
+    """One or several tokens, in fixed steps or not: the tokens that experts run one by one give."""
+    folder = make_model(tmp_path / "model", family, num_hidden_layers=1)
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(_weights, "can_stack", lambda device, dtype: False)
+    loop = make(folder, "auto")
+    expected = generate(loop)
+    assert "experts" in why_not(loop.model, loop.engine.runner.cache, 64)
+    monkeypatch.undo()
+    monkeypatch.setenv("QUANTKIT_NATIVE", "0")
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    stacked = make(folder, "auto")
+    assert stacked.model.notes == loop.model.notes
+    assert (stacked.model.stored_bytes, stacked.model.num_bytes) == (loop.model.stored_bytes, loop.model.num_bytes)
+    runner = stacked.engine.runner
+    runner._graphs = DecodeGraphs(
+        stacked.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+    )
+    assert generate(stacked) == expected
+    assert runner.graph_status == "yes"
+
+
 def test_what_asks_the_host_is_not_captured(tmp_path, monkeypatch):
-    folder = make_model(tmp_path / "moe", "mixtral", num_hidden_layers=1)
+    folder = make_model(tmp_path / "moe", "mixtral", num_hidden_layers=1, hidden_act="relu")
     llm = LLM(folder, dtype="float32", page_size=16, max_length=64, threads=1)
     assert "torch" in why_not(llm.model, llm.engine.runner.cache, 64)
     monkeypatch.setattr(triton, "is_used", lambda device: True)
     llm = make(folder, "auto")
     assert "experts" in why_not(llm.model, llm.engine.runner.cache, 64)
+    assert any("no kernel for experts with relu" in note for note in llm.model.notes)

@@ -39,6 +39,7 @@ def test_kernels_compute_what_the_reference_does():
     files = (
         "tests/kernels/gpu/interpreted.py",
         "tests/kernels/gpu/interpreted_rounded.py",
+        "tests/kernels/gpu/interpreted_experts.py",
         "tests/kernels/gpu/interpreted_graphs.py",
         "tests/kernels/gpu/interpreted_head.py",
         "tests/kernels/gpu/interpreted_sampling.py",
