@@ -189,8 +189,8 @@ def close_rows(
     out = x.new_empty(tokens, outputs)
     partial = torch.empty(cut, tokens * picks, outputs, dtype=torch.float32, device=x.device)
     _expert_rows_kernel[(tiles, cut, tokens * picks)](
-        x, weight.words, weight.scale, weight.zero, weight.outer, chosen, weights, shared, score, out, partial, _counters(x.device),
-        tokens, *weight.sizes, blocks, -(-blocks // cut), **weight.constants, SPAN=span,
+        x, weight.words, weight.scale, weight.zero, weight.outer, chosen, weights, shared, score, out,
+        partial, _counters(x.device), tokens, *weight.sizes, blocks, -(-blocks // cut), **weight.constants, SPAN=span,
         TOP_K=picks, PICKS=power_of_two(picks), KIND=0, IS_LAST=True, HAS_SHARED=shared is not None,
         HAS_SCORE=score is not None, ROWS=power_of_two(tokens), BLOCK_N=_ROW_OUTPUTS, num_warps=4,
     )  # fmt: skip

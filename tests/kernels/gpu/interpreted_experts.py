@@ -16,7 +16,16 @@ from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
 CPU = torch.device("cpu")
 # What experts are stored as: dtype, group, symmetric; None = 16 bits.
-KINDS = [None, ("int4", 64, True), ("int4", 32, False), ("int3", 64, True), ("int8", 64, False), ("int8", None, True)]
+KINDS = [
+    None,
+    ("int4", 64, True),
+    ("int4", 32, False),
+    ("int3", 64, True),
+    ("int8", None, True),
+    ("fp8", None, True),
+    ("nvfp4", 16, True),
+    ("mxfp4", 32, True),
+]
 SILU = "silu"
 
 
@@ -92,7 +101,7 @@ def few_programs(monkeypatch):
 def test_experts(kind):
     """One token, a few, and enough for tiles."""
     made = Experts(kind)
-    for tokens in (1, 3, 17):
+    for tokens in (1, 3, 17) if kind in KINDS[:3] else (2, 17):
         made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))
 
 
