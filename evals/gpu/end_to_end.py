@@ -77,7 +77,8 @@ def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: 
     """Milliseconds of a decode step."""
 
     def step() -> object:
-        return model.forward(batch, cache).argmax(-1)
+        found = model.step(batch, cache)
+        return found.values.argmax(-1) if found.best is None else found.best
 
     if device == "cuda":
         step()
@@ -200,7 +201,7 @@ def serve(model: NativeModel, kv: str, batch: int, prompt: int, new: int, way: s
 def _record_events(engine: Engine) -> list[tuple[Any, Any]]:
     """Events around each run of the model."""
     events: list[tuple[Any, Any]] = []
-    run = engine.runner.run
+    run = engine.runner.step
 
     def timed(*values: Any, **named: Any) -> Any:
         pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -210,7 +211,7 @@ def _record_events(engine: Engine) -> list[tuple[Any, Any]]:
         events.append(pair)
         return result
 
-    engine.runner.run = timed  # type: ignore[method-assign]
+    engine.runner.step = timed  # type: ignore[method-assign]
     return events
 
 

@@ -78,16 +78,18 @@ KINDS: dict[str, tuple[Make, float]] = {
     "gptqmodel marlin": (peer_linears.marlin, 0.516),
     **{name: (partial(_quantkit, name), scheme.dtype.bits / 8) for name, (scheme, _) in SCHEMES.items()},
 }
-W4 = ("cublas bf16", "quantkit w4a16 g128", "gptqmodel marlin", "gemlite a16w4", "torch tinygemm", "torchao int4")
+W4 = ("cublas bf16", "quantkit w4a16 g128", "gptqmodel marlin", "torch tinygemm")
+SLOW = ("gemlite a16w4", "torchao int4")  # which tune themselves first
 A8 = ("cublas bf16", "quantkit w8a8 fp8", "quantkit w8a8 int8", "torch _scaled_mm", "torch _int_mm")
 # Shapes, kinds and rows, most telling first.
 PLAN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], ...] = (
     (("8192 squared",), W4, (1, 16, 64, 256)),
     (("8B gate+up", "8B down"), W4, (1, 16, 64, 256)),
     (("8192 squared", "8B gate+up"), A8, (512, 1024, 4096)),
-    (("8B qkv", "8B output"), W4[:4], (1, 16, 64)),
+    (("8B qkv", "8B output"), W4, (1, 16, 64)),
     (("8192 squared",), (*A8[:3], "quantkit w8a16", "quantkit fp8 w8a16", "quantkit w4a16 g128 asym"), (1, 16, 64)),
-    (("8192 squared",), W4[:4], (2, 4, 8, 32, 128, 512, 1024, 4096)),
+    (("8192 squared",), SLOW, (1, 16, 64)),
+    (("8192 squared",), W4, (2, 4, 8, 32, 128, 512, 1024, 4096)),
     (("1B gate+up", "1B down", "70B down", "70B gate+up"), W4[:3], (1, 16, 64, 256)),
     (EIGHT, A8[:3], (1, 16, 64, 256)),
 )

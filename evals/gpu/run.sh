@@ -4,12 +4,20 @@
 #   evals/gpu/run.sh                     on a machine with a GPU; nothing is installed or downloaded
 #   evals/gpu/run.sh --device cpu --tiny rehearsal: every part on tiny shapes, kernels in Triton's interpreter
 #
-# Writes JSON, one log and a page to $OUT, or to evals/results/gpu. Each part has a time limit of its own and writes its
-# file after every row; a part that fails or is stopped does not stop the others. PARTS="linears peer" runs only those;
-# REHEARSAL=8 makes all limits 8 times as long, for slow machines. Exit code: number of parts that failed.
+# Writes JSON, one log and a page to $OUT: by default evals/results/<name of the GPU>, of a rehearsal a temporary folder.
+# Each part has a time limit of its own and writes its file after every row; a part that fails or is stopped does not
+# stop the others. PARTS="linears peer" runs only those; REHEARSAL=8 makes all limits 8 times as long, for slow machines.
+# Exit code: number of parts that failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-OUT=${OUT:-evals/results/gpu}
+case " $* " in
+  *" --device cpu "*) factor=${REHEARSAL:-4} place=${TMPDIR:-/tmp}/quantkit-rehearsal ;;
+  *)
+    gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')
+    factor=${REHEARSAL:-1} place=evals/results/${gpu:-gpu}
+    ;;
+esac
+OUT=${OUT:-$place}
 mkdir -p "$OUT"
 export OUT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
 PYTHON=${PYTHON:-python3}
@@ -17,7 +25,6 @@ LOG=$OUT/log.txt
 : > "$LOG"
 failed=0
 started=$(date +%s)
-case " $* " in *" --device cpu "*) factor=${REHEARSAL:-4} ;; *) factor=${REHEARSAL:-1} ;; esac
 
 part() { # part NAME SECONDS COMMAND...
   local name=$1 limit=$(($2 * factor)) begun status

@@ -142,7 +142,7 @@ def describe(device: str) -> dict[str, Any]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "absent"
-    found = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
+    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     found["commit"] = done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
     if device != "cuda":
@@ -153,6 +153,8 @@ def describe(device: str) -> dict[str, Any]:
             "copy_bandwidth": copy_bandwidth(1 << 20, device),
         }
     properties = torch.cuda.get_device_properties(0)
+    found["copy_bandwidth"] = copy_bandwidth()
+    torch.cuda.empty_cache()  # of which the part may need all
     return {
         **found,
         "device": properties.name,
@@ -160,7 +162,6 @@ def describe(device: str) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "copy_bandwidth": copy_bandwidth(),
     }
 
 
