@@ -156,7 +156,7 @@ def roofline_table(result: BenchmarkResult) -> Table | Group:
         name = f"prefill {r.num_tokens}" if r.phase == "prefill" else f"decode, batch {r.batch}"
         table.add_row(
             *(name, f"{r.context:,}", _short(r.bytes_moved / 1e6), _short(r.flops / 1e6), _ms(r.floor_s)),
-            *(_ms(r.seconds), f"{100 * r.mbu:.0f} %", f"{100 * r.mfu:.0f} %", r.bound_by),
+            *(_ms(r.seconds), r.shown_share(r.mbu), r.shown_share(r.mfu), r.bound_by),
         )
     if not result.roofline:
         return table
@@ -164,7 +164,8 @@ def roofline_table(result: BenchmarkResult) -> Table | Group:
     return _noted(
         table,
         f"Ceilings measured in this run: {first.copy_bytes_per_s / 1e9:.1f} GB/s, "
-        f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s. Above 100 %: read from the processor's caches.",
+        f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s. caches: reads faster than memory; "
+        "busy: the machine was busier while its ceilings were measured.",
     )
 
 

@@ -9,8 +9,25 @@ from quantkit.measure._wording import milliseconds, percent, times
 from quantkit.results import BenchmarkRun, Finding
 from quantkit.statistics import percentile
 
+_BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
+
+
+def busy(run: BenchmarkRun) -> Iterator[Finding]:
+    """Gaps of a request that had the engine to itself differ where nothing of ours differs."""
+    gaps = run.inter_token_s
+    if run.workload.concurrency != 1 or len(gaps) < 20:
+        return
+    low, middle, high = (percentile(gaps, at) for at in (25, 50, 75))
+    if middle <= 0 or high - low < _BUSY * middle:
+        return
+    yield Finding(
+        statement=f"The machine was busy: the middle half of the gaps of {run.workload.name} differ by "
+        f"{percent((high - low) / middle)}, and shares of its limits are as uncertain.",
+        evidence=f"ITL p25 {milliseconds(low)}, p50 {milliseconds(middle)}, p75 {milliseconds(high)}, {len(gaps)} gaps",
+        advice="Measure again when nothing else runs.",
+    )
 
 
 def stalls(run: BenchmarkRun) -> Iterator[Finding]:

@@ -11,19 +11,20 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.measure._serving_rules import goodput, queue, stalls
+from quantkit.measure._serving_rules import busy, goodput, queue, stalls
 from quantkit.measure._wording import count, megabytes, milliseconds, percent, times
 from quantkit.measure.compare import Ratio, compare_results
 from quantkit.measure.cost import Cost
 from quantkit.measure.roofline import break_even_rows
-from quantkit.measure.steps import fit_itl
+from quantkit.measure.steps import decode_steps, fit_itl
 from quantkit.measure.workload import SWEEP_NAME
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
+from quantkit.statistics import percentile
 
+_PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
-_CACHE_BYTES = 32_000_000  # less than this is at home in the last cache of a server, at least in part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +114,7 @@ def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -
 
 
 def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
+    yield from busy(facts.alone)
     yield from _start_or_stream(facts)
     if facts.decode:
         yield _decode_binding(facts, facts.decode[0])
@@ -192,7 +194,7 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
         f"{milliseconds(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
         f"floor {milliseconds(record.floor_s)}"
     )
-    if record.bytes_moved < _CACHE_BYTES and record.mbu <= 1:
+    if record.in_caches and record.mbu <= 1:
         evidence += "; so few bytes may partly come from the processor's caches, which are faster"
     if record.floor_s / record.seconds < _BOUND:
         return Finding(
@@ -209,11 +211,21 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
             advice="Quantize the activations too, so that products are made of 8-bit integers.",
             expected_gain=f"{times(record.seconds / (record.bytes_moved / record.copy_bytes_per_s))} at most",
         )
-    where = "Memory traffic" if record.mbu <= 1 else "Reading the weights from the processor's caches, not from memory,"
+    if record.mbu > 1 and not record.in_caches:
+        return Finding(
+            statement=f"Memory traffic binds decoding at batch {record.batch}; what share of the bandwidth it uses is "
+            "not known: the machine was busier while that was measured.",
+            evidence=evidence,
+            advice="Measure again when nothing else runs.",
+        )
+    if record.mbu > 1:
+        where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
+    else:
+        where, used = "Memory traffic", percent(record.mbu)
     advice, saved = _fewer_bytes(facts, cost, weights, cached)
     gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
     return Finding(
-        statement=f"{where} binds decoding at batch {record.batch}: {percent(record.mbu)} of the bandwidth is used.",
+        statement=f"{where} binds decoding at batch {record.batch}: {used} of the bandwidth is used.",
         evidence=evidence,
         advice=advice,
         expected_gain=gain,
@@ -307,13 +319,32 @@ def _batching(facts: _Facts) -> Iterator[Finding]:
         f"a step takes {milliseconds(small.seconds)} at batch {small.batch} and {milliseconds(large.seconds)} at batch "
         f"{large.batch}; its floor {milliseconds(small.floor_s)} and {milliseconds(large.floor_s)}"
     )
-    if gain > 0.6 * ideal:
+    (slowest, fastest), (slow, fast) = _spread(facts, large.batch), _spread(facts, small.batch)
+    least, most = gain * slowest / fast, gain * fastest / slow
+    if least <= _PAYS * ideal < most:
+        yield Finding(
+            statement=f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at "
+            f"batch {large.batch}, the machine was too busy to say.",
+            evidence=f"{evidence}; the middle half of the steps gives this range",
+            advice="Measure again when nothing else runs, or with --rounds 4.",
+        )
+        return
+    if gain > _PAYS * ideal:
         statement, advice = "Batching pays", "Raise the batch further while ITL stays within what users accept."
     else:
         statement = "Batching pays little"
         advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
     statement += f": {times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
     yield Finding(statement=statement, evidence=evidence, advice=advice)
+
+
+def _spread(facts: _Facts, batch: int) -> tuple[float, float]:
+    """How far rates of steps of this batch go below and above that of the median step: quartiles, as factors."""
+    seconds = [step.seconds for run in facts.result.runs for step in decode_steps(run) if step.batch == batch]
+    if len(seconds) < 4:
+        return 1.0, 1.0
+    low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))
+    return middle / high, middle / low
 
 
 def _what_binds(record: RooflineRecord) -> str:

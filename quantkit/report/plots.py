@@ -214,8 +214,8 @@ def roofline_plot(report: Report) -> str | None:
         axes.set_ylabel("operations per second")
         figure.legend(**LEGEND)
         spoken = "; ".join(
-            f"{r.phase} of {r.num_tokens} tokens: {percent(100 * r.mbu, 0)} of copy bandwidth, "
-            f"{percent(100 * r.mfu, 0)} of the matrix-product rate"
+            f"{r.phase} of {r.num_tokens} tokens: {r.shown_share(r.mbu)} of copy bandwidth, "
+            f"{r.shown_share(r.mfu)} of the matrix-product rate"
             for r in sides[-1][1]
         )
         return to_svg(figure, "roofline", "Roofline", f"The {sides[-1][0]}: {spoken}.")

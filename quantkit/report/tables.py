@@ -290,7 +290,7 @@ def roofline_table(report: Report) -> Table | None:
     for side, benchmark in (("original", report.baseline_benchmark), ("model", report.benchmark)):
         for r in benchmark.roofline if benchmark else ():
             times = duration(r.seconds), duration(r.floor_s)
-            shares = percent(100 * r.mbu, 0), percent(100 * r.mfu, 0)
+            shares = r.shown_share(r.mbu), r.shown_share(r.mfu)
             rows.append((f"{side}, {r.phase}", f"{r.batch} x {r.context}", *times, *shares, r.bound_by))
     columns = ("step", "batch x context", "time", "floor", "of copy", "of matrix product", "bound by")
     caption = "Steps against the ceilings measured in the same run"

@@ -171,6 +171,10 @@ class MemoryRecord(Record):
     note: str = ""
 
 
+CACHE_BYTES = 32_000_000
+"""Less than this is at home in the last cache of a server, at least in part."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineRecord(Record):
     """One kind of step against the ceilings of the machine, measured in the same run.
@@ -211,6 +215,20 @@ class RooflineRecord(Record):
     def mfu(self) -> float:
         """Share of the matrix-product rate reached."""
         return self.flops / self.seconds / self.gemm_flops_per_s
+
+    @property
+    def in_caches(self) -> bool:
+        """Whether so little is read that it may come from the processor's caches, which are faster than memory."""
+        return self.bytes_moved < CACHE_BYTES
+
+    def shown_share(self, share: float) -> str:
+        """A share of a ceiling, `mbu` or `mfu`, for people: none above 100 %, which says something else.
+
+        Then what is read comes from the caches, or the machine was busier while the ceiling was measured.
+        """
+        if share <= 1.005:
+            return f"{100 * share:.0f} %"
+        return "caches" if self.in_caches and share == self.mbu else "busy"
 
     @property
     def floor_s(self) -> float:

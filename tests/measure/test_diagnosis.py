@@ -119,7 +119,10 @@ def test_memory_binds_and_what_to_make_smaller(cost, kv, context, advice, gain):
 
 
 def test_caches_are_not_called_memory():
-    assert about(findings(run(), roofline=[decode(0.005)]), "processor's caches").statement.startswith("Reading")
+    small = dataclasses.replace(COST, read_bytes=20 * MILLION, head_bytes=2 * MILLION)
+    found = about(findings(run(), roofline=[decode(0.0005, cost=small, flops=1e12)], cost=small), "processor's caches")
+    assert found.statement.startswith("Reading")
+    assert "more than all of the bandwidth" in found.statement
 
 
 def test_few_bytes_make_no_sharp_floor():
@@ -175,6 +178,28 @@ def test_what_a_batch_brings():
     assert "6.0x the tokens per second at batch 8 for 1.3x the ITL" in good.statement
     about(findings(run(), roofline=[decode(0.012), decode(0.08, batch=8)]), "Batching pays little")
     assert not any("Batching" in f.statement for f in findings(run(), roofline=[decode(0.012)]))
+
+
+def test_a_busy_machine_is_said_and_no_verdict_is_built_on_it():
+    """The same medians as where batching pays little, but steps of batch 1 that take anything from 4 to 30 ms."""
+    gaps = [0.004, 0.012, 0.03, 0.005, 0.012, 0.028] * 10
+    noisy = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
+    records = [decode(0.012), decode(0.03, batch=8)]
+    about(findings(run(gap=0.012), roofline=records), "Batching pays little")
+    found = findings(noisy, roofline=records)
+    assert "1.3x to 7.5x the tokens per second" in about(found, "Whether batching pays is not known").statement
+    assert found[0].statement.startswith("The machine was busy")
+    assert not any("busy" in finding.statement for finding in findings(run(), roofline=records))
+
+
+def test_no_share_above_the_whole_is_printed():
+    wrong = decode(0.005)  # 200 MB in 5 ms where 20 GB/s were measured
+    found = about(findings(run(), roofline=[wrong]), "not known: the machine was busier")
+    assert "%" not in found.statement
+    assert wrong.shown_share(wrong.mbu) == "busy"
+    cached = decode(0.0005, cost=dataclasses.replace(COST, read_bytes=20 * MILLION))
+    assert cached.shown_share(cached.mbu) == "caches"
+    assert cached.shown_share(0.5) == "50 %"
 
 
 def test_stalls():
