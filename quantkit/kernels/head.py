@@ -39,7 +39,7 @@ def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None
         scale: that the products are multiplied with.
         softcap: logits become softcap * tanh(logit / softcap); None = as they are.
     """
-    if not x.is_cpu and triton.is_used(x.device):
+    if triton.is_used(x.device):
         from quantkit.kernels.triton import head as on_gpu
 
         return Logits(*on_gpu.logits(head, x, scale, softcap))

@@ -68,7 +68,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     drawn = [index for index, draw in enumerate(draws) if draw is not None]
     if not drawn:
         return largest(logits)
-    if not logits.is_cpu and triton.is_used(logits.device):
+    if triton.is_used(logits.device):
         return _choose_on_gpu(logits, draws)
     asked = [draw for draw in draws if draw is not None]
     if len(drawn) == len(draws):

@@ -188,10 +188,10 @@ class Reading:
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
-        self._host, self._arrived = tokens, None
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._host.copy_(tokens, non_blocking=True)  # the next step may write over them
+        self._arrived = None
         if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 

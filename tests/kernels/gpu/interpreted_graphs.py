@@ -12,6 +12,7 @@ from quantkit.kernels import triton
 from quantkit.runtime import _weights
 from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.overlap import Overlap
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
 
@@ -19,10 +20,13 @@ PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1, 4, 1, 5]]
 LENGTHS = (6, 9, 4)
 
 
-def generate(llm):
+GREEDY = ({}, {}, {})
+
+
+def generate(llm, kinds=GREEDY):
     numbers = [
-        llm.engine.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
-        for prompt, count in zip(PROMPTS, LENGTHS, strict=True)
+        llm.engine.add(prompt, SamplingParams(max_tokens=count, ignore_eos=True, **kind))
+        for prompt, count, kind in zip(PROMPTS, LENGTHS, kinds, strict=True)
     ]
     done = {}
     while llm.engine.has_work:
@@ -51,6 +55,37 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
     assert generate(again) == expected
     assert graphs.num_graphs == 3  # of one, two and three sequences
     assert runner.graph_status == "yes"
+
+
+def keep_outputs(step):
+    """As a graph has it: every replay writes over what the last one gave."""
+    kept = step()
+
+    def replay():
+        for old, new in zip(kept, step(), strict=True):
+            old.copy_(new)
+        return kept
+
+    return replay
+
+
+@pytest.mark.parametrize(
+    "kinds", [GREEDY, ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})]
+)
+def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds):
+    """A packed head finds the likeliest itself; the next step is launched before the last tokens are read."""
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    expected = generate(make(folder, "auto", head_dtype="int8"), kinds)
+    again = make(folder, "auto", head_dtype="int8")
+    assert "Triton" in again.model.head.description
+    runner = again.engine.runner
+    runner._graphs = DecodeGraphs(
+        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=keep_outputs
+    )
+    again.engine._overlap = Overlap(runner, again.engine.scheduler)
+    assert generate(again, kinds) == expected
+    assert again.engine._overlap.num_followed > 3
 
 
 def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
