@@ -11,7 +11,7 @@ from recorder import Recorder
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.triton import configs, paged_decode, paged_prefill, spaces, tuned, w4a16
+from quantkit.kernels.triton import choices, configs, paged_decode, paged_prefill, spaces, tuned, w4a16
 from quantkit.kernels.triton.choices import Choice, Vendor
 from quantkit.kernels.triton.layout import PackedWeight
 
@@ -26,11 +26,16 @@ KV_TYPES = ("auto", "fp8", "int8", "int4")
 PAGE = 64
 
 
+def _chip() -> int:
+    """Of the recording."""
+    return configs.capability(torch.device("meta"))
+
+
 def with_neighbours(first: Iterable[Choice]) -> Iterator[Choice]:
     """Each choice, and what is measured around it if it does well and compiles to something else."""
     for choice in first:
         yield choice
-        for other in spaces.refined(choice):
+        for other in spaces.refined(choice, _chip()):
             if getattr(other, "stages", 0) != getattr(choice, "stages", 0):
                 yield other
 
@@ -54,13 +59,14 @@ def launch_products(recorder: Recorder, dtype: torch.dtype) -> None:
             group=group,
             natural=natural,
         )
-        for count in ROWS:
-            x = _meta(count, inputs, dtype=dtype)
-            found = spaces.products(count, bits=bits, span=weight.span, natural=natural)
+        for count in ROWS[:3] if natural else ROWS:
+            x = _meta(count, inputs, dtype=torch.int8 if natural else dtype)
+            row_scale = _meta(count, dtype=torch.float32) if natural else None
+            found = spaces.products(count, bits=bits, span=weight.span, natural=natural, chip=_chip())
             for choice in with_neighbours(choice for choice in found if not isinstance(choice, Vendor)):
                 recorder.label = f"int{bits} g{group}{' asym' if zeros else ''}, {count} rows, {tuned.to_json(choice)}"
                 with configs.forced(choice):
-                    w4a16.multiply(x, weight, None, _meta(count, dtype=torch.float32) if natural else None)
+                    w4a16.multiply(x, weight, None, row_scale, dtype)
 
 
 def _batch(count: int, new: int) -> ForwardBatch:
@@ -87,7 +93,10 @@ def launch_pages(recorder: Recorder, dtype: torch.dtype) -> None:
             layout = make_layout(num_heads=heads, head_dim=dim, page_size=PAGE, dtype=dtype, scheme=kv_scheme(kind))
             tail = _meta(count, heads, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
             views = layout.views(_meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
-            for new, found in ((1, spaces.decodes(page_size=PAGE)), (512, spaces.prefills(page_size=PAGE))):
+            halved = kind == "int4"
+            default = choices.default_prefill(dim, PAGE, kind != "auto", halved)
+            decodes = spaces.decodes(page_size=PAGE, widest=dim, halved=halved)
+            for new, found in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
                 batch = _batch(count, new)
                 query, key, value = (
                     _meta(count * new, number, dim, dtype=dtype) for number in (4 * heads, heads, heads)

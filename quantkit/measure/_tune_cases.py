@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,12 +22,14 @@ from quantkit.kernels.triton.layout import PackedWeight
 from quantkit.measure.predict import quantized_linears
 from quantkit.measure.tune import Case
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
-from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _PROBE_ROWS = 16
 _CHUNK = 512
+_NATURAL_ROWS = 16  # above them codes as they are go to the vendor's product
+_FP8_CHIP = 89  # from which on there is one of FP8
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -158,7 +160,7 @@ def make_cases(
     shapes = list(shapes)
     products = {
         count: [
-            _product_case(Product(scheme=scheme, outputs=outputs, inputs=inputs, rows=count), chip)
+            _product_case(Product(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=count), chip)
             for one in shapes
             for outputs, inputs, scheme in one.linears
         ]
@@ -182,12 +184,12 @@ def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.dev
 
 
 def _product_case(work: Product, chip: int) -> Case | None:
-    packed = _packed(work.scheme, work.inputs)
-    if packed is None:
+    packed = _packed(work.scheme, work.inputs, chip)
+    if packed is None or (packed.natural and work.rows > _NATURAL_ROWS):
         return None
     default = choices.default_product(work.rows, packed.bits, chip, packed.span)
-    found = spaces.products(work.rows, bits=packed.bits, span=packed.span, natural=packed.natural)
-    if not set(found) - {default} or (packed.natural and isinstance(default, choices.Vendor)):
+    found = spaces.products(work.rows, bits=packed.bits, span=packed.span, natural=packed.natural, chip=chip)
+    if not set(found) - {default}:
         return None
     bucket = configs.row_bucket(work.rows)
     if bucket is None:
@@ -199,19 +201,26 @@ def _product_case(work: Product, chip: int) -> Case | None:
         label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
         default=default,
         candidates=tuple(found),
+        chip=chip,
         work=work,
     )
 
 
-def _packed(scheme: LinearScheme, inputs: int) -> PackedWeight | None:
-    """A few rows as the kernels have them; None where other kernels run."""
-    weight = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu"))
-    if scheme.activation is None or not scheme.activation.is_per_token:
-        return None if layout.find_span(weight) is None else layout.pack(weight, torch.device("cpu"))
-    whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 8 == 0
-    if scheme.activation.dtype is not INT8 or scheme.weight.dtype is not INT8 or not whole:
-        return None
-    return layout.natural(weight)
+def _packed(scheme: LinearScheme, inputs: int, chip: int) -> PackedWeight | None:
+    """A few rows as the kernels have them, see `kernels.triton.rounded`; None where other kernels run."""
+    weight, rounded = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
+    alike = rounded is not None and rounded.group_size is None and rounded.dtype is scheme.weight.dtype
+    whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 4 == 0
+    if alike and whole and (scheme.weight.dtype is INT8 or (scheme.weight.dtype is FP8 and chip >= _FP8_CHIP)):
+        return layout.natural(weight)
+    return None if layout.find_span(weight) is None else layout.pack(weight, torch.device("cpu"))
+
+
+def _as_measured(scheme: LinearScheme) -> LinearScheme:
+    """The same with inputs rounded as they come: scales found by calibration are not in headers."""
+    if scheme.activation is None or scheme.activation.dynamic:
+        return scheme
+    return replace(scheme, activation=replace(scheme.activation, granularity="token", dynamic=True))
 
 
 def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:
@@ -229,15 +238,17 @@ def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: in
     group = work.query_heads // work.kv_heads
     kind = configs.cache_kind((scheme.key.describe(), scheme.value.describe()), work.head_dim, work.page_size, group)
     label = f"{kv_cache} KV, {work.query_heads}/{work.kv_heads} heads of {work.head_dim}"
+    halved = INT4 in (scheme.key.dtype, scheme.value.dtype)
     if new > 1:
-        halved = INT4 in (scheme.key.dtype, scheme.value.dtype)
+        default = choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved)
         return Case(
             kernel="prefill",
             kind=kind,
             sizes={},
             label=f"{label}, {new} new of {context} tokens",
-            default=choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved),
-            candidates=tuple(spaces.prefills(page_size=work.page_size)),
+            default=default,
+            candidates=tuple(spaces.prefills(page_size=work.page_size, default=default)),
+            chip=chip,
             work=work,
         )
     return Case(
@@ -246,6 +257,7 @@ def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: in
         sizes={"heads": batch * work.kv_heads},
         label=f"{label}, batch {batch} of {context} tokens",
         default=choices.default_decode(work.head_dim, work.page_size),
-        candidates=tuple(spaces.decodes(page_size=work.page_size)),
+        candidates=tuple(spaces.decodes(page_size=work.page_size, widest=work.head_dim, halved=halved)),
+        chip=chip,
         work=work,
     )

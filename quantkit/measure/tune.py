@@ -42,6 +42,7 @@ class Case:
         label: for people.
         default: what runs without a file.
         candidates: what else may run.
+        chip: compute capability.
         work: what a `Problem` is made of.
     """
 
@@ -51,6 +52,7 @@ class Case:
     label: str
     default: Choice
     candidates: tuple[Choice, ...]
+    chip: int
     work: Any = None
 
     @property
@@ -134,7 +136,7 @@ class _Search:
             return self._outcome(None, f"the default: {wrong}")
         self.tried.add(self.case.default)
         best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
-        rivals = self._usable(other for choice in best for other in spaces.refined(choice))
+        rivals = self._usable(other for choice in best for other in spaces.refined(choice, self.case.chip))
         winner = self._halve([*best, *rivals], 1)[0]
         return self._outcome(self._prove(winner))
 

@@ -75,7 +75,7 @@ def gpu(monkeypatch):
 
 def case(one):
     label = f"int4 g128, {one.sizes['outputs']} x 4096, 1 rows"
-    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=ROWS, candidates=())
+    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=ROWS, candidates=(), chip=90)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

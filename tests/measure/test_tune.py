@@ -16,7 +16,9 @@ from quantkit.measure import tune as tuning
 from quantkit.measure.tune import LEAST_GAIN, Case, OutOfTime, search, tune
 
 DEFAULT = choices.default_product(1, 4, 90)
-CANDIDATES = tuple(choice for choice in spaces.products(1, bits=4, span=64, natural=False) if choice != DEFAULT)
+CANDIDATES = tuple(
+    choice for choice in spaces.products(1, bits=4, span=64, natural=False, chip=90) if choice != DEFAULT
+)
 VERSIONS = {"quantkit": "1", "torch": "2", "triton": "3"}
 
 
@@ -28,6 +30,7 @@ def case(outputs=4096, candidates=CANDIDATES):
         label=f"{outputs} outputs",
         default=DEFAULT,
         candidates=candidates,
+        chip=90,
     )
 
 
@@ -63,7 +66,7 @@ def test_the_fastest_wins_and_the_slow_ones_cost_little():
 def test_neighbours_of_the_best_are_measured_too():
     first = CANDIDATES[3]
     neighbour = replace(first, stages=4)
-    assert neighbour in spaces.refined(first)
+    assert neighbour in spaces.refined(first, 90)
     assert neighbour not in CANDIDATES
     found = search(case(), Kernel({first: 8.0, neighbour: 6.0}))
     assert found.entry.choice == neighbour
@@ -115,20 +118,22 @@ def test_a_case_that_is_not_decided_in_time_is_none(steps):
 
 
 def test_spaces_hold_what_files_may_say_and_nothing_twice():
-    for rows, bits, span in itertools.product((1, 4, 16, 32, 64), (2, 4, 8), (64, 32, 16)):
-        first = spaces.products(rows, bits=bits, span=span, natural=False)
+    for rows, bits, span, chip in itertools.product((1, 4, 16, 32, 64), (2, 4, 8), (64, 32, 16), (80, 86, 90)):
+        first = spaces.products(rows, bits=bits, span=span, natural=False, chip=chip)
         assert len(first) == len(set(first))
-        default = choices.default_product(rows, bits, 90)
+        default = choices.default_product(rows, bits, chip)
         assert isinstance(default, choices.Vendor) or any(type(choice) is type(default) for choice in first)
-        for choice in [*first, *(other for one in first for other in spaces.refined(one))]:
+        for choice in [*first, *(other for one in first for other in spaces.refined(one, chip))]:
             check(choice)
     for size in (16, 64):
-        for choice in [*spaces.decodes(page_size=size), *spaces.prefills(page_size=size)]:
+        default = choices.default_prefill(128, size, False, False)
+        decodes = spaces.decodes(page_size=size, widest=128, halved=True)
+        for choice in [*decodes, *spaces.prefills(page_size=size, default=default)]:
             assert choice.tile <= size
-            for other in [choice, *spaces.refined(choice)]:
+            for other in [choice, *spaces.refined(choice, 90)]:
                 check(other)
-    assert not spaces.refined(choices.Vendor())
-    assert choices.Vendor() not in spaces.products(64, bits=8, span=64, natural=True)
+    assert not spaces.refined(choices.Vendor(), 90)
+    assert choices.Vendor() not in spaces.products(64, bits=8, span=64, natural=True, chip=90)
 
 
 def check(choice):

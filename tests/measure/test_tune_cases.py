@@ -128,8 +128,22 @@ def test_rounded_inputs_are_tuned_as_far_as_the_packed_kernel_goes():
     scheme = LinearScheme(weight=WeightScheme(dtype=INT8), activation=ActivationScheme(dtype=INT8))
     cases = make_cases([Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)], **OPTIONS)
     products = [case for case in cases if case.kernel == "product"]
+    assert [case.sizes["rows"] for case in products] == [1, 4, 16]
     assert all("natural" in case.kind for case in products)
     assert not any(Vendor() in case.candidates for case in products)
+
+
+def test_which_weights_with_rounded_inputs_stay_as_they_are():
+    def kinds(weight, chip, **rounded):
+        scheme = LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES["fp8"], **rounded))
+        one = Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)
+        return {case.kind for case in make_cases([one], **{**OPTIONS, "chip": chip}) if case.kernel == "product"}
+
+    fp8 = WeightScheme(dtype=DTYPES["fp8"])
+    assert kinds(fp8, 90) == {"e4m3, per output, span 64, natural"}
+    assert kinds(fp8, 80) == {"e4m3, per output, span 32"}
+    assert kinds(fp8, 90, granularity="tensor", dynamic=False) == {"e4m3, per output, span 64, natural"}
+    assert kinds(WeightScheme(dtype=INT4, group_size=32), 90) == {"4 bits, groups of 32, span 16"}
 
 
 def test_a_checkpoint_is_read_by_its_headers(models, monkeypatch):

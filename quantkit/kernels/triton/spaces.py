@@ -1,8 +1,9 @@
 """Which choices are worth measuring: for each kernel a first look at tiles and warps, then the neighbours of the best.
 
-Seeds are what tuned kernels of others run with on Hopper: 16 to 128 outputs and 4 or 8 warps of a tile, 8 to 32 outputs
-and 1 to 8 warps of rows. What does not fit the registers of a thread is left out by arithmetic, and the rest has been
-compiled for every chip (`evals/gpu/compile_check.py --candidates`); whoever measures still drops what spills.
+Seeds are what tuned kernels of others run with on Hopper: 16 to 128 outputs and 4 or 8 warps of a tile, 4 to 32 outputs
+and 1 to 8 warps of rows, loads under way in both. What does not fit the registers of a thread, or the memory that the
+threads of a block share, is left out by arithmetic; its limits come from compiling for every chip
+(`evals/gpu/compile_check.py --candidates`). Whoever measures still drops what spills.
 Source: gemlite's configurations for H100; TileOPs on matrix-vector products on H200; kernels of vLLM and exllamav3.
 """
 
@@ -16,69 +17,82 @@ from quantkit.kernels.triton.choices import ROW_LIMIT, Choice, Decode, Prefill, 
 
 _LANES = 32
 _LEAST_WORDS = 4  # of a thread: one load of 16 bytes
-_MOST_SUMS = 64  # of a thread: registers for the sums of a group and for those of all groups
-_MOST_WORDS = 32  # of a thread: registers that a block's words take
+_MOST_WORDS = {2: 8, 4: 16, 8: 16}  # of a thread of rows, by bits: all their fields are in registers
+_MOST_SUMS = {Rows: 32, Tile: 64}  # of a thread; as many registers again are for the sums of one group
+_ROW_TILES = (256, 512, 1024, 2048)  # words
+_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+_LEAST_SHARED_KIB = 99
 
 
-def products(rows: int, *, bits: int, span: int, natural: bool) -> list[Product]:
+def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> list[Product]:
     """How to multiply so many rows with a packed weight: tiles and warps.
 
     Args:
         rows: M, one of `choices.ROW_BUCKETS`.
         bits, span: of the weight.
-        natural: INT8 codes as they are, which nothing decodes into memory.
+        natural: codes as they are, which nothing decodes into memory.
+        chip: compute capability.
     """
     found: list[Product] = []
     if rows <= ROW_LIMIT:
         found += [
-            Rows(block_n=block_n, warps=warps, stages=1, programs=8)
-            for block_n in (4, 8, 16, 32)
+            Rows(block_n=words // span, warps=warps, stages=2, programs=8)
+            for words in _ROW_TILES
             for warps in (1, 2, 4, 8)
-            if _rows_fit(rows, block_n, warps, span)
+            if _rows_fit(rows, words // (_LANES * warps), bits)
         ]
     if rows > 1 and bits > 2:
-        found += [
+        tiles = [
             Tile(block_m=block_m, block_n=block_n, warps=warps, stages=2, programs=2)
             for block_m in _block_rows(rows)
             for block_n in (32, 64, 128)
             for warps in (4, 8)
-            if _tile_fits(block_m, block_n, warps, span)
+            if block_m * block_n // (_LANES * warps) <= _MOST_SUMS[Tile] and block_n * span // (_LANES * warps) <= 32
         ]
+        found += [tile for tile in tiles if _tile_bytes(tile) <= _shared(chip)]
     if rows > 16 and not natural:
         found.append(Vendor())
     return found
 
 
-def decodes(*, page_size: int) -> list[Decode]:
-    """How sequences with one new token read their pages."""
+def decodes(*, page_size: int, widest: int, halved: bool) -> list[Decode]:
+    """How sequences with one new token read their pages.
+
+    Args:
+        page_size: tokens of a page.
+        widest: channels of a key or a value.
+        halved: two share a byte.
+    """
     return [
         Decode(tile=tile, warps=warps, stages=2, programs=2, least_tiles=4, most_parts=64)
         for tile in (16, 32, 64)
         for warps in (2, 4, 8)
-        if tile <= page_size
+        # Keys or values of a tile as numbers, and sums of 16 rows, by thread.
+        if tile <= page_size and (tile + 16) * widest <= (80 if halved else 128) * _LANES * warps
     ]
 
 
-def prefills(*, page_size: int) -> list[Prefill]:
-    """How sequences with several new tokens read their pages and fresh keys."""
+def prefills(*, page_size: int, default: Prefill) -> list[Prefill]:
+    """How sequences with several new tokens read their pages and fresh keys: nothing larger than the default."""
     return [
         Prefill(rows=rows, tile=tile, warps=warps, stages=2)
-        for rows in (32, 64, 128)
-        for tile in (32, 64)
-        for warps in (4, 8)
-        if tile <= page_size
+        for rows in (default.rows // 2, default.rows)
+        for tile in (default.tile // 2, default.tile)
+        for warps in sorted({default.warps, 8})
+        if 16 <= tile <= page_size and rows >= 16
     ]
 
 
-def refined(choice: Choice) -> list[Choice]:
+def refined(choice: Choice, chip: int) -> list[Choice]:
     """Neighbours of a choice that did well: loads under way, and parts that a product or a sequence is cut into."""
     if isinstance(choice, Rows):
         return _varied(choice, stages=(1, 2, 3, 4), programs=(2, 4, 8, 16, 32))
     if isinstance(choice, Tile):
-        return _varied(choice, stages=(1, 2, 3, 4), programs=(1, 2, 4, 8))
+        found = _varied(choice, stages=(1, 2, 3, 4), programs=(1, 2, 4, 8))
+        return [other for other in found if isinstance(other, Tile) and _tile_bytes(other) <= _shared(chip)]
     if isinstance(choice, Decode):
-        return _varied(choice, stages=(1, 2, 3), programs=(1, 2, 4), least_tiles=(1, 2, 4, 8))
-    return _varied(choice, stages=(1, 2, 3)) if isinstance(choice, Prefill) else []
+        return _varied(choice, programs=(1, 2, 4), least_tiles=(1, 2, 4, 8))
+    return _varied(choice, stages=(1, 2)) if isinstance(choice, Prefill) else []
 
 
 def _varied(choice: Rows | Tile | Decode | Prefill, **values: Iterable[int]) -> list[Choice]:
@@ -94,11 +108,14 @@ def _block_rows(rows: int) -> tuple[int, ...]:
     return (most,) if most == 16 else (most // 2, most)
 
 
-def _rows_fit(rows: int, block_n: int, warps: int, span: int) -> bool:
-    words = block_n * span // (_LANES * warps)
-    return words >= _LEAST_WORDS and rows * words <= _MOST_SUMS
+def _rows_fit(rows: int, words: int, bits: int) -> bool:
+    return _LEAST_WORDS <= words <= _MOST_WORDS[bits] and rows * words <= _MOST_SUMS[Rows]
 
 
-def _tile_fits(block_m: int, block_n: int, warps: int, span: int) -> bool:
-    threads = _LANES * warps
-    return block_m * block_n // threads <= _MOST_SUMS and block_n * span // threads <= _MOST_WORDS
+def _tile_bytes(tile: Tile) -> int:
+    """Shared memory, rather too much: inputs of four fields of 64 words that are under way, and decoded ones of one."""
+    return tile.stages * tile.block_m * 64 * 4 * 2 + tile.block_n * 64 * 2 + 4096
+
+
+def _shared(chip: int) -> int:
+    return 1024 * _SHARED_KIB.get(chip, _LEAST_SHARED_KIB)
