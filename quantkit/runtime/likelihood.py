@@ -14,10 +14,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
+from quantkit.kernels.transfer import send
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.runner import Piece
 from quantkit.runtime.types import SamplingParams, Sequence
@@ -275,7 +277,7 @@ class _Run:
             at += piece.num_logits
         if not owners:
             return
-        row, token = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+        row, token = send(logits.device, np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
         counts = [count for _, count in owners]
         scored = torch.split_with_sizes(logits.log_softmax(-1)[row, token].cpu(), counts)
         greedy = torch.split_with_sizes((logits.argmax(-1)[row] == token).cpu(), counts)

@@ -111,3 +111,19 @@ def test_a_step_and_its_choice_wait_for_nothing(no_wait, weights, kv, mix):
     assert (tokens.device, tokens.shape, tokens.dtype) == (META, (len(rows),), torch.int64)
     # And the next step takes them from there.
     assert choose(runner.run(pieces, tokens), rows).shape == (len(rows),)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+def test_prompts_wait_for_nothing_either(no_wait, kv):
+    """A chunk over a page's border, drafts and a decode in one step."""
+    model = make_model("tiny", "w4a16 head8", META)
+    cache = KVCache(model.layouts(kv_scheme(kv), PAGE), 64, 8, META)
+    runner = Runner(model, cache, max_sequences=8, max_pages=8, page_size=PAGE, device=META)
+    spans = ((0, 3, PAGE + 7, 1), (1, 9, 10, 1), (2, 20, 24, 4), (3, 0, 5, 0))
+    pieces = [
+        Piece(SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], tabled=0), [5] * (end - start), start, wanted)
+        for i, start, end, wanted in spans
+    ]
+    drafting = sequence(SamplingParams(temperature=1.0), drafts=(1, 2, 3))
+    rows = [(sequence(SamplingParams()), 0)] * 2 + [(drafting, ahead) for ahead in range(4)]
+    assert choose(runner.step(pieces), rows).shape == (6,)

@@ -244,6 +244,12 @@ def test_draws_are_the_cpus(size):
     # Sums are added in another order: at the border of top-p a token may be in here and out there.
     assert (found.cpu() == expected).float().mean() >= 0.98
     assert torch.equal(sampling.choose(there, draws), found)
+    # Zeros are equal whatever their sign, and a NaN wins.
+    odd = torch.full((3, size), -1.0)
+    odd[0, [9, 300]], odd[1, [9, 300]] = torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])
+    odd[2, 17] = torch.nan
+    assert sampling.choose(odd.to(CUDA), [draws[1], None, draws[5]]).tolist()[1:] == [9, 17]
+    assert sampling.choose(odd.to(CUDA), [None, None, draws[4]]).tolist() == [9, 9, 17]
 
 
 def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):
