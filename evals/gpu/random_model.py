@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "8x1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -45,6 +55,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 64,
     },
 }
+_EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+SHAPES["8x1B"] |= _EXPERTS
+SHAPES["tiny experts"] = {**SHAPES["tiny"], **_EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2}
 # Linears of the blocks, and of the head, by name of the whole; None = bf16.
 WEIGHTS: dict[str, tuple[str | None, str | None]] = {
     "bf16": (None, None),
@@ -70,6 +83,8 @@ class RandomWeights:
     dtype: torch.dtype
     num_bytes: int = 0
     stored_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    reader: tuple[str, ...] = ()  # names of stored tensors, asked for experts in one piece
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Random numbers of about the size that trained ones have."""
@@ -87,10 +102,11 @@ class RandomWeights:
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
         """One linear out of modules that read the same input."""
         shapes = [self._shape(name.rsplit(".", 1)[1]) for name in names]
-        return self.make(sum(rows for rows, _ in shapes), shapes[0][1], self.kind)
+        is_router = names[0].endswith(".gate")  # which nobody quantizes
+        return self.make(sum(rows for rows, _ in shapes), shapes[0][1], None if is_router else self.kind, read_share)
 
-    def make(self, rows: int, width: int, kind: str | None) -> Linear:
-        """A linear of random weights."""
+    def make(self, rows: int, width: int, kind: str | None, read_share: float = 1.0) -> Linear:
+        """A linear of random weights; a decode step reads this much of it."""
         if kind is None:
             weight = torch.randn(rows, width, device=self.device, dtype=self.dtype) * width**-0.5
             result = make_linear(weight, dtype=self.dtype, device=self.device)
@@ -99,7 +115,7 @@ class RandomWeights:
             codes = random_weight(rows, width, scheme, self.device)
             result = make_linear(codes, activation=activation, dtype=self.dtype, device=self.device)
         self.num_bytes += result.stored_bytes
-        self.stored_bytes += result.stored_bytes
+        self.stored_bytes += round(result.stored_bytes * read_share)
         return result
 
     def _shape(self, name: str) -> tuple[int, int]:
@@ -107,11 +123,15 @@ class RandomWeights:
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": config.width, "up_proj": config.width}
         widths = {"o_proj": query, "down_proj": config.width}
+        if config.experts is not None:
+            expert = config.experts.width
+            rows |= {"w1": expert, "w3": expert, "gate": config.experts.num_experts}
+            widths |= {"w2": expert}
         return rows.get(name, config.hidden_size), widths.get(name, config.hidden_size)
 
 
 def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
-    """A Llama of this shape."""
+    """A Llama of this shape, or a Mixtral."""
     read = settings(shape)
     config = read_config(read, find(read))
     kind, head_kind = WEIGHTS[weights]
@@ -132,6 +152,6 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
         eos_ids=(),
         dtype=source.dtype,
         device=device,
-        notes=(),
+        notes=tuple(source.notes),
         stored_cache=StoredCache(num_layers=len(blocks)),
     )

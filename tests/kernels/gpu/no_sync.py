@@ -127,3 +127,15 @@ def test_prompts_wait_for_nothing_either(no_wait, kv):
     drafting = sequence(SamplingParams(temperature=1.0), drafts=(1, 2, 3))
     rows = [(sequence(SamplingParams()), 0)] * 2 + [(drafting, ahead) for ahead in range(4)]
     assert choose(runner.step(pieces), rows).shape == (6,)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+@pytest.mark.parametrize("weights", ["bf16", "w4a16"])
+def test_experts_are_chosen_without_waiting(no_wait, weights, count):
+    model = make_model("tiny experts", weights, META)
+    assert model.why_not_capturable(PAGE) is None
+    cache = KVCache(model.layouts(None, PAGE), 64, 8, META)
+    runner = Runner(model, cache, max_sequences=8, max_pages=8, page_size=PAGE, device=META)
+    holders = [SimpleNamespace(id=i, row=i, pages=[i], tabled=0) for i in range(count)]
+    pieces = [Piece(holder, [1], 5, 1) for holder in holders]
+    assert choose(runner.step(pieces), [(sequence(SamplingParams()), 0)] * count).shape == (count,)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.kernels import ops, reference
+from quantkit.kernels import experts, ops, reference
 from quantkit.kernels.linear import make_linear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
@@ -106,6 +106,52 @@ def test_rotary(rotated, interleaved, dtype):
 def test_gated(activation):
     x = torch.randn(5, 2 * 96).to(torch.bfloat16)
     torch.testing.assert_close(ops.gated(x.cuda(), activation).cpu(), reference.gated(x, activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [None, ("int4", 128, True), ("int4", 32, False), ("int3", 64, True), ("int8", None, True), ("nvfp4", 16, True)],
+    ids=str,
+)
+def test_experts(scheme, dtype):
+    """Few tokens and many, through graphs and without, against the experts one by one in float64."""
+    count, picks, hidden, width = 6, 2, 640, 384
+    torch.manual_seed(0)
+    pairs, decoded = [], []
+    for rows, inputs in ((2 * width, hidden), (hidden, width)) * count:
+        values = (torch.randn(rows, inputs) * inputs**-0.5).to(dtype)
+        if scheme is not None:
+            kind = WeightScheme(dtype=DTYPES[scheme[0]], group_size=scheme[1], symmetric=scheme[2])
+            values = round_to_nearest(values.float(), kind, *minmax_parameters(values.float(), kind, dtype), dtype)
+        decoded.append((values if scheme is None else values.dequantize()).double())
+        pairs.append(make_linear(values, dtype=dtype, device=CUDA))
+    stacked = experts.stack(
+        zip(pairs[::2], pairs[1::2], strict=True), count=count, activation="silu", num_chosen=picks, normalize=True
+    )
+    assert not isinstance(stacked, str), stacked
+
+    def each(number):
+        up, down = decoded[2 * number], decoded[2 * number + 1]
+        return lambda rows: reference.gated(rows @ up.T, "silu") @ down.T
+
+    for tokens in (1, 3, 4, 5, 33, 300, 1000):
+        x, scores = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, count).to(dtype)
+        shared = torch.randn(tokens, hidden).to(dtype)
+        weights, chosen = experts.route(scores, picks, True)
+        every = [each(number) for number in range(count)]
+        expected = experts.run_each(x.double(), chosen, weights, every, shared.double())
+        inputs = x.to(CUDA), scores.to(CUDA), shared.to(CUDA), None
+        found = stacked(*inputs)
+        close = 2e-2 if dtype == torch.bfloat16 else 4e-3
+        assert (found.cpu().double() - expected).abs().max() < close * expected.abs().max(), tokens
+        assert torch.equal(stacked(*inputs), found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = stacked(*inputs)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, found)
 
 
 ATTENTION = {

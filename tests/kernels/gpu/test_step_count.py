@@ -20,6 +20,10 @@ from step_count import count_step
 found = {}
 for count in (1, 2):
     SHAPES[f"{count} of 8B"] = {**SHAPES["8B"], "num_hidden_layers": count}
+for weights in ("bf16", "w4a16"):
+    count, model = count_step("8x1B", weights, "auto", 1, 1024)
+    experts = [f"{name} {number}" for name, number in sorted(count.launches.items()) if name in sys.argv]
+    found[f"8x1B {weights}"] = [count.bytes_read / model.stored_bytes, count.per_layer, experts]
 for weights in ("bf16", "w8a8", "w4a16 head8"):
     for kv in ("auto", "int4"):
         count, model = count_step("8B", weights, kv, 1, 1024)
@@ -29,6 +33,9 @@ print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
 MOST = {"bf16": 10.3, "w8a8": 14.3, "w4a16 head8": 10.3}
+
+MOST["8x1B"] = 11.6
+EXPERT_KERNELS = ("expert_rows_kernel", "expert_tile_kernel", "route_kernel", "sort_kernel", "combine_kernel")
 
 # Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
 # What another head gives is widened to float32 in a launch of its own; a packed one does that itself.
@@ -40,10 +47,21 @@ def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
     """The sum over all launches of what they read is what the plan says a step reads, to 1 %."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     said = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        [sys.executable, "-c", SCRIPT, *EXPERT_KERNELS],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
     )
     assert said.returncode == 0, said.stderr[-3000:]
-    for name, (share, per_layer, outside) in json.loads(said.stdout.splitlines()[-1]).items():
+    found = json.loads(said.stdout.splitlines()[-1])
+    for weights in ("bf16", "w4a16"):
+        share, per_layer, experts = found.pop(f"8x1B {weights}")
+        assert share == pytest.approx(1.0, abs=0.01), weights
+        assert per_layer <= MOST["8x1B"], weights
+        assert experts == ["expert_rows_kernel 32", "route_kernel 16"], weights  # two products and a choice per layer
+    for name, (share, per_layer, outside) in found.items():
         assert share == pytest.approx(1.0, abs=0.01), name
         assert per_layer <= MOST[name.rpartition(" ")[0]], name
         assert outside == OUTSIDE[name.rpartition(" ")[0]], name
