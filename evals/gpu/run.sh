@@ -58,6 +58,8 @@ bench greedy 55 "$@"
 bench peer 40 "$@"
 bench quantization 40 "$@"
 bench sanitizer 25 "$@"
+# Takes too long to be part of the whole: only where PARTS names it.
+[[ " ${PARTS:-} " != *" tune "* ]] || bench tune 60 "$@"
 part page 5 "$PYTHON" evals/gpu/page.py --results "$OUT" --write "$OUT/performance.md"
 echo "== all parts: $(($(date +%s) - started)) s, $failed failed" | tee -a "$LOG"
 exit "$failed"

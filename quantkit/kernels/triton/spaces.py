@@ -17,7 +17,7 @@ from quantkit.kernels.triton.choices import ROW_LIMIT, Choice, Decode, Prefill, 
 
 _LANES = 32
 _LEAST_WORDS = 4  # of a thread: one load of 16 bytes
-_MOST_WORDS = {2: 8, 4: 16, 8: 16}  # of a thread of rows, by bits: all their fields are in registers
+_MOST_WORDS = 16  # of a thread of rows; half where they have 16 fields, or a scale and a zero for each field
 _MOST_SUMS = {Rows: 32, Tile: 64}  # of a thread; as many registers again are for the sums of one group
 _ROW_TILES = (256, 512, 1024, 2048)  # words
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -39,7 +39,7 @@ def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> li
             Rows(block_n=words // span, warps=warps, stages=2, programs=8)
             for words in _ROW_TILES
             for warps in (1, 2, 4, 8)
-            if _rows_fit(rows, words // (_LANES * warps), bits)
+            if _rows_fit(rows, words // (_LANES * warps), bits, span)
         ]
     if rows > 1 and bits > 2:
         tiles = [
@@ -108,8 +108,9 @@ def _block_rows(rows: int) -> tuple[int, ...]:
     return (most,) if most == 16 else (most // 2, most)
 
 
-def _rows_fit(rows: int, words: int, bits: int) -> bool:
-    return _LEAST_WORDS <= words <= _MOST_WORDS[bits] and rows * words <= _MOST_SUMS[Rows]
+def _rows_fit(rows: int, words: int, bits: int, span: int) -> bool:
+    most = _MOST_WORDS // 2 if bits == 2 or span < 64 else _MOST_WORDS
+    return _LEAST_WORDS <= words <= most and rows * words <= _MOST_SUMS[Rows]
 
 
 def _tile_bytes(tile: Tile) -> int:

@@ -1,0 +1,75 @@
+"""What `quantkit tune` chooses for an 8B Llama in the time there is; writes tune.json as kernels read it.
+
+Not part of the whole run, for which it takes too long: PARTS=tune evals/gpu/run.sh.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from timing import dtype_on, parse
+
+from quantkit.kernels.triton import spaces
+from quantkit.measure import tune as tuning
+from quantkit.measure._tune_cases import Shapes, make_cases
+from quantkit.measure._tune_problems import opener
+from quantkit.measure.tune import Outcome
+from quantkit.measure.tune_device import TuneOptions, tune_device, versions
+from quantkit.numerics.dtype import INT4
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
+
+OPTIONS = TuneOptions(shapes=("8B",), rows=(1, 16), batches=(32,), kv_types=("auto", "int8", "int4"))
+TINY = Shapes(
+    linears=((64, 512, LinearScheme(weight=WeightScheme(dtype=INT4, group_size=128))),),
+    query_heads=4,
+    kv_heads=2,
+    head_dim=32,
+)
+
+
+def report(outcome: Outcome | None, number: int, total: int) -> None:
+    """A line for each case."""
+    if outcome is not None:
+        found = outcome.problem if outcome.entry is None else f"{outcome.entry.ratio:.3f} {outcome.entry.choice}"
+        print(f"{number}/{total} {outcome.case.label}: {found}, dropped {outcome.dropped or 'none'}", flush=True)
+
+
+def rehearse(seconds: float, path: Path) -> None:
+    """The same through Triton's interpreter, few candidates and samples: whatever is fastest there says nothing."""
+    spaces.refined = lambda choice, chip: []
+    tuning._FIRST_SAMPLES, tuning._LAST_SAMPLES = 1, 3
+    cases = make_cases([TINY], rows=(1, 5), batches=(1,), context=40, kv_types=("int8",), chip=0)
+    few = [replace(case, candidates=case.candidates[-1:]) for case in cases]
+    place = torch.device("cpu")
+    made = tuning.tune(
+        few,
+        opener(place, dtype_on("cpu")),
+        path=path,
+        device="Triton's interpreter",
+        capability=0,
+        versions=versions(),
+        seconds=seconds,
+        again=True,
+        report=report,
+    )
+    print(f"{len(made.outcomes)} of {len(few)} cases, {made.num_left} left")
+    assert all(outcome.entry is not None and not outcome.dropped for outcome in made.outcomes), made.outcomes
+
+
+def main() -> None:
+    """Tune, or rehearse it."""
+    arguments = parse()
+    path = Path(os.environ.get("OUT", "evals/results/gpu")) / "tune.json"
+    if arguments.device == "cpu":
+        with torch.inference_mode():
+            rehearse(arguments.seconds, path)
+        return
+    made = tune_device(OPTIONS, seconds=arguments.seconds, again=True, output=path, report=report)
+    print(f"{len(made.outcomes)} cases, {made.num_left} left; {path}")
+
+
+if __name__ == "__main__":
+    main()
