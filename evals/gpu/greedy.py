@@ -4,7 +4,7 @@ The weights are rounded as each shipped recipe stores them (to nearest: how they
 The CPU computes in float32, the GPU in float16, so two words that are almost equally likely may change places: where
 the text differs, the distance of the two best logits on the CPU is shown, and below 1 % of their range it counts as a
 tie. Recipes that round activations are shown, not judged: a last bit before that rounding is a whole step after it.
-Exit code 1 if anything else differs.
+Exit code 1 if anything else differs. MODELS="folder folder" adds other models as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = {"alone, graph": (1, True), "batch, graph": (8, True), "batch, eager": (8
 
 
 def variants(tiny: bool) -> Iterator[tuple[str, str, str, bool]]:
-    """Name of the number types, recipe ("" = the model as it is), KV type, and whether activations are rounded."""
+    """Name, recipe ("" = the demo model as it is) or folder, KV type, and whether activations are rounded."""
     if tiny:
         yield "as it is", "", "int8", False
         return
@@ -51,6 +51,9 @@ def variants(tiny: bool) -> Iterator[tuple[str, str, str, bool]]:
             yield name, name, "auto", "activations" in source
     for kv in ("int8", "fp8", "int4"):
         yield "rtn-int4", "rtn-int4", kv, False
+    for folder in os.environ.get("MODELS", "").split():
+        for kv in ("auto", "int8", "fp8", "int4"):
+            yield Path(folder).name, folder, kv, False
 
 
 def make(recipe: str, folder: Path) -> None:
@@ -75,14 +78,14 @@ class Checkpoints:
     def __init__(self, recipes: Iterable[str], work: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._work, self._made = work, {}
-        for recipe in dict.fromkeys(recipes):
+        for recipe in dict.fromkeys(name for name in recipes if name and not Path(name).is_dir()):
             command = [sys.executable, __file__, "--make", recipe, str(work / recipe)]
             self._made[recipe] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def path(self, recipe: str) -> Path | None:
-        """Where one is, once it is there; None = the demo model as it is."""
-        if not recipe:
-            return None
+        """Where one is, once it is there; other models are as they are, the demo model is None."""
+        if recipe not in self._made:
+            return Path(recipe) if recipe else None
         _, said = self._made[recipe].communicate()
         if self._made[recipe].returncode:
             raise RuntimeError(f"not made: {said.strip().splitlines()[-1]}")
@@ -146,7 +149,7 @@ def bench(arguments: argparse.Namespace, results: Results) -> int:
     num_tokens = 2 if arguments.tiny else 48
     todo = list(variants(arguments.tiny))
     with tempfile.TemporaryDirectory() as folder:
-        made = Checkpoints([recipe for _, recipe, _, _ in todo if recipe], Path(folder))
+        made = Checkpoints([recipe for _, recipe, _, _ in todo], Path(folder))
         for name, recipe, kv, rounds in todo:
             memory: dict[str, Any] = {}
             for way in ("batch, eager",) if arguments.tiny else WAYS:

@@ -71,9 +71,7 @@ def _continuous(transformers: Any, model: Any, ids: torch.Tensor, count: int) ->
         raise Absent(f"transformers {transformers.__version__} has no generate_batch")
     if not ids.is_cuda:
         raise Absent("transformers' continuous batching is measured on a CUDA device only")
-    config = transformers.GenerationConfig(
-        max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
-    )
+    config = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
     done = model.generate_batch(inputs=ids.tolist(), generation_config=config)
     if len(done) != len(ids):
         raise RuntimeError(f"{len(done)} of {len(ids)} requests came back")

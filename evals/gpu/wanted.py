@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PARTS = ("machine", "linears", "attention", "prefill", "end_to_end", "peer", "quantization", "greedy", "sanitizer")
+PARTS = (
+    "machine",
+    "linears",
+    "experts",
+    "attention",
+    "prefill",
+    "end_to_end",
+    "peer",
+    "quantization",
+    "greedy",
+    "sanitizer",
+)
 NEAR = ("8192 squared", "8B gate+up", "8B down", "8B qkv", "8B output")
 # Who else multiplies the same numbers; the first part of a name that fits.
 RIVALS = {

@@ -128,7 +128,7 @@ def test_all_parts_run_on_tiny_shapes(tmp_path):
         pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")
-    parts = "machine linears attention end_to_end greedy peer quantization sanitizer page"
+    parts = "machine linears experts attention end_to_end greedy peer quantization sanitizer page"
     variables = {"OUT": str(tmp_path), "PARTS": parts, "PYTHON": sys.executable, "REHEARSAL": "20"}
     done = run("bash", str(GPU / "run.sh"), "--device", "cpu", "--tiny", **variables)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
