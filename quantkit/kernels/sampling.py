@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,18 +112,17 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
     Returns:
         logits over temperature (R, C), -inf where excluded; and the token ids (R, C) they belong to, None = all V.
     """
-    size = logits.shape[-1]
-    limits = np.array([min(draw.top_k or size, size) for draw in draws])
-    numbers = [(max(draw.temperature, COLDEST), draw.top_p, draw.min_p) for draw in draws]
-    counts, table = send(logits.device, limits, np.array(numbers, dtype=np.float32))
-    temperatures, shares, least = table.unsqueeze(-1).unbind(1)  # (R, 1) each
-    scaled = logits / temperatures
+    device = logits.device
+    scaled = logits / _column(device, [max(draw.temperature, COLDEST) for draw in draws])
     bound: Tensor | None = None
     if any(draw.min_p > 0 for draw in draws):
-        bound = scaled.amax(-1, keepdim=True) + least.log()
+        bound = scaled.amax(-1, keepdim=True) + _column(device, [draw.min_p for draw in draws]).log()
     if any(draw.top_k is not None or draw.top_p < 1 for draw in draws):
-        width = min(size, max([_FEW, *(int(count) + 1 for count in limits if count < size)]))
-        return _nucleus(scaled, bound, counts.unsqueeze(-1), shares, width)
+        size = logits.shape[-1]
+        limits = [min(draw.top_k or size, size) for draw in draws]
+        counts, shares = _column(device, limits, np.int64), _column(device, [draw.top_p for draw in draws])
+        width = min(size, max([_FEW, *(limit + 1 for limit in limits if limit < size)]))
+        return _nucleus(scaled, bound, counts, shares, width)
     return scaled if bound is None else scaled.masked_fill(scaled < bound, -torch.inf), None
 
 
@@ -146,6 +145,11 @@ def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tenso
             bound = bound if least is None else torch.maximum(bound, least)
             return values.masked_fill(values < bound, -torch.inf), ids
         width = size
+
+
+def _column(device: torch.device, values: Sequence[float], dtype: Any = np.float32) -> Tensor:
+    (column,) = send(device, np.array(values, dtype=dtype))
+    return column.unsqueeze(-1)
 
 
 def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
