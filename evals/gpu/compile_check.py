@@ -81,6 +81,8 @@ CODES = {
     "fp8 channel in order": (torch.uint8,),
 }
 
+ROUNDINGS = (Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.5))
+
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor without memory."""
@@ -278,6 +280,9 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         x = meta(4, width, dtype=dtype)
         for residual in (None, x):
             norms.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, residual)
+        for rounding in ROUNDINGS if width >= 4096 else ():
+            recorder.label = f"{width} features to {rounding.name}" + (", fixed scale" if rounding.step else "")
+            norms.rounded_rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x, rounding)
     angles = meta(4, 64, dtype=torch.float32)
     for interleaved in (False, True):
         recorder.label = "interleaved" if interleaved else "halves"
@@ -285,6 +290,9 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
     for name in ("silu", "gelu_pytorch_tanh"):
         recorder.label = name
         norms.gated(meta(4, 2 * 14336, dtype=dtype), name)
+    for rounding in ROUNDINGS:
+        recorder.label = f"silu to {rounding.name}" + (", fixed scale" if rounding.step else "")
+        norms.rounded_gated(meta(4, 2 * 14336, dtype=dtype), "silu", rounding)
 
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import _native_linear, _torch_linear, triton
+from quantkit.kernels.rounded import RoundedRows, Rounding
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -43,6 +44,16 @@ class Linear(Protocol):
             (T, N) in the dtype of x.
         """
         ...
+
+
+def rounding_of(linear: object) -> Rounding | None:
+    """How a linear, or what begins with one, rounds its inputs, if it takes rows that are rounded so already."""
+    return getattr(linear, "rounds", None)
+
+
+def multiply(linear: Linear, x: Tensor | RoundedRows) -> Tensor:
+    """`linear(x)`; rounded rows only where `rounding_of` says how."""
+    return linear(x)  # type: ignore[arg-type]
 
 
 class _Permuted:

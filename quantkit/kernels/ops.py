@@ -12,8 +12,9 @@
 |                | fresh tokens, quantize those into pages      |           | all KV types   | all KV types    |
 
 Triton versions are in `kernels/triton` and imported when the first tensor on a CUDA device comes by.
-Linear layers have layouts of their own and live in `linear`. Shapes: T tokens, K features, H heads, D channels of a
-head, R channels that rotate, I width of the feed-forward layer.
+Linear layers have layouts of their own and live in `linear`; some want their inputs rounded, which norms and gates do
+in the same launch (`rounded_rms_norm`, `rounded_gated`).
+Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from quantkit.kernels._native_attention import is_available as _has_native_atten
 from quantkit.kernels.attention import AttentionOptions, HeadNorms, RotatedAttention, TorchAttention
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.rounded import RoundedRows, Rounding
 from quantkit.numerics.kv_cache import hadamard
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rotary_",
+    "rounded_gated",
+    "rounded_rms_norm",
 ]
 
 
@@ -192,6 +196,30 @@ def add_rms_norm(
     return reference.add_rms_norm(x, residual, weight, eps, offset=offset) if out is None else out
 
 
+def rounded_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: float, rounding: Rounding
+) -> tuple[Tensor | RoundedRows, Tensor]:
+    """`rms_norm` or `add_rms_norm`, its outputs rounded to 8 bits in the same launch where there is a kernel for it.
+
+    Args:
+        x, weight, eps, offset: see `rms_norm`.
+        residual: as x, or None.
+        rounding: of the outputs, after they have been rounded to the dtype of x.
+    Returns:
+        normed: rounded, or not, which the linears that read it do then.
+        total: x + residual.
+    """
+    if triton.is_used(x.device):
+        from quantkit.kernels.triton import norms
+
+        found = norms.rounded_rms_norm(x, weight, eps, offset, residual, rounding)
+        if found is not None:
+            return found
+    if residual is None:
+        return rms_norm(x, weight, eps, offset=offset), x
+    return add_rms_norm(x, residual, weight, eps, offset=offset)
+
+
 def rotary_(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -247,3 +275,19 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
             return found
     out = _native_ops.gated(gate_up, activation)
     return reference.gated(gate_up, activation) if out is None else out
+
+
+def rounded_gated(gate_up: Tensor, activation: str, rounding: Rounding) -> Tensor | RoundedRows:
+    """`gated`, its outputs rounded to 8 bits in the same launch where there is a kernel for it.
+
+    Args:
+        gate_up, activation: see `gated`.
+        rounding: of the outputs, after they have been rounded to the dtype of gate_up.
+    """
+    if triton.is_used(gate_up.device):
+        from quantkit.kernels.triton import norms
+
+        found = norms.rounded_gated(gate_up, activation, rounding)
+        if found is not None:
+            return found
+    return gated(gate_up, activation)

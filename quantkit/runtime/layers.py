@@ -7,17 +7,19 @@ business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.linear import Linear, multiply, rounding_of
+from quantkit.kernels.rounded import RoundedRows, Rounding
 from quantkit.runtime.kv_cache import KVCache
 
 Angles = ops.Angles
+Rows = Tensor | RoundedRows
 
 
 class Norm(Protocol):
@@ -52,6 +54,44 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `Norm`."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+
+
+class RoundingNorm:
+    """An RMS norm before linears that all round their inputs alike: it does that for them, in the same launch.
+
+    Args:
+        norm: of the stream.
+        rounding: of what linears read.
+    """
+
+    __slots__ = ("_norm", "_rounding")
+
+    def __init__(self, norm: RMSNorm, rounding: Rounding) -> None:
+        self._norm, self._rounding = norm, rounding
+
+    def __call__(self, x: Tensor) -> Rows:
+        """Normed x, rounded where there is a kernel for it."""
+        return self._apply(x, None)[0]
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Rows, Tensor]:
+        """Likewise the normed sum of x and residual, and the sum itself."""
+        return self._apply(x, residual)
+
+    def _apply(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
+        norm, rounding = self._norm, self._rounding
+        return ops.rounded_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, rounding=rounding)
+
+
+def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | RoundingNorm | None:
+    """The norm itself, or one that rounds for its readers.
+
+    Args:
+        norm: None = none.
+        readers: all that read what it gives.
+    """
+    wanted = {rounding_of(reader) for reader in readers}
+    rounding = wanted.pop() if len(wanted) == 1 else None
+    return RoundingNorm(norm, rounding) if isinstance(norm, RMSNorm) and rounding is not None else norm
 
 
 class LayerNorm:
@@ -94,10 +134,12 @@ class SideBySide:
         self.out_features = sum(linear.out_features for linear in self.linears)
         self.stored_bytes = sum(linear.stored_bytes for linear in self.linears)
         self.description = " | ".join(linear.description for linear in self.linears)
+        wanted = {rounding_of(linear) for linear in self.linears}
+        self.rounds = wanted.pop() if len(wanted) == 1 else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """(T, K) -> (T, sum of N)."""
-        return torch.cat([linear(x) for linear in self.linears], dim=1)
+        return torch.cat([multiply(linear, x) for linear in self.linears], dim=1)
 
 
 class Attention:
@@ -146,22 +188,22 @@ class Attention:
         self._norm_flat = norm_flat
         self._interleaved = interleaved
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
 
         Args:
-            x: (T, H).
+            x: (T, H); rounded only where `qkv` wants it.
             batch: this step.
             cache: read and written.
             angles: cosine and sine (T, R/2) of the new tokens; None = no positions.
         Returns:
             (T, H).
         """
-        qkv = self.qkv(x)
+        qkv = multiply(self.qkv, x)
         query, key, value = qkv[:, : self._query_end], qkv[:, self._query_end : self._key_end], qkv[:, self._key_end :]
         if self._norm_flat and self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(query), self._key_norm(key)
-        tokens, width = x.shape[0], self._head_dim
+        tokens, width = len(x), self._head_dim
         query, key = query.view(tokens, -1, width), key.view(tokens, -1, width)
         if not self._norm_flat and self._query_norm is not None and self._key_norm is not None:
             query, key = self._query_norm(query), self._key_norm(key)
@@ -200,16 +242,25 @@ class MLP:
         gated: whether there is a gate.
     """
 
-    __slots__ = ("_activation", "_function", "down", "up")
+    __slots__ = ("_activation", "_gated", "down", "up")
     is_capturable = True
 
     def __init__(self, up: Linear, down: Linear, activation: str, gated: bool) -> None:
-        self.up, self.down, self._activation = up, down, activation
-        self._function = ops.gated if gated else ops.activate
+        self.up, self.down, self._activation, self._gated = up, down, activation, gated
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rounds(self) -> Rounding | None:
+        """How `up` rounds its inputs, if it does; see `kernels.linear.rounding_of`."""
+        return rounding_of(self.up)
+
+    def __call__(self, x: Rows) -> Tensor:
         """(T, H) -> (T, H)."""
-        return self.down(self._function(self.up(x), self._activation))
+        opened, rounding = multiply(self.up, x), rounding_of(self.down)
+        if not self._gated:
+            return self.down(ops.activate(opened, self._activation))
+        if rounding is None:
+            return self.down(ops.gated(opened, self._activation))
+        return multiply(self.down, ops.rounded_gated(opened, self._activation, rounding))
 
 
 class Block:
@@ -234,7 +285,7 @@ class Block:
         self,
         *,
         attention: Attention,
-        mlp: Callable[[Tensor], Tensor],
+        mlp: Callable[[Tensor], Tensor] | MLP,
         input_norm: Norm | None,
         attention_norm: Norm | None,
         mlp_norm: Norm | None,
@@ -244,8 +295,9 @@ class Block:
         rope: int | None,
     ) -> None:
         self.attention, self.mlp, self.rope = attention, mlp, rope
-        self._input_norm, self._attention_norm = input_norm, attention_norm
-        self._mlp_norm, self._output_norm = mlp_norm, output_norm
+        shared = [mlp] if parallel and mlp_norm is None else []
+        self._input_norm, self._attention_norm = norm_for(input_norm, [attention.qkv, *shared]), attention_norm
+        self._mlp_norm, self._output_norm = norm_for(mlp_norm, [mlp]), output_norm
         self._parallel, self._scale = parallel, scale
 
     def __call__(
@@ -270,7 +322,7 @@ class Block:
             entered = entered if self._mlp_norm is None else self._mlp_norm(x)
         else:
             entered, x = enter(self._mlp_norm, x, attended)
-        added = self.mlp(entered)
+        added = self.mlp(entered)  # type: ignore[arg-type]  # rounded rows only where it wants them
         if self._output_norm is not None:
             added = self._output_norm(added)
         if self._scale != 1.0:
@@ -278,7 +330,17 @@ class Block:
         return x, (attended + added if self._parallel else added)
 
 
+@overload
 def enter(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of a norm that does not round."""
+
+
+@overload
+def enter(norm: Norm | RoundingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
+    """Of one that may."""
+
+
+def enter(norm: Norm | RoundingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
     """Add what is pending to the residual stream and norm the sum.
 
     Args:

@@ -36,6 +36,15 @@ def row_step(largest, is_finite, step, IS_FP8: tl.constexpr, IS_FIXED: tl.conste
 
 
 @triton.jit
+def is_broken(value, IS_FIXED: tl.constexpr):
+    """1 for what cannot be rounded: NaN, and infinity unless the scale is fixed, where it is cut off."""
+    if IS_FIXED:
+        return tl.where(value == value, 0, 1)
+    else:
+        return tl.where(tl.abs(value) < float("inf"), 0, 1)
+
+
+@triton.jit
 def row_codes(value, step, IS_FP8: tl.constexpr):
     """Codes of numbers by their scale; 0 where that is NaN."""
     is_finite = step == step
@@ -58,9 +67,9 @@ def _round_kernel(
     broken = tl.zeros((BLOCK,), tl.int32)
     for index in range(STEPS):
         columns = index * BLOCK + lanes
-        value = tl.abs(tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32))
-        broken |= tl.where(value == value if IS_FIXED else value < float("inf"), 0, 1)
-        largest = tl.maximum(largest, value)
+        value = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        broken |= is_broken(value, IS_FIXED)
+        largest = tl.maximum(largest, tl.abs(value))
     found = row_step(tl.max(largest, 0), tl.max(broken, 0) == 0, step, IS_FP8, IS_FIXED)
     tl.store(scale + row, found)
     for index in range(STEPS):

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.kernels._torch_linear import quantize_tokens
 from quantkit.kernels.rounded import Rounding
-from quantkit.kernels.triton import rounded, w4a16, w8a8
+from quantkit.kernels.triton import norms, rounded, w4a16, w8a8
 from quantkit.kernels.triton.layout import pack
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
@@ -120,3 +120,83 @@ def test_products_of_codes(scheme, rows, name):
     rounded_rows = w8a8.round_rows(x, Rounding(name=name))
     found = w4a16.multiply(rounded_rows.codes, pack(weight, CPU), None, rounded_rows.scale.view(-1), torch.float32)
     check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
+
+
+@pytest.mark.parametrize("rounding", [Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.02)])
+@pytest.mark.parametrize("width", [100, 512])
+def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
+    """Bit for bit, also where a row cannot be rounded; the sum with the residual is the same."""
+    x, residual, weight = (torch.randn(*shape).to(torch.float16) for shape in ((5, width), (5, width), (width,)))
+    x[1], residual[1], x[2, 3], x[3, 4] = 0.0, 0.0, torch.nan, torch.inf
+    for other in (None, residual):
+        rows, total = norms.rounded_rms_norm(x, weight, 1e-5, 1.0, other, rounding)
+        normed, expected_total = norms.rms_norm(x, weight, 1e-5, 1.0, other)
+        same_rows(rows, w8a8.round_rows(normed, rounding))
+        if other is not None:
+            torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
+    gate_up = torch.cat([x, residual], dim=1)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        rows = norms.rounded_gated(gate_up, activation, rounding)
+        same_rows(rows, w8a8.round_rows(norms.gated(gate_up, activation), rounding))
+    assert norms.rounded_gated(gate_up, "relu", rounding) is None
+    assert norms.rounded_gated(gate_up[:0], "silu", rounding) is None
+
+
+def same_rows(found, expected):
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.codes, expected.codes)
+    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_block_rounds_for_linears_that_want_it(parallel, monkeypatch):
+    """The same bits as with launches of their own; only where all that read a norm want the same."""
+    from quantkit.kernels import ops, triton
+    from quantkit.runtime import layers
+
+    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    # Which tensors on the CPU are not given to.
+    monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps, offset: norms.rms_norm(x, weight, eps, offset)[0])
+    monkeypatch.setattr(
+        ops, "add_rms_norm", lambda x, y, weight, eps, offset: norms.rms_norm(x, weight, eps, offset, y)
+    )
+    monkeypatch.setattr(ops, "gated", norms.gated)
+    int8, fp8 = activation_of("int8", None), activation_of("fp8", None)
+
+    def linear(rows, width, activation):
+        weight = quantized("int8", None, True, (rows, width))
+        return rounded.make_rounded(weight, bias=None, activation=activation, dtype=torch.float16, device=CPU)
+
+    class Attention:
+        def __init__(self, qkv):
+            self.qkv = qkv
+
+        def __call__(self, x, *rest):
+            self.seen = x
+            return layers.multiply(self.qkv, x)
+
+    def run(second, fused):
+        def choose(norm, readers):
+            return layers_norm_for(norm, readers) if fused else norm
+
+        monkeypatch.setattr(layers, "norm_for", choose)
+        torch.manual_seed(0)
+        weights = [torch.randn(64).to(torch.float16) for _ in range(2)]
+        attention = Attention(linear(64, 64, int8))
+        mlp = layers.MLP(linear(128, 64, second), linear(64, 64, int8), "silu", True)
+        first, other = (layers.RMSNorm(weight, 1e-5, 0.0) for weight in weights)
+        block = layers.Block(
+            attention=attention, mlp=mlp, input_norm=first, attention_norm=None, mlp_norm=None if parallel else other,
+            output_norm=None, parallel=parallel, scale=1.0, rope=None,
+        )  # fmt: skip
+        x = torch.randn(3, 64).to(torch.float16)
+        return block(x, x, None, None, None), attention.seen
+
+    layers_norm_for = layers.norm_for
+    for second in (int8, fp8):
+        expected, plain = run(second, False)
+        found, seen = run(second, True)
+        assert isinstance(plain, torch.Tensor)
+        assert isinstance(seen, torch.Tensor) == (parallel and second is fp8)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
