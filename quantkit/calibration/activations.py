@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from quantkit.checkpoint.writer import write_shard
-from quantkit.errors import ResumeError
+from quantkit.errors import CheckpointError, ResumeError
 
 Mode = Literal["ram", "disk"]
 
@@ -35,7 +36,7 @@ class ActivationStore:
         self._memory: list[Tensor] = []
         self.digests: list[str] = []
         for batch in batches:
-            self._append(batch)
+            self._append(finite(batch, "the embedding"))
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
@@ -77,7 +78,7 @@ class ActivationStore:
         """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
         digests: list[str] = []
         for number in range(len(self)):
-            states = forward(self[number]).cpu()
+            states = finite(forward(self[number]).cpu(), f"layer {self._layer}")
             if self._mode == "ram":
                 self._memory[number] = states
             digests += self._save(number, states, self._layer + 1)
@@ -104,3 +105,19 @@ class ActivationStore:
     def _path(self, number: int, layer: int | None = None) -> Path:
         assert self._folder is not None, "disk mode needs a folder"
         return self._folder / str(self._layer if layer is None else layer) / f"{number:05d}.safetensors"
+
+
+def finite(states: Tensor, source: str) -> Tensor:
+    """Hidden states as they are.
+
+    Args:
+        states: of any shape.
+        source: what made them, for the message.
+    Raises:
+        CheckpointError: one of them is not a number, or infinite.
+    """
+    if not torch.isfinite(states).all():
+        raise CheckpointError(
+            f"hidden states after {source} are not finite: the model's weights are broken, or float16 has overflowed"
+        )
+    return states

@@ -25,12 +25,13 @@ from quantkit.conversion._gguf_model import (
     make_metadata,
 )
 from quantkit.conversion.source import Source
-from quantkit.conversion.target import nearest_that_works
+from quantkit.conversion.target import kv_cache_scheme, nearest_that_works
 from quantkit.errors import AuditError, ModelError, SchemeError
 from quantkit.formats import _gguf_blocks as blocks
 from quantkit.formats._gguf_blocks import Block
 from quantkit.formats._gguf_file import GGUFWriter, read_gguf
 from quantkit.formats._gguf_kquants import quantize_q4_k, quantize_q6_k
+from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.gguf import FORMAT, decode_blocks, decode_values, encode_blocks, symmetric_block
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -110,7 +111,30 @@ def write_gguf(
     _read_back(path, tensors, digests)
     stored = Counter(block.name for piece, block in plan if len(piece.shape) == 2)
     carried = sum(piece.local == "weight" and piece.module in source.linears for piece, _ in plan)
-    return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=())
+    return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=_notes(source, plan))
+
+
+def _notes(source: Source, plan: list[tuple[Piece, Block]]) -> tuple[str, ...]:
+    """What the file does not say of the checkpoint, and what it says with more bytes."""
+    notes = []
+    if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
+        notes.append(
+            "What the checkpoint says of its KV cache has no place in a GGUF file: choose the types when running, in "
+            "llama.cpp with --cache-type-k and --cache-type-v"
+        )
+    carried = [(piece, block) for piece, block in plan if piece.local == "weight" and piece.module in source.linears]
+    after = sum(block.num_bytes(piece.shape) for piece, block in carried)
+    names = {name for piece, _ in carried for name in (f"{piece.module}.{n}" for n in source.modules[piece.module])}
+    before = sum(source.reader.info(name).num_bytes for name in names if not name.endswith(".bias"))
+    if after > 1.01 * before > 0:
+        types = Counter(block for _, block in carried)
+        listed = ", ".join(f"{block.name} ({8 * block.size / block.values:g} bits per weight)" for block in types)
+        zeros = "; zero points that Q4_1 cannot hold take Q5_0" if blocks.Q5_0 in types else ""
+        notes.append(
+            f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
+            f"{carried[0][1].values} has a scale of its own{zeros}"
+        )
+    return tuple(notes)
 
 
 def check_model(source: Source, type_name: str | None = None) -> None:

@@ -21,6 +21,8 @@ from quantkit.recipe import Recipe
 from quantkit.results import CacheRecord, LayerRecord
 
 _LATENT = "kv_lora_rank"
+_KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
+_ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
 _SCALED_FORMAT = "compressed-tensors"
 _NO_ENTRY = ("gguf",)
 
@@ -32,14 +34,22 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
         recipe: with what it says about the KV cache.
         config: contents of the model's config.json.
     Raises:
-        ModelError: the model caches something else than keys and values.
+        ModelError: the model, or a layer of it, caches something else than keys and values.
         SchemeError: the format cannot hold what the cache needs.
     """
     goal = recipe.kv_cache
     if goal is None:
         return
     inner = config.get("text_config")
-    latent = config.get(_LATENT) or (inner.get(_LATENT) if isinstance(inner, Mapping) else None)
+    described = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
+    others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
+    if others:
+        raise ModelError(
+            f"some layers of this model keep a state instead of keys and values ({', '.join(others)}), which kv_cache "
+            "does not describe; leave kv_cache out of the recipe"
+        )
+    latent = described.get(_LATENT)
     if latent:
         raise ModelError(
             f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "

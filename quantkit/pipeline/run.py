@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibration.activations import ActivationStore, Mode
+from quantkit.calibration.activations import ActivationStore, Mode, finite
 from quantkit.calibration.dataset import Samples
 from quantkit.calibration.input_scales import calibrate_inputs
 from quantkit.calibration.layer import LayerContext, signal_to_noise_db
@@ -183,7 +183,7 @@ class _Run:
             layer = self._context(index)
             layer.count_tokens()
             first = self.store[0][:1] if self.store else None
-            reference = None if first is None else layer.forward(first)
+            reference = None if first is None else finite(layer.forward(first), name)  # before any step spends time
         for step, label in zip(plan.recipe.steps, plan.recipe.step_names, strict=True):
             with self._phase(label, seconds):
                 step.apply(layer)

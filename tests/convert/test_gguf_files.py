@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -234,3 +235,17 @@ def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
         convert(tmp_path / "q", "gguf", tmp_path / "out.gguf")
     with pytest.raises(SchemeError, match="carried over"):
         convert(tmp_path / "q", "gguf", tmp_path / "out.gguf", type_name="q4_k")
+
+
+def test_what_a_file_leaves_out_and_what_grows_is_said(tmp_path):
+    folder, notes = make_model(tmp_path / "half", dtype=torch.float16), {}
+    for name, recipe, changes in (
+        ("sym", "rtn-int4", []),
+        ("asym", "rtn-int4", ["weights.symmetric=false"]),
+        ("cache", "rtn-int8", ["kv_cache={dtype: int8, granularity: token, outliers: 'off'}"]),
+    ):
+        quantize(folder, recipe, tmp_path / name, overrides=["weights.group_size=32", *changes])
+        notes[name] = convert(tmp_path / name, "gguf", tmp_path / f"{name}.gguf").notes
+    assert notes["sym"] == ()
+    assert re.match(r"The quantized linears grow by \d+ %, to Q5_0 \(5.5 bits per weight\)", notes["asym"][0])
+    assert notes["cache"][0].startswith("What the checkpoint says of its KV cache has no place in a GGUF file")

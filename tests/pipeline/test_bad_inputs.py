@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import quantkit
 from quantkit.cli import main
-from tests.helpers import edit_config, edit_tensors, make_model
+from quantkit.errors import CheckpointError
+from tests.helpers import edit_config, edit_tensors, load_tensors, make_model
 
 RECIPE = """
 name: mine
@@ -296,3 +299,20 @@ def test_a_folder_without_write_permission(tiny_llama, tmp_path):
     assert [line for line in done.stderr.splitlines() if line] == [done.stderr.strip()]
     assert "cannot write" in done.stderr
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("model.layers.1.mlp.gate_proj.weight", r"hidden states after model\.layers\.1 are not finite"),
+        ("model.embed_tokens.weight", "hidden states after the embedding are not finite"),
+    ],
+)
+def test_broken_weights_are_found_before_a_step_works_on_them(tiny_llama, tmp_path, text_file, tensor, message):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    weight = load_tensors(model)[tensor]
+    weight[:, :4] = float("nan") if "embed" in tensor else 3e38  # NaN in a layer is refused as it is read
+    edit_tensors(model, **{tensor.replace(".", "__"): weight})
+    changes = {"calibration.data": str(text_file), "calibration.samples": 4, "calibration.sequence_length": 32}
+    with pytest.raises(CheckpointError, match=message):
+        quantkit.quantize(model, "gptq-int8", tmp_path / "out", overrides=changes)

@@ -161,6 +161,11 @@ def test_a_scale_that_is_not_the_calibrated_one_is_caught(tiny_llama, tmp_path, 
 
 
 def test_what_cannot_be_done_is_refused_early(tiny_llama, tmp_path, text_file):
+    mixed = shutil.copytree(tiny_llama, tmp_path / "mixed")
+    edit_config(mixed, layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(ModelError, match=r"keep a state instead of keys and values \(linear_attention\)"):
+        quantize(mixed, tmp_path / "out", text_file)
+    assert not (tmp_path / "out.partial").exists()
     latent = shutil.copytree(tiny_llama, tmp_path / "latent")
     edit_config(latent, kv_lora_rank=16)
     with pytest.raises(ModelError, match="caches a latent"):
