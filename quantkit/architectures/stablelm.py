@@ -1,10 +1,21 @@
 """StableLM: layer norms, a quarter of each head rotated; by switches a norm for every head and a parallel residual."""
 
-from quantkit.architectures.base import UNSMOOTHED_SETS, Architecture, Parts, QueryKeyNorm, Rope
+from dataclasses import replace
+
+from quantkit.architectures.base import LLAMA_SETS, PARALLEL_SETS, Architecture, Parts, QueryKeyNorm, Rope
+
+_PARALLEL, _IN_TURN = (("use_parallel_residual", True),), (("use_parallel_residual", False),)
 
 ARCHITECTURE = Architecture(
     hf_names=("StableLmForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,  # with a parallel residual one norm feeds both attention and MLP
+    # With a parallel residual one norm feeds both attention and MLP.
+    linear_sets=(
+        replace(LLAMA_SETS[0], when=_IN_TURN),
+        replace(LLAMA_SETS[2], when=_IN_TURN),
+        replace(PARALLEL_SETS[0], when=_PARALLEL),
+        LLAMA_SETS[1],
+        LLAMA_SETS[3],
+    ),
     parts=Parts(parallel_mlp_norm=False),
     norm="layer",
     qk_norm=QueryKeyNorm(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,10 +118,11 @@ def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, inde
     if isinstance(here.mlp, MLP):
         pieces.append((parts.up, here.mlp, there.mlp, "up"))
         pieces.append(((parts.down,), here.mlp, there.mlp, "down"))
+    sets = architecture.sets_of_layer(partial(sources.has, index), sources.original.config)
     for names, mine, other, attribute in pieces:
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
         if any(sources.is_quantized(module) for module in modules):
-            linear = sources.fit(getattr(mine, attribute), names, index, architecture.linear_sets)
+            linear = sources.fit(getattr(mine, attribute), names, index, sets)
             yield sources.unit(index, _unit_name(names), modules, (other, attribute), linear)
     if not isinstance(here.mlp, MLP):
         prefix = f"{sources.layers}.{index}.mlp."
@@ -151,6 +153,10 @@ class _Sources:
     def is_quantized(self, module: str) -> bool:
         """Whether a linear is stored as codes."""
         return is_quantized(module, self.modules.get(module, ()), self._stored[1])
+
+    def has(self, layer: int, name: str) -> bool:
+        """Whether a layer of the original has a linear or norm of this relative name."""
+        return f"{self.layers}.{layer}.{name}.weight" in self.original
 
     def unit(self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any) -> Unit:
         """A unit with its sizes."""

@@ -35,6 +35,7 @@ COUNTS = {
     "deepseek_v3": 9,
     "gpt_oss": 3,
     "olmo2": 2,
+    "stablelm": 4,
 }
 
 
@@ -83,6 +84,7 @@ def test_a_folded_layer_computes_the_same(tmp_path, family):
         ("opt", {"activation_function": "gelu"}, 3),
         ("falcon", {"parallel_attn": False, "new_decoder_architecture": False}, 2),
         ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}, 3),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, 0),
         ("deepseek_v3", {"q_lora_rank": None}, 8),
         ("qwen2_moe", {"mlp_only_layers": [1]}, 4),

@@ -15,7 +15,7 @@ from quantkit.evaluate.damage import Goal, damage_map, propose
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
 from quantkit.results import DamageMap, DamageRecord
-from tests.helpers import TEXT
+from tests.helpers import TEXT, make_model
 
 NAMES = ["q/k/v", "o", "gate/up", "down"]
 CALIBRATED = ["calibration.samples=4", "calibration.sequence_length=64"]
@@ -115,6 +115,17 @@ def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     with swapped([plain]):
         wrong = distances(logits(original, (windows[0],))[0], logits(smoothed, (windows[0],))[0]).mean
     assert wrong > 3 * found.records[0].kl
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, parallel):
+    """StableLM's MLP reads a norm of its own or that of the attention, as config.json says."""
+    model = make_model(tmp_path / "model", "stablelm", use_parallel_residual=parallel)
+    sizes = [f"calibration.data={json.dumps(str(text_file))}", "weights.group_size=32", *CALIBRATED]
+    made, plain = compress(model, tmp_path / "awq", "awq-int4", *sizes), load(model)
+    units = find_units(made, plain)
+    assert all(hasattr(unit.replacement, "_linear") for unit in units if unit.name in ("q/k/v", "gate/up"))
+    assert 0.5 < damage_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
 
 
 def test_what_was_left_alone_is_no_unit(tiny_llama, original, windows, tmp_path):
