@@ -15,7 +15,7 @@ from quantkit.formats._microscaling import fp4_values
 from quantkit.kernels import ops, reference
 from quantkit.kernels.attention import TorchAttention
 from quantkit.kernels.linear import join
-from quantkit.kernels.triton import choices, norms, rounded, w4a16
+from quantkit.kernels.triton import choices, configs, norms, rounded, w4a16
 from quantkit.kernels.triton import linear as packed_linear
 from quantkit.kernels.triton.attention import TritonAttention, can
 from quantkit.kernels.triton.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
@@ -91,6 +91,23 @@ def test_products_in_parts_and_in_float16(rows):
     assert found.dtype == torch.float16
     check(found, x, weight.dequantize())
     assert torch.equal(found, w4a16.multiply(x, pack(weight, CPU), None))
+
+
+CHOICES = [
+    choices.Rows(block_n=4, warps=1, stages=3, programs=32),
+    choices.Rows(block_n=64, warps=8, stages=1, programs=2),
+    choices.Tile(block_m=16, block_n=128, warps=8, stages=3, programs=8),
+    choices.Tile(block_m=64, block_n=32, warps=4, stages=1, programs=1),
+    choices.Vendor(),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_whatever_is_chosen_computes_the_same(choice):
+    weight, x = quantized("int4", 128, False, (40, 1024)), torch.randn(3, 1024)
+    linear = packed_linear.PackedLinear(weight, bias=None, dtype=torch.float32, device=CPU)
+    with configs.forced(choice):
+        check(linear(x), x, weight.dequantize())
 
 
 def test_numbers_of_parts():
@@ -250,6 +267,33 @@ def test_paged_attention(kind, option, monkeypatch):
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
     assert_same_memory(*caches)
+
+
+PAGE_CHOICES = [
+    (
+        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_parts=4),
+        choices.Prefill(rows=16, tile=16, warps=4, stages=1),
+    ),
+    (
+        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_parts=64),
+        choices.Prefill(rows=128, tile=64, warps=8, stages=3),
+    ),
+]
+
+
+@pytest.mark.parametrize("chosen", PAGE_CHOICES, ids=("small", "large"))
+@pytest.mark.parametrize("kind", ["auto", "int4"])
+def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
+    made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
+    outputs = []
+    for implementation in IMPLEMENTATIONS:
+        monkeypatch.setattr(ops, "attention", implementation)
+        cache = made.cache()
+        with configs.forced(*chosen):
+            out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
+            outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
+    for found, expected in zip(*reversed(outputs), strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
 
 
 def assert_same_memory(first, second):

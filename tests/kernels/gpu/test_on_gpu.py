@@ -14,7 +14,7 @@ from quantkit.kernels.linear import make_linear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 pytestmark = [
@@ -343,3 +343,35 @@ def test_bfloat16_decodes_on_the_gpu():
         found = LLM(device="cuda", dtype="bfloat16", kv_cache=kind).score(ids, chunk_size=1)[0].cpu()
         agreement = (found.argmax(-1) == exact.argmax(-1)).float().mean().item()
         assert agreement >= 0.8, f"{kind}: {agreement:.0%} of the tokens agree"
+
+
+def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
+    """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
+    from quantkit.kernels.triton import configs, tuned
+    from quantkit.kernels.triton import layout as packed
+    from quantkit.measure._tune_cases import Shapes, make_cases, random_weight
+    from quantkit.measure._tune_problems import opener
+    from quantkit.measure.tune import tune
+
+    scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
+    shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)
+    chip, name = configs.capability(CUDA), torch.cuda.get_device_name()
+    cases = make_cases([shapes], rows=(1, 16), batches=(2,), context=200, kv_types=("int8",), chip=chip)
+    monkeypatch.setenv("QUANTKIT_TUNE_DIR", str(tmp_path))
+    found = tune(
+        cases,
+        opener(CUDA, torch.bfloat16),
+        path=tuned.user_file(name),
+        device=name,
+        capability=chip,
+        versions={},
+        seconds=60,
+    )
+    assert found.outcomes
+    for outcome in found.outcomes:
+        assert outcome.entry is not None, outcome.problem
+        assert not any("else" in reason or "fails" in reason for reason in outcome.dropped), outcome.dropped
+    configs.forget()
+    weight = packed.pack(random_weight(512, 1024, scheme.weight, CUDA), CUDA)
+    assert configs.product(weight, 1, CUDA) == found.outcomes[0].entry.choice
+    configs.forget()
