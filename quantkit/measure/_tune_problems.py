@@ -217,5 +217,6 @@ def _spilling_kernels(device: torch.device) -> set[int]:
         for value in vars(importlib.import_module(f"{kernels.__name__}.{info.name}")).values():
             caches = getattr(value, "device_caches", {})
             compiled = caches[index][0].values() if index in caches else ()
-            found |= {id(kernel) for kernel in compiled if (kernel.n_spills or 0) > _MOST_SPILLS}
+            # One that was never launched does not know.
+            found |= {id(kernel) for kernel in compiled if (getattr(kernel, "n_spills", 0) or 0) > _MOST_SPILLS}
     return found

@@ -109,3 +109,25 @@ def test_a_key_is_of_the_code_and_nothing_else(tmp_path):
     keys = dict(zip(variants, json.loads(done.stdout), strict=True))
     assert keys["as it is"] == keys["comments"] == keys["moved"]
     assert len(set(keys.values())) == 4
+
+
+CANDIDATES = """
+import json, sys
+sys.path.insert(0, "evals/gpu")
+import torch
+from candidates import WORK
+from compile_check import record
+found = record(90, [torch.bfloat16], WORK)
+print(json.dumps(sorted({launch.name for launch in found})))
+print(len({launch.key for launch in found}) == len(found), len(found))
+"""
+
+
+def test_candidates_of_tune_can_be_compiled_apart(tmp_path):
+    """`compile_check.py --candidates` forces each one on the launches; that they compile takes too long for a test."""
+    done = run("-c", CANDIDATES, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names, count = done.stdout.splitlines()[-2:]
+    assert {"_rows_kernel", "_tile_kernel", "_prefill_kernel"} <= set(json.loads(names))
+    assert count.startswith("True ")
+    assert int(count.split()[1]) > 500
