@@ -219,25 +219,34 @@ class LayerContext:
             self._largest[self._mates(name)[0]] = largest
         decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them
         sample = self.samples.get(self._set_key(name))
-        scale, zero = minmax_parameters(current, scheme.weight, self.scale_dtype[name], largest)
-
-        def plain(rows: slice) -> Tensor:
-            groups = current[rows].float().view(-1, scale.shape[1], current.shape[1] // scale.shape[1])
-            step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
-            codes = to_codes(groups, step, offset, scheme.weight.dtype)
-            return from_codes(codes, step, offset).view(-1, current.shape[1])
-
         self.records[name] = LinearRecord(
             name=name,
             scheme=scheme.describe(),
             shape=weight.shape,
             bits_per_weight=8 * weight.stored_bytes / current.numel(),
-            rounding_error=relative_error(current, plain, sample),
+            rounding_error=relative_error(current, self._plain(name, largest), sample),
             error=relative_error(current, decoded, sample),
             measure="weight" if sample is None else "output",
         )
         self.quantized[name] = weight
         current.copy_(decoded)
+
+    def _plain(self, name: str, largest: Tensor | None) -> Callable[[slice], Tensor]:
+        """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
+        current, scheme = self.weight(name), self.schemes[name].weight
+        divisor = self.divisors.get(self._set_key(name))
+        before = current if divisor is None else current / divisor
+        if divisor is not None and largest is not None:
+            largest = largest_magnitude(before)
+        scale, zero = minmax_parameters(before, scheme, self.scale_dtype[name], largest)
+
+        def rounded(rows: slice) -> Tensor:
+            groups = before[rows].float().view(-1, scale.shape[1], before.shape[1] // scale.shape[1])
+            step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
+            values = from_codes(to_codes(groups, step, offset, scheme.dtype), step, offset).view(-1, before.shape[1])
+            return values if divisor is None else values * divisor
+
+        return rounded
 
     def finish(self) -> None:
         """Round what no step has quantized to nearest: in the ranges a step has left, else the best found."""

@@ -19,7 +19,8 @@ class LinearRecord:
         scheme: short form, e.g. `int4 g128`.
         shape: (outputs, inputs).
         bits_per_weight: codes, scales and zero points over the number of weights.
-        rounding_error: relative error of plain rounding with the covering range.
+        rounding_error: relative error of plain rounding with the covering range, of the columns as they were before a
+            step folded scales into them; a rotated model is taken as it was rotated.
         error: relative error of what was written.
         measure: "output": ||X dW|| / ||X W|| on calibration inputs X; "weight": ||dW|| / ||W|| without data.
     """

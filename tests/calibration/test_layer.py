@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from quantkit.algorithms._smoothing import fold
 from quantkit.calibration.layer import relative_error, signal_to_noise_db
 from quantkit.calibration.observers import Magnitude
 from quantkit.errors import CheckpointError
@@ -64,6 +65,22 @@ def test_commit_puts_decoded_values_into_the_layer(make_layer):
     assert record.measure == "weight"
     assert record.bits_per_weight == 4 + 32 / 16
     assert [names for _, names in layer.pending()][2] == ("mlp.gate_proj",)
+
+
+def test_plain_rounding_is_that_of_the_weights_before_scales_were_folded_in(make_layer):
+    scales = torch.rand(64).mul(4).exp()
+    records = []
+    for smooths in (False, True):
+        layer = make_layer()
+        with torch.inference_mode():
+            layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
+            if smooths:
+                group = next(group for group in layer.sets if "mlp.gate_proj" in group.linears)
+                fold(layer, group, scales)
+            layer.finish()
+        records.append(layer.records["mlp.gate_proj"])
+    assert records[1].rounding_error == pytest.approx(records[0].rounding_error, rel=1e-3)
+    assert records[1].error > 1.2 * records[0].error  # these scales do harm, which the column beside it must show
 
 
 def test_errors_are_measured_on_outputs_when_there_is_data(make_layer):
