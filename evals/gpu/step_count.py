@@ -4,8 +4,8 @@
 
 Every operation of torch that is not a view is one launch, and so is every kernel of quantkit. A launch reads the
 tensors it is given, once each; of tables it reads the rows it takes, of experts those that differ for each token as
-long as there are such; the KV cache is left out. FP8 products of torch
-are only there on a GPU: that row counts what stands in for them.
+long as there are such; the KV cache is left out. FP8 products of torch are only there on a GPU: for more than 16
+sequences that row counts what stands in for them.
 """
 
 from __future__ import annotations

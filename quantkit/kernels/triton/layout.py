@@ -165,7 +165,7 @@ def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
     if kind == INTEGER:
         return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
     if kind == E4M3:
-        broken = (weight.codes.view(torch.uint8) & 0x7F == 0x7F).view(*scale.shape, -1).any(-1).to(scale.device)
+        broken = (weight.codes.view(torch.uint8) & 0x7F == 0x7F).reshape(*scale.shape, -1).any(-1).to(scale.device)
         scale = torch.where(broken, torch.nan, scale)
     single = scale.float()
     if stored == "e4m3" and outer is not None:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from quantkit.kernels import experts, ops, reference
 from quantkit.kernels.linear import make_linear
+from quantkit.kernels.rounded import Rounding
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -69,6 +72,45 @@ def test_linears(scheme, shape, dtype):
         expected = inputs @ decoded.T + bias.double()
         bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T + bias.abs()) / shape[1] ** 0.5 * 4
         assert ((found.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (60, 640), (33, 70)], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_inputs_with_a_calibrated_scale(name, shape):
+    kind = WeightScheme(dtype=DTYPES[name])
+    torch.manual_seed(0)
+    values = torch.randn(shape) * 0.1
+    weight = round_to_nearest(values, kind, *minmax_parameters(values, kind, torch.bfloat16), torch.bfloat16)
+    weight = dataclasses.replace(weight, input_scale=torch.tensor([0.02]))
+    activation = ActivationScheme(dtype=DTYPES[name], granularity="tensor", dynamic=False)
+    linear = make_linear(weight, activation=activation, dtype=torch.bfloat16, device=CUDA)
+    decoded = weight.dequantize().double()
+    for count in ROWS:
+        x = torch.randn(count, shape[1]).to(torch.bfloat16)
+        inputs = fake_quantize_inputs(x.float(), activation, weight.input_scale).double()
+        expected = inputs @ decoded.T
+        bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T) / shape[1] ** 0.5 * 4 + 1e-6
+        assert ((linear(x.cuda()).cpu().double() - expected).abs() <= bound).all(), (
+            f"{linear.description}, {count} rows"
+        )
+
+
+@pytest.mark.parametrize("rounding", [Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.02)])
+@pytest.mark.parametrize("width", [100, 4096, 14336])
+def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
+    from quantkit.kernels.triton import norms, w8a8
+
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((5, width), (5, width), (width,)))
+    found, total = norms.rounded_rms_norm(x, weight, 1e-5, 0.0, residual, rounding)
+    normed, expected_total = norms.rms_norm(x, weight, 1e-5, 0.0, residual)
+    assert torch.equal(total, expected_total)
+    gate_up = torch.cat([x, residual], dim=1)
+    pairs = [(found, normed), (norms.rounded_gated(gate_up, "silu", rounding), norms.gated(gate_up, "silu"))]
+    for rows, values in pairs:
+        expected = w8a8.round_rows(values, rounding)
+        assert torch.equal(rows.codes[:5], expected.codes[:5])
+        assert torch.equal(rows.scale, expected.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -24,7 +24,7 @@ for weights in ("bf16", "w4a16"):
     count, model = count_step("8x1B", weights, "auto", 1, 1024)
     experts = [f"{name} {number}" for name, number in sorted(count.launches.items()) if name in sys.argv]
     found[f"8x1B {weights}"] = [count.bytes_read / model.stored_bytes, count.per_layer, experts]
-for weights in ("bf16", "w8a8", "w4a16 head8"):
+for weights in ("bf16", "w8a8", "fp8", "w4a16 head8"):
     for kv in ("auto", "int4"):
         count, model = count_step("8B", weights, kv, 1, 1024)
         one, two = (sum(count_step(f"{n} of 8B", weights, kv, 1, 1024)[0].launches.values()) for n in (1, 2))
@@ -32,14 +32,14 @@ for weights in ("bf16", "w8a8", "w4a16 head8"):
 print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
-MOST = {"bf16": 10.3, "w8a8": 11.3, "w4a16 head8": 10.3}
+MOST = {"bf16": 10.3, "w8a8": 11.3, "fp8": 11.3, "w4a16 head8": 10.3}
 
 MOST["8x1B"] = 11.6
 EXPERT_KERNELS = ("expert_rows_kernel", "expert_tile_kernel", "route_kernel", "sort_kernel", "combine_kernel")
 
 # Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
 # What another head gives is widened to float32 in a launch of its own; a packed one does that itself.
-OUTSIDE = {"bf16": 7, "w8a8": 7, "w4a16 head8": 6}
+OUTSIDE = {"bf16": 7, "w8a8": 7, "fp8": 7, "w4a16 head8": 6}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
