@@ -38,7 +38,7 @@ from quantkit.kernels.layouts import kv_scheme, make_layout
 from quantkit.kernels.rounded import Rounding
 from quantkit.kernels.triton import grouped
 from quantkit.kernels.triton.grouped import ExpertWeights
-from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, PackedWeight
+from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
@@ -229,19 +229,36 @@ def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
         kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
-def _experts_of(count: int, rows: int, width: int, kind: tuple[int, int, bool], dtype: torch.dtype) -> ExpertWeights:
-    """Experts without memory: bits (16 = as they are), group, zeros."""
-    bits, group, zeros = kind
+# Experts: name, bits, group, zeros, what fields and scales are.
+EXPERTS: tuple[tuple[str, int, int, bool, int, int], ...] = (
+    ("int4 g128", 4, 128, False, INTEGER, NUMBERS),
+    ("int4 g128 asym", 4, 128, True, INTEGER, NUMBERS),
+    ("int4 gchannel", 4, 0, False, INTEGER, NUMBERS),
+    ("int8 gchannel", 8, 0, False, INTEGER, NUMBERS),
+    ("fp8 gchannel", 8, 0, False, E4M3, NUMBERS),
+    ("nvfp4", 4, 16, False, E2M1, E4M3_BYTES),
+    ("16 bits", 16, 0, False, INTEGER, NUMBERS),
+)
+
+
+def _experts_of(
+    count: int, rows: int, width: int, kind: tuple[str, int, int, bool, int, int], dtype: torch.dtype
+) -> ExpertWeights:
+    """Experts without memory."""
+    _, bits, group, zeros, fields, scales = kind
     groups = 1 if group == 0 else width // group
     words = meta(count, rows, width, dtype=dtype) if bits == 16 else None
     return ExpertWeights(
         words=meta(count, rows, width * bits // 32, dtype=torch.int32) if words is None else words,
-        scale=meta(count, groups, rows, dtype=dtype) if words is None else None,
+        scale=meta(count, groups, rows, dtype=torch.uint8 if scales else dtype) if words is None else None,
         zero=meta(count, groups, rows, dtype=torch.uint8) if zeros else None,
         shape=(rows, width),
         bits=bits,
-        span=64,
+        span=min(64, group or 64),
         group=group,
+        kind=fields,
+        scales=scales,
+        outer=meta(count, dtype=torch.float32) if words is None else None,
     )
 
 
@@ -250,9 +267,8 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
     from quantkit.kernels.triton import experts
 
     hidden, width = 2048, 1024
-    kinds = ((4, 128, False), (4, 128, True), (4, 0, False), (8, 0, False), (16, 0, False))
     for count, picks, activation in ((8, 2, "silu"), (128, 8, "gelu_pytorch_tanh")):
-        for kind in kinds if count == 8 else kinds[:1]:
+        for kind in EXPERTS if count == 8 else EXPERTS[:1]:
             made = experts.StackedExperts(
                 _experts_of(count, 2 * width, hidden, kind, dtype),
                 _experts_of(count, hidden, width, kind, dtype),
@@ -260,12 +276,10 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
                 num_chosen=picks,
                 normalize=count == 8,
             )
-            bits, group, zeros = kind
-            stored = "as they are" if bits == 16 else f"int{bits} g{group or 'channel'}{' asym' if zeros else ''}"
             # An expert has T k / E tokens on average.
-            tokens_of = [size * count // picks for size in grouped.tile_rows(bits == 16)]
+            tokens_of = [size * count // picks for size in grouped.tile_rows(kind[1] == 16)]
             for tokens in (1, 4, *tokens_of) if count == 8 else (1, tokens_of[0]):
-                recorder.label = f"{picks} of {count} experts, {stored}, {tokens} tokens"
+                recorder.label = f"{picks} of {count} experts, {kind[0]}, {tokens} tokens"
                 x = meta(tokens, hidden, dtype=dtype)
                 shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
                 made(x, meta(tokens, count, dtype=dtype), shared, score)

@@ -24,7 +24,7 @@ from quantkit.kernels.triton.w4a16 import _counters, _decode, _load_words, _zero
 TOKEN_LIMIT = 4
 """Tokens up to which each row is multiplied on its own."""
 
-_ROW_OUTPUTS = 16
+_WORDS = 1024  # of a program at once
 
 
 @triton.jit
@@ -137,10 +137,12 @@ def _add_experts(
         tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
 
 
-def _blocks(weight: ExpertWeights, tokens: int) -> tuple[int, int]:
-    """Words of a block and blocks of a row; two 16-byte loads of a thread where that leaves it registers."""
-    span = weight.span if weight.scale is not None else 128 if tokens <= 2 else 64
-    return span, -(-weight.words.shape[2] // span)
+def _blocks(weight: ExpertWeights, tokens: int) -> tuple[int, int, int]:
+    """Words of a block, blocks of a row, and outputs of a program; loads of 16 bytes, sums that the registers hold."""
+    dense_span = 128 if tokens <= 2 else 64
+    span = weight.span if weight.scale is not None else dense_span
+    outputs = _WORDS // (weight.span if weight.scale is not None else 64)
+    return span, -(-weight.words.shape[2] // span), outputs
 
 
 def open_rows(x: Tensor, weight: ExpertWeights, chosen: Tensor, activation: str) -> Tensor:
@@ -156,13 +158,13 @@ def open_rows(x: Tensor, weight: ExpertWeights, chosen: Tensor, activation: str)
     """
     tokens, picks = chosen.shape
     out = x.new_empty(tokens * picks, weight.shape[0] // 2)
-    span, blocks = _blocks(weight, tokens)
-    grid = (-(-weight.shape[0] // _ROW_OUTPUTS), 1, tokens * picks)
+    span, blocks, block_n = _blocks(weight, tokens)
+    grid = (-(-weight.shape[0] // block_n), 1, tokens * picks)
     _expert_rows_kernel[grid](
         x, weight.words, weight.scale, weight.zero, weight.outer, chosen, None, None, None, out, None, None,
         tokens, *weight.sizes, blocks, blocks, **weight.constants, SPAN=span,
         TOP_K=picks, PICKS=power_of_two(picks), KIND=_GATES[activation], IS_LAST=False, HAS_SHARED=False,
-        HAS_SCORE=False, ROWS=power_of_two(tokens), BLOCK_N=_ROW_OUTPUTS, num_warps=4,
+        HAS_SCORE=False, ROWS=power_of_two(tokens), BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -183,8 +185,8 @@ def close_rows(
         (T, N), dtype of x.
     """
     (tokens, picks), outputs = chosen.shape, weight.shape[0]
-    tiles = -(-outputs // _ROW_OUTPUTS)
-    span, blocks = _blocks(weight, tokens)
+    span, blocks, block_n = _blocks(weight, tokens)
+    tiles = -(-outputs // block_n)
     cut = num_parts(tiles * tokens * picks, blocks, 8 * num_processors(x.device))
     out = x.new_empty(tokens, outputs)
     partial = torch.empty(cut, tokens * picks, outputs, dtype=torch.float32, device=x.device)
@@ -192,6 +194,6 @@ def close_rows(
         x, weight.words, weight.scale, weight.zero, weight.outer, chosen, weights, shared, score, out,
         partial, _counters(x.device), tokens, *weight.sizes, blocks, -(-blocks // cut), **weight.constants, SPAN=span,
         TOP_K=picks, PICKS=power_of_two(picks), KIND=0, IS_LAST=True, HAS_SHARED=shared is not None,
-        HAS_SCORE=score is not None, ROWS=power_of_two(tokens), BLOCK_N=_ROW_OUTPUTS, num_warps=4,
+        HAS_SCORE=score is not None, ROWS=power_of_two(tokens), BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
     return out
