@@ -207,6 +207,9 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_prefill.attend(query, key, value, views, chunks, options, out)
+    if dim == 128 and count == 1:
+        recorder.label = f"{label}, drafts"
+        paged_prefill.attend(query, key, value, views, replace(chunks, query_lengths=(5,)), options, out)
     if count > 1 and options.window is None:
         _launch_entries(recorder, label, query, key, value, views)
 

@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN202
 """Attention of one new token per sequence over its cached pages and its own fresh key, in every KV type.
 
-One program takes the query heads of one key head and a part of the sequence; a second launch merges the parts. Lengths
+One program takes the query heads of one key head and a part of the sequence; the last of them merges the parts. Lengths
 are read on the device (a new token's position is what its sequence has cached), so the launch is the same for every
 step of a batch. Codes go to the products as small integers: scales per token are applied to scores and probabilities,
 scales per channel to the query, once per tile. INT4 is two half products, one for the low and one for the high nibbles.
@@ -12,7 +12,6 @@ Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; layou
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import capability, configs, pages, power_of_two
+from quantkit.kernels.triton import configs, pages, power_of_two
+from quantkit.kernels.triton.parts import chunk, join_parts, part_bounds, put_out, scratch
 
 
 @triton.jit
@@ -155,18 +155,6 @@ def _place(table, start, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _bounds(cached, part, num_parts, window, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First position that is seen, and the part's positions; parts begin at tiles."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(cached - window + 1, 0)
-    from_tile = first // TILE * TILE
-    length = tl.cdiv(tl.cdiv(cached - from_tile, num_parts), TILE) * TILE
-    begin = from_tile + part * length
-    return first, begin, tl.minimum(begin + length, cached)
-
-
-@triton.jit
 def _join_fresh(
     q, q_high, key, value, top, total, acc, acc_high, scale, softcap, HAS_SOFTCAP: tl.constexpr,
     K_SPLIT: tl.constexpr, V_SPLIT: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -193,50 +181,22 @@ def _join_fresh(
 
 
 @triton.jit
-def _put(
-    part_out, part_sums, slot, kept, top, total, acc, acc_high,
-    SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store a part's sums."""
-    channels = tl.arange(0, BLOCK)
-    full = 2 * WIDTH if SPLIT else WIDTH
-    tl.store(part_sums + 2 * slot, top, mask=kept)
-    tl.store(part_sums + 2 * slot + 1, total, mask=kept)
-    at = part_out + slot[:, None] * full + channels[None, :]
-    mask = kept[:, None] & (channels < WIDTH)[None, :]
-    tl.store(at, acc, mask=mask)
-    if SPLIT:
-        tl.store(at + WIDTH, acc_high, mask=mask)
-
-
-@triton.jit
-def _part_kernel(
-    query, key, value, tail, tail_rows, page_table, query_starts, positions,
-    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, part_out, part_sums,
-    query_strides, key_strides, value_strides, tail_strides, table_stride,
-    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window, num_parts,
+def _over_part(
+    q, q_high, first, begin, end, cached, head, sequence, tail, tail_rows, table,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides, vs_strides,
+    scale, k_factor, v_factor, softcap,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr,
-    K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence for the query heads of one key head. Widths and blocks of INT4 are halves."""
-    part, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    token = tl.load(query_starts + sequence).to(tl.int64)
-    if tl.load(query_starts + sequence + 1) - token != 1:
-        return
-    cached = tl.load(positions + token).to(tl.int32)
-    first, begin, end = _bounds(cached, part, num_parts, window, HAS_WINDOW, TILE)
-    rows = tl.arange(0, ROWS)
-    q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1]
-    q, q_high = _load_query(q_at, rows < GROUP, K_KIND == 3, K_WIDTH, K_BLOCK)
+    """Running softmax over begin..end of what is cached: pages, then keys that wait for theirs to be complete."""
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
-    k_factor, v_factor = tl.load(k_fixed + head) * k_unit, tl.load(v_fixed + head) * v_unit
     for start in range(begin, tl.minimum(end, whole), TILE):
-        at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, end, PAGE, TILE)
+        at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
         scores = _scores(
             q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
@@ -248,7 +208,7 @@ def _part_kernel(
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
         for start in range(tl.maximum(begin, whole), end, TILE):
-            at, inside, seen, page = _place(page_table + sequence * table_stride, start, first, end, PAGE, TILE)
+            at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
             scores = _tail_scores(
                 q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
             )
@@ -257,43 +217,65 @@ def _part_kernel(
                 vc_strides, vs_strides, softcap, q.dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_SOFTCAP, V_WIDTH,
                 V_BLOCK,
             )  # fmt: skip
-    acc, acc_high = acc * v_factor, acc_high * v_factor
+    return top, total, acc * v_factor, acc_high * v_factor
+
+
+@triton.jit
+def _attend_kernel(
+    query, key, value, tail, tail_rows, page_table, query_starts, positions, sinks, out, part_out, part_sums, counters,
+    k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
+    query_strides, key_strides, value_strides, tail_strides, out_strides, table_stride,
+    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window, num_parts,
+    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, IN_PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence for the query heads of one key head. Widths and blocks of INT4 are halves."""
+    part, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    token = tl.load(query_starts + sequence).to(tl.int64)
+    if tl.load(query_starts + sequence + 1) - token != 1:
+        return
+    cached = tl.load(positions + token).to(tl.int32)
+    first = tl.maximum(cached - window + 1, 0) if HAS_WINDOW else 0
+    begin, end, num_active = part_bounds(first, cached, part, num_parts, TILE)
+    if part >= num_active:
+        return
+    rows = tl.arange(0, ROWS)
+    kept = rows < GROUP
+    q_at = query + token * query_strides[0] + (head * GROUP + rows)[:, None] * query_strides[1]
+    q, q_high = _load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
+    top, total, acc, acc_high = _over_part(
+        q, q_high, first, begin, end, cached, head, sequence, tail, tail_rows, page_table + sequence * table_stride,
+        k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides,
+        vs_strides, scale, tl.load(k_fixed + head) * k_unit, tl.load(v_fixed + head) * v_unit, softcap,
+        K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_TAIL, TAIL, HAS_SOFTCAP, ROWS,
+        K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
+    )  # fmt: skip
     if part == 0:
         top, total, acc, acc_high = _join_fresh(
             q, q_high, key + token * key_strides[0] + head * key_strides[1],
             value + token * value_strides[0] + head * value_strides[1], top, total, acc, acc_high, scale, softcap,
             HAS_SOFTCAP, K_KIND == 3, V_KIND == 3, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK,
         )  # fmt: skip
-    slot = (sequence * tl.num_programs(1) * GROUP + head * GROUP + rows) * num_parts + part
-    _put(part_out, part_sums, slot, rows < GROUP, top, total, acc, acc_high, V_KIND == 3, V_WIDTH, V_BLOCK)
-
-
-@triton.jit
-def _merge_kernel(
-    part_out, part_sums, sinks, out, query_starts, out_stride,
-    HAS_SINKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The parts of one query head as one; what stands in parts without tokens counts nothing."""
-    head, sequence = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + sequence).to(tl.int64)
-    if tl.load(query_starts + sequence + 1) - token != 1:
-        return
-    slots = (sequence * tl.num_programs(0) + head) * PARTS + tl.arange(0, PARTS)
-    channels = tl.arange(0, BLOCK)
-    tops = tl.load(part_sums + 2 * slots)
-    top = tl.max(tops, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.maximum(top, sink)
-    factors = tl.exp(tops - top)
-    total = tl.sum(tl.load(part_sums + 2 * slots + 1) * factors, 0)
-    if HAS_SINKS:
-        total += tl.exp(sink - top)
-    mask = (channels < WIDTH)[None, :]
-    parts = tl.load(part_out + slots.to(tl.int64)[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
-    found = tl.sum(parts * factors[:, None], 0) / total
-    at = out + token * out_stride + head * WIDTH + channels
-    tl.store(at, found.to(out.dtype.element_ty), mask=channels < WIDTH)
+    if IN_PARTS:  # noqa: SIM102 - one is known to the compiler, the other to the device
+        if num_active > 1:
+            number = sequence * tl.num_programs(1) + head.to(tl.int32)
+            lanes = tl.arange(0, LANES)
+            owners = head * GROUP + lanes
+            join_parts(
+                part_out, part_sums, counters + number, number * num_parts, part, num_active, rows, kept,
+                top, total, acc, acc_high, out, token * out_strides[0] + owners * out_strides[1], lanes, lanes < GROUP,
+                sinks, owners, HAS_SINKS, GROUP, LANES, CHUNK, V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+            )  # fmt: skip
+            return
+    heads = head * GROUP + rows
+    put_out(
+        out, token * out_strides[0] + heads * out_strides[1], kept, sinks, heads, top, total, acc, acc_high,
+        HAS_SINKS, V_KIND == 3, V_WIDTH, V_BLOCK,
+    )  # fmt: skip
 
 
 def attend(
@@ -309,36 +291,16 @@ def attend(
         views: the layer's pages and tails; not modified.
         batch: what belongs to whom.
         options: scale, window and the like.
-        out: (T, Hq, Dv) contiguous; the rows of those sequences are written.
+        out: (T, Hq, Dv), channels contiguous; the rows of those sequences are written.
     """
     layout, count = views.layout, len(batch.query_lengths)
     heads, group = layout.num_heads, query.shape[1] // layout.num_heads
     choice = configs.decode(views, count, query.shape[1], query.device)
     parts = pages.num_parts(count * heads, batch.page_table.shape[1] * layout.page_size, choice, query.device)
-    part_out = torch.empty(count, query.shape[1], parts, layout.value_width, dtype=torch.float32, device=query.device)
-    part_sums = torch.empty(count, query.shape[1], parts, 2, dtype=torch.float32, device=query.device)
-    native = capability(query.device) >= pages.FP8_CAPABILITY
-    k_width, v_width = pages.width(views.key, layout.head_dim), pages.width(views.value, layout.value_width)
-    tail = views.key_tail
-    _part_kernel[(parts, heads, count)](
-        query, key, value, tail, batch.tail_rows, batch.page_table, batch.query_starts, batch.positions,
-        views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
-        part_out, part_sums,
-        query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
-        batch.page_table.stride(0), *pages.strides(views.key), *pages.strides(views.value),
-        float(options.scale), pages.fixed(views.key), pages.fixed(views.value),
-        pages.unit(views.key, native), pages.unit(views.value, native),
-        float(options.softcap or 1.0), int(options.window or 0), parts,
-        K_KIND=pages.KINDS[views.key.scheme.dtype], K_GRANULARITY=pages.granularity(views.key),
-        V_KIND=pages.KINDS[views.value.scheme.dtype], V_GRANULARITY=pages.granularity(views.value),
-        NATIVE_FP8=native, HAS_TAIL=tail is not None, TAIL=max(1, layout.tail_tokens),
-        HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
-        GROUP=group, ROWS=max(16, power_of_two(group)),
-        K_WIDTH=k_width, K_BLOCK=pages.block(k_width), V_WIDTH=v_width, V_BLOCK=pages.block(v_width),
-        PAGE=layout.page_size, TILE=choice.tile, num_warps=choice.warps, num_stages=choice.stages,
-    )  # fmt: skip
-    _merge_kernel[(query.shape[1], count)](
-        part_out, part_sums, options.sinks, out, batch.query_starts, out.stride(0),
-        HAS_SINKS=options.sinks is not None, WIDTH=layout.value_width, BLOCK=power_of_two(layout.value_width),
-        PARTS=parts, num_warps=4,
+    memory = scratch(count * heads, parts, group, layout.value_width, query.device)
+    tensors, constants = pages.arguments(query, key, value, views, batch, options, out, memory)
+    lanes = power_of_two(group)
+    _attend_kernel[(parts, heads, count)](
+        *tensors, parts, **constants, ROWS=max(16, lanes), TILE=choice.tile,
+        IN_PARTS=parts > 1, CHUNK=chunk(lanes, constants["BLOCK"]), num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

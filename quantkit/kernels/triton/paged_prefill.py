@@ -5,6 +5,8 @@
 One program takes some new tokens of a sequence and the query heads of one key head as the rows of its products, walks
 over the cached pages as `paged_decode` does, in every KV type, and then over the fresh keys up to its own last token,
 which are read unquantized where they lie. Codes become numbers in registers, so a long cached prefix needs no copy.
+Few new tokens over a long prefix, such as drafts to verify, are as little work for the chip as a decode step is: then
+the prefix is cut in `parts`, and a program has no more rows than there are tokens for.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels of a key, Dv of a value, S tokens per page.
 Source: Dao 2023, FlashAttention-2; Kwon et al. 2023, PagedAttention.
 """
@@ -18,8 +20,9 @@ from torch import Tensor
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.triton import capability, configs, pages, power_of_two
+from quantkit.kernels.triton import configs, pages, power_of_two
 from quantkit.kernels.triton.paged_decode import _load_query, _place, _score, _scores, _tail_scores, _weigh
+from quantkit.kernels.triton.parts import chunk, join_parts, part_bounds, put_out, scratch
 
 
 @triton.jit
@@ -71,21 +74,21 @@ def _weigh_fresh(
 
 @triton.jit
 def _over_cache(
-    q, q_high, own, first, cached, head, sequence, tail, tail_rows, table,
+    q, q_high, own, first, begin, end, cached, head, sequence, tail, tail_rows, table,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides, vs_strides,
-    scale, k_factor, softcap, window,
+    scale, k_factor, v_factor, softcap, window,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
     V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax over what is cached from `first` on: pages, then keys that wait for theirs to be complete."""
+    """Running softmax over begin..end of what is cached: pages, then keys that wait for theirs to be complete."""
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
-    for start in range(first // TILE * TILE, whole, TILE):
-        at, inside, seen, page = _place(table, start, first, whole, PAGE, TILE)
+    for start in range(begin, tl.minimum(end, whole), TILE):
+        at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
         scores = _scores(
             q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
@@ -97,8 +100,8 @@ def _over_cache(
         )  # fmt: skip
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
-        for start in range(tl.maximum(first // TILE * TILE, whole), cached, TILE):
-            at, inside, seen, page = _place(table, start, first, cached, PAGE, TILE)
+        for start in range(tl.maximum(begin, whole), end, TILE):
+            at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
             scores = _tail_scores(
                 q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
             )
@@ -107,7 +110,7 @@ def _over_cache(
                 v_codes, v_scale, v_zero, page, head, inside, seen, vc_strides, vs_strides, softcap, q.dtype,
                 V_KIND, V_GRANULARITY, NATIVE_FP8, False, V_WIDTH, V_BLOCK,
             )  # fmt: skip
-    return top, total, acc, acc_high
+    return top, total, acc * v_factor, acc_high * v_factor
 
 
 @triton.jit
@@ -131,22 +134,23 @@ def _over_fresh(
 
 @triton.jit
 def _prefill_kernel(
-    query, key, value, tail, tail_rows, page_table, query_starts, positions, sinks, out,
+    query, key, value, tail, tail_rows, page_table, query_starts, positions, sinks, out, part_out, part_sums, counters,
     k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
     query_strides, key_strides, value_strides, tail_strides, out_strides, table_stride,
-    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window,
+    kc_strides, ks_strides, vc_strides, vs_strides, scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window, num_parts,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     NATIVE_FP8: tl.constexpr, HAS_TAIL: tl.constexpr, TAIL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, IN_PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """ROWS / LANES new tokens of one sequence, GROUP query heads of one key head each. INT4 widths are halves."""
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     begin = tl.load(query_starts + sequence).to(tl.int64)
     count = (tl.load(query_starts + sequence + 1) - begin).to(tl.int32)
     # The last tokens, which see most, are begun first.
-    number = tl.cdiv(count, ROWS // LANES) - 1 - tl.program_id(0)
+    number, part = tl.cdiv(count, ROWS // LANES) - 1 - tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     if count < 2 or number < 0:
         return
     cached = tl.load(positions + begin).to(tl.int32)
@@ -159,34 +163,34 @@ def _prefill_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(cached + number * (ROWS // LANES) - window + 1, 0)
+    start, end, num_active = part_bounds(first, cached, part, num_parts, TILE)
+    if part >= num_active:
+        return
     top, total, acc, acc_high = _over_cache(
-        q, q_high, own, first, cached, head, sequence, tail, tail_rows, page_table + sequence * table_stride,
-        k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, tail_strides, kc_strides, ks_strides, vc_strides,
-        vs_strides, scale, tl.load(k_fixed + head) * k_unit, softcap, window, K_KIND, K_GRANULARITY, V_KIND,
-        V_GRANULARITY, NATIVE_FP8, HAS_TAIL, TAIL, HAS_WINDOW, HAS_SOFTCAP, ROWS, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK,
-        PAGE, TILE,
+        q, q_high, own, first, start, end, cached, head, sequence, tail, tail_rows,
+        page_table + sequence * table_stride, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
+        tail_strides, kc_strides, ks_strides, vc_strides, vs_strides, scale, tl.load(k_fixed + head) * k_unit,
+        tl.load(v_fixed + head) * v_unit, softcap, window, K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY,
+        NATIVE_FP8, HAS_TAIL, TAIL, HAS_WINDOW, HAS_SOFTCAP, ROWS, K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
-    v_factor = tl.load(v_fixed + head) * v_unit
-    acc, acc_high = acc * v_factor, acc_high * v_factor
-    stop = tl.minimum((number + 1) * (ROWS // LANES), count)
+    stop = tl.where(part == 0, tl.minimum((number + 1) * (ROWS // LANES), count), 0)
     top, total, acc, acc_high = _over_fresh(
         q, q_high, own, first, cached, stop, key + begin * key_strides[0] + head * key_strides[1], key_strides[0],
         value + begin * value_strides[0] + head * value_strides[1], value_strides[0], top, total, acc, acc_high,
         scale, softcap, window, K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, TILE,
     )  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=kept, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, sink)
-        decay = tl.exp(top - new_top)
-        total = total * decay + tl.exp(sink - new_top)
-        acc, acc_high = acc * decay[:, None], acc_high * decay[:, None]
-    channels = tl.arange(0, V_BLOCK)
-    at = out + (begin + token)[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + channels[None, :]
-    mask = kept[:, None] & (channels < V_WIDTH)[None, :]
-    tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    if V_KIND == 3:
-        tl.store(at + V_WIDTH, (acc_high / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    at = (begin + token) * out_strides[0] + heads * out_strides[1]
+    if IN_PARTS:  # noqa: SIM102 - one is known to the compiler, the other to the device
+        if num_active > 1:
+            tile = (sequence * tl.num_programs(1) + head.to(tl.int32)) * (tl.num_programs(0) // num_parts) + number
+            join_parts(
+                part_out, part_sums, counters + tile, tile * num_parts, part, num_active, rows, kept,
+                top, total, acc, acc_high, out, at, rows, kept, sinks, heads, HAS_SINKS, ROWS, ROWS, CHUNK,
+                V_KIND == 3, V_WIDTH, V_BLOCK, WIDTH, BLOCK,
+            )  # fmt: skip
+            return
+    put_out(out, at, kept, sinks, heads, top, total, acc, acc_high, HAS_SINKS, V_KIND == 3, V_WIDTH, V_BLOCK)
 
 
 def attend(
@@ -204,29 +208,17 @@ def attend(
         options: scale, window and the like.
         out: (T, Hq, Dv); the rows of those sequences are written.
     """
-    layout = views.layout
-    group = query.shape[1] // layout.num_heads
-    lanes = power_of_two(group)
+    layout, count = views.layout, len(batch.query_lengths)
+    lanes, most = power_of_two(query.shape[1] // layout.num_heads), max(batch.query_lengths)
     choice = configs.prefill(views, query.shape[1], query.device)
-    rows = max(choice.rows, lanes)
-    native = capability(query.device) >= pages.FP8_CAPABILITY
-    k_width, v_width = pages.width(views.key, layout.head_dim), pages.width(views.value, layout.value_width)
-    tail = views.key_tail
-    grid = (-(-max(batch.query_lengths) // (rows // lanes)), layout.num_heads, len(batch.query_lengths))
-    _prefill_kernel[grid](
-        query, key, value, tail, batch.tail_rows, batch.page_table, batch.query_starts, batch.positions,
-        options.sinks, out,
-        views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
-        query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
-        out.stride()[:2], batch.page_table.stride(0), *pages.strides(views.key), *pages.strides(views.value),
-        float(options.scale), pages.fixed(views.key), pages.fixed(views.value),
-        pages.unit(views.key, native), pages.unit(views.value, native),
-        float(options.softcap or 1.0), int(options.window or 0),
-        K_KIND=pages.KINDS[views.key.scheme.dtype], K_GRANULARITY=pages.granularity(views.key),
-        V_KIND=pages.KINDS[views.value.scheme.dtype], V_GRANULARITY=pages.granularity(views.value),
-        NATIVE_FP8=native, HAS_TAIL=tail is not None, TAIL=max(1, layout.tail_tokens),
-        HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
-        HAS_SINKS=options.sinks is not None, GROUP=group, LANES=lanes, ROWS=rows,
-        K_WIDTH=k_width, K_BLOCK=pages.block(k_width), V_WIDTH=v_width, V_BLOCK=pages.block(v_width),
-        PAGE=layout.page_size, TILE=choice.tile, num_warps=choice.warps, num_stages=choice.stages,
+    rows = max(16, lanes, min(choice.rows, power_of_two(most) * lanes))
+    numbers = -(-most // (rows // lanes))
+    tiles = numbers * layout.num_heads * count
+    cut = configs.decode(views, count, query.shape[1], query.device)
+    parts = pages.num_parts(tiles, batch.page_table.shape[1] * layout.page_size, cut, query.device)
+    memory = scratch(tiles, parts, rows, layout.value_width, query.device)
+    tensors, constants = pages.arguments(query, key, value, views, batch, options, out, memory)
+    _prefill_kernel[(numbers * parts, layout.num_heads, count)](
+        *tensors, parts, **constants, ROWS=rows, TILE=choice.tile, IN_PARTS=parts > 1,
+        CHUNK=chunk(rows, constants["BLOCK"]), num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

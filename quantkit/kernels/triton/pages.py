@@ -6,12 +6,15 @@ Not here: where arrays lie in a page (`kernels.layouts`) and how numbers are rou
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels.layouts import PagedArray
-from quantkit.kernels.triton import num_processors, power_of_two
+from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVViews, PagedArray
+from quantkit.kernels.triton import capability, num_processors, power_of_two
 from quantkit.kernels.triton.choices import Decode
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
@@ -67,3 +70,52 @@ def num_parts(programs: int, tokens: int, choice: Decode, device: torch.device) 
     wanted = -(-choice.programs * num_processors(device) // programs)
     filled = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
     return min(power_of_two(wanted), filled, choice.most_parts)
+
+
+def arguments(
+    query: Tensor, key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch, options: AttentionOptions,
+    out: Tensor, memory: tuple[Tensor | None, ...],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What kernels of attention are told in the same words.
+
+    Args:
+        query, key, value, views, batch, options, out: see `paged_decode.attend`.
+        memory: see `parts.scratch`.
+    Returns:
+        tensors, strides and numbers, in the order in which kernels have them; constants by name.
+    """
+    layout, tail = views.layout, views.key_tail
+    native = capability(query.device) >= FP8_CAPABILITY
+    group = query.shape[1] // layout.num_heads
+    k_width, v_width = width(views.key, layout.head_dim), width(views.value, layout.value_width)
+    tensors = (
+        query, key, value, tail, batch.tail_rows, batch.page_table, batch.query_starts, batch.positions, options.sinks,
+        out, *memory,
+        views.key.codes, views.key.scale, views.key.zero, views.value.codes, views.value.scale, views.value.zero,
+        query.stride()[:2], key.stride()[:2], value.stride()[:2], (0, 0, 0) if tail is None else tail.stride()[:3],
+        out.stride()[:2], batch.page_table.stride(0), *strides(views.key), *strides(views.value),
+        float(options.scale), fixed(views.key), fixed(views.value), unit(views.key, native), unit(views.value, native),
+        float(options.softcap or 1.0), int(options.window or 0),
+    )  # fmt: skip
+    constants = {
+        "K_KIND": KINDS[views.key.scheme.dtype],
+        "K_GRANULARITY": granularity(views.key),
+        "V_KIND": KINDS[views.value.scheme.dtype],
+        "V_GRANULARITY": granularity(views.value),
+        "NATIVE_FP8": native,
+        "HAS_TAIL": tail is not None,
+        "TAIL": max(1, layout.tail_tokens),
+        "HAS_WINDOW": options.window is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "HAS_SINKS": options.sinks is not None,
+        "GROUP": group,
+        "LANES": power_of_two(group),
+        "K_WIDTH": k_width,
+        "K_BLOCK": block(k_width),
+        "V_WIDTH": v_width,
+        "V_BLOCK": block(v_width),
+        "WIDTH": layout.value_width,
+        "BLOCK": power_of_two(layout.value_width),
+        "PAGE": layout.page_size,
+    }
+    return tensors, constants

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 """A sequence's cached tokens in parts, each for a program of its own, and what the parts found as one.
 
 Where sequences alone do not fill the chip, each is cut. A part's program stores its maximum, its sum and its weighted
@@ -33,7 +33,7 @@ def part_bounds(first, cached, part, num_parts, TILE: tl.constexpr):
 
 
 @triton.jit
-def put_part(
+def _put_part(
     part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
     SLOTS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def put_part(
 
 
 @triton.jit
-def add_parts(
+def _add_parts(
     part_out, part_sums, first, num_active, rows, kept,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def add_parts(
 
 
 @triton.jit
-def join_sinks(sinks, heads, kept, top, total, HAS_SINKS: tl.constexpr):
+def _join_sinks(sinks, heads, kept, top, total, HAS_SINKS: tl.constexpr):
     """What sums are multiplied with to become outputs; sinks take part in the softmax and have no value."""
     decay = tl.full(top.shape, 1.0, tl.float32)
     if HAS_SINKS:
@@ -98,14 +98,37 @@ def join_sinks(sinks, heads, kept, top, total, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def put_out(out, at, kept, acc, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store sums (ROWS, BLOCK) as outputs, each row at its own place."""
+def put_out(
+    out, at, kept, sinks, heads, top, total, acc, acc_high,
+    HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums (ROWS, BLOCK) as outputs, each row at its own place. SPLIT: they come in halves."""
+    factor = _join_sinks(sinks, heads, kept, top, total, HAS_SINKS)[:, None]
     channels = tl.arange(0, BLOCK)
-    tl.store(
-        out + at[:, None] + channels[None, :],
-        (acc * factor[:, None]).to(out.dtype.element_ty),
-        mask=kept[:, None] & (channels < WIDTH)[None, :],
-    )
+    mask = kept[:, None] & (channels < WIDTH)[None, :]
+    target = out + at[:, None] + channels[None, :]
+    tl.store(target, (acc * factor).to(out.dtype.element_ty), mask=mask)
+    if SPLIT:
+        tl.store(target + WIDTH, (acc_high * factor).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def join_parts(
+    part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
+    out, at, lanes, real, sinks, heads, HAS_SINKS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a part's sums (ROWS, HALF_BLOCK), in halves where SPLIT; who is last makes LANES outputs of all parts."""
+    is_last = _put_part(
+        part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
+        SLOTS, SPLIT, HALF, HALF_BLOCK,
+    )  # fmt: skip
+    if is_last:
+        highest, weight, sums = _add_parts(
+            part_out, part_sums, first, num_active, lanes, real, SLOTS, LANES, CHUNK, WIDTH, BLOCK
+        )
+        put_out(out, at, real, sinks, heads, highest, weight, sums, sums, HAS_SINKS, False, WIDTH, BLOCK)
 
 
 def chunk(rows: int, block: int) -> int:

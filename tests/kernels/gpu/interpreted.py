@@ -13,19 +13,17 @@ import torch
 
 from quantkit.formats._microscaling import fp4_values
 from quantkit.kernels import ops, reference
-from quantkit.kernels.attention import TorchAttention
 from quantkit.kernels.linear import join
 from quantkit.kernels.triton import choices, configs, norms, rounded, w4a16
 from quantkit.kernels.triton import linear as packed_linear
-from quantkit.kernels.triton.attention import TritonAttention, can
+from quantkit.kernels.triton.attention import TritonAttention
 from quantkit.kernels.triton.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
-from quantkit.numerics.scheme import ActivationScheme, KVScheme, WeightScheme
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from tests.kernels.paged import KV_TYPES, Sequences, layout
+from tests.kernels.paged import Sequences, layout
 
 CPU = torch.device("cpu")
 SCHEMES = [
@@ -240,138 +238,6 @@ def test_e4m3_is_rounded_as_by_torch():
     kv_store.enter(every, every, every, views, batch, ops.AttentionOptions(scale=1.0), None)
     stored = views.key.codes[:, 0].reshape(-1, 64)[: len(every)]
     assert torch.equal(stored, _to_fp8(every[:, 0]))
-
-
-BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
-MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
-IMPLEMENTATIONS = (lambda views: ops.Stepwise(TorchAttention(views)), TritonAttention)
-OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", [*KV_TYPES, BY_HEAD, MIXED], ids=str)
-def test_paged_attention(kind, option, monkeypatch):
-    """Prompts, decodes over a page border, a chunk behind: outputs, and every byte of pages and tails, as by torch."""
-    dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
-    shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
-    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
-    caches, outputs = [], []
-    for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
-        caches.append(made.cache())
-        out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
-        for i in range(3):
-            out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 62 + i, 63 + i)], **options)
-        out += made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options)
-        outputs.append(out + made.step(caches[-1], [(1, 66, 100)], **options))
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
-    assert_same_memory(*caches)
-
-
-PAGE_CHOICES = [
-    (
-        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_parts=4),
-        choices.Prefill(rows=16, tile=16, warps=4, stages=1),
-    ),
-    (
-        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_parts=64),
-        choices.Prefill(rows=128, tile=64, warps=8, stages=3),
-    ),
-]
-
-
-@pytest.mark.parametrize("chosen", PAGE_CHOICES, ids=("small", "large"))
-@pytest.mark.parametrize("kind", ["auto", "int4"])
-def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
-    made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
-    outputs = []
-    for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
-        cache = made.cache()
-        with configs.forced(*chosen):
-            out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
-            outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
-    for found, expected in zip(*reversed(outputs), strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
-
-
-def assert_same_memory(first, second):
-    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in (first, second))
-    for left, right in zip(one, other, strict=True):
-        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-
-
-HEADS = {
-    "halves": ("int8", 32, {}),
-    "interleaved, part of the channels": ("int4", 24, {"interleaved": True}),
-    "norms": ("int4", 24, {"norms": (1e-6, 0.0)}),
-    "norms, interleaved, no codes": ("auto", 32, {"norms": (1e-5, 1.0), "interleaved": True}),
-    "norms alone": ("fp8", 0, {"norms": (1e-6, 0.0)}),
-}
-
-
-@pytest.mark.parametrize("case", HEADS)
-def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
-    """Chunks, decodes over a page border, alone and beside a chunk: as by one operation after another."""
-    kind, rotated, options = HEADS[case]
-    dtype = torch.float32 if "norms" in options else torch.float16
-    made = Sequences(layout(kind, dim=32, value_dim=48, page_size=16, dtype=dtype), (20, 40))
-    if "norms" in options:
-        query, key = torch.randn(2, 32).unbind(0)
-        eps, offset = options["norms"]
-        options = {**options, "norms": ops.HeadNorms(query=query, key=key, eps=eps, offset=offset)}
-    turns = torch.randn(64, rotated // 2)
-    caches, outputs = [], []
-    for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
-        caches.append(made.cache())
-        outputs.append([])
-        for spans in (
-            [(0, 0, 14), (1, 0, 30)],
-            [(0, 14, 15), (1, 30, 31)],
-            [(0, 15, 16), (1, 31, 32)],
-            [(1, 32, 33), (0, 16, 20)],
-            [(1, 33, 40)],
-        ):
-            at = torch.cat([turns[start:stop] for _, start, stop in spans])
-            angles = {"angles": (at.cos(), at.sin())} if rotated else {}
-            outputs[-1] += made.step(caches[-1], spans, **options, **angles)
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
-    if "norms" not in options:
-        assert_same_memory(*caches)
-
-
-def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
-    monkeypatch.setattr(ops, "attention", TritonAttention)
-    made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (20,))
-    caches, outputs = [], []
-    for extra in (0, 2):
-        caches.append(made.cache())
-        made.step(caches[-1], [(0, 0, 15)])
-        one = made.batch([(0, 15, 16)])
-        batch = dataclasses.replace(
-            one,
-            positions=torch.cat([one.positions, torch.zeros(extra, dtype=torch.int64)]),
-            slots=torch.cat([one.slots, torch.full((extra,), -1)]),
-            query_starts=torch.tensor([0, 1] + extra * [1], dtype=torch.int32),
-            page_table=torch.cat([one.page_table, torch.full((extra, 1), -1, dtype=torch.int32)]),
-            tail_rows=torch.cat([one.tail_rows, torch.zeros(extra, dtype=torch.int64)]),
-            query_lengths=(1,) * (1 + extra),
-        )
-        states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
-        angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
-        outputs.append(caches[-1].attend(0, *states, batch, scale=0.2, angles=angles)[0])
-    assert torch.equal(*outputs)
-    assert_same_memory(*caches)
-
-
-def test_which_pages_are_read():
-    for size, dim, expected in ((64, 128, True), (4, 64, False), (48, 64, False), (64, 512, False)):
-        made = Sequences(layout(dim=dim, page_size=size, dtype=torch.float16), (3,)).cache()
-        assert can(made._views[0]) == expected
-    assert not can(Sequences(layout(dim=64, page_size=64), (3,)).cache()._views[0])  # float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -38,6 +38,7 @@ def test_kernels_compute_what_the_reference_does():
         pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
     files = (
         "tests/kernels/gpu/interpreted.py",
+        "tests/kernels/gpu/interpreted_attention.py",
         "tests/kernels/gpu/interpreted_rounded.py",
         "tests/kernels/gpu/interpreted_experts.py",
         "tests/kernels/gpu/interpreted_graphs.py",

@@ -224,6 +224,23 @@ def test_attention(kind, dim, dtype, option, monkeypatch):
             assert error < close, f"sequence {number} at {start}: off by {error:.2g}"
 
 
+@pytest.mark.parametrize("option", ATTENTION)
+@pytest.mark.parametrize("kind", KV_TYPES)
+def test_drafts_after_a_long_prefix(kind, option, monkeypatch):
+    """Few tokens over a prefix that is cut in parts: as computed, and each time the same."""
+    monkeypatch.setattr(Sequences, "device", "cuda")
+    made, options = Sequences(layout(kind, dim=128, page_size=16, dtype=torch.bfloat16), (3000, 40)), ATTENTION[option]
+    cache = made.cache()
+    made.step(cache, [(0, 0, 2900), (1, 0, 30)], **options)
+    for spans in ([(0, 2900, 2905)], [(0, 2905, 2921), (1, 30, 31)], [(0, 2921, 2922)], [(0, 2922, 2924)]):
+        again = [made.step(cache, spans, **options) for _ in range(3)]
+        for (number, start, stop), *found in zip(spans, *again, strict=True):
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+            expected = made.expected(number, start, stop, **options)
+            assert (found[0].double() - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("interleaved", "rotated"), [(False, 128), (False, 64), (True, 128), (False, 0)])
 @pytest.mark.parametrize("kind", KV_TYPES)

@@ -1,0 +1,197 @@
+"""Attention on the GPU in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type.
+
+Run by `test_interpreted`; see `interpreted`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+import triton
+
+from quantkit.kernels import ops
+from quantkit.kernels.attention import TorchAttention
+from quantkit.kernels.triton import choices, configs, parts
+from quantkit.kernels.triton.attention import TritonAttention, can
+from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
+from quantkit.numerics.scheme import KVScheme
+from tests.kernels.paged import KV_TYPES, Sequences, layout
+
+CPU = torch.device("cpu")
+BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
+MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
+IMPLEMENTATIONS = (lambda views: ops.Stepwise(TorchAttention(views)), TritonAttention)
+OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", [*KV_TYPES, BY_HEAD, MIXED], ids=str)
+def test_paged_attention(kind, option, monkeypatch):
+    """Prompts, decodes over a page border, a chunk behind: outputs, and every byte of pages and tails, as by torch."""
+    dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
+    shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
+    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
+    caches, outputs = [], []
+    for implementation in IMPLEMENTATIONS:
+        monkeypatch.setattr(ops, "attention", implementation)
+        caches.append(made.cache())
+        out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
+        for i in range(3):
+            out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 62 + i, 63 + i)], **options)
+        out += made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options)
+        outputs.append(out + made.step(caches[-1], [(1, 66, 100)], **options))
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    assert_same_memory(*caches)
+
+
+PAGE_CHOICES = [
+    (
+        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_parts=4),
+        choices.Prefill(rows=16, tile=16, warps=4, stages=1),
+    ),
+    (
+        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_parts=64),
+        choices.Prefill(rows=128, tile=64, warps=8, stages=3),
+    ),
+]
+
+
+@pytest.mark.parametrize("chosen", PAGE_CHOICES, ids=("small", "large"))
+@pytest.mark.parametrize("kind", ["auto", "int4"])
+def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
+    made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
+    outputs = []
+    for implementation in IMPLEMENTATIONS:
+        monkeypatch.setattr(ops, "attention", implementation)
+        cache = made.cache()
+        with configs.forced(*chosen):
+            out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
+            outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
+    for found, expected in zip(*reversed(outputs), strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
+
+
+def assert_same_memory(first, second):
+    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in (first, second))
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+HEADS = {
+    "halves": ("int8", 32, {}),
+    "interleaved, part of the channels": ("int4", 24, {"interleaved": True}),
+    "norms": ("int4", 24, {"norms": (1e-6, 0.0)}),
+    "norms, interleaved, no codes": ("auto", 32, {"norms": (1e-5, 1.0), "interleaved": True}),
+    "norms alone": ("fp8", 0, {"norms": (1e-6, 0.0)}),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
+    """Chunks, decodes over a page border, alone and beside a chunk: as by one operation after another."""
+    kind, rotated, options = HEADS[case]
+    dtype = torch.float32 if "norms" in options else torch.float16
+    made = Sequences(layout(kind, dim=32, value_dim=48, page_size=16, dtype=dtype), (20, 40))
+    if "norms" in options:
+        query, key = torch.randn(2, 32).unbind(0)
+        eps, offset = options["norms"]
+        options = {**options, "norms": ops.HeadNorms(query=query, key=key, eps=eps, offset=offset)}
+    turns = torch.randn(64, rotated // 2)
+    caches, outputs = [], []
+    for implementation in IMPLEMENTATIONS:
+        monkeypatch.setattr(ops, "attention", implementation)
+        caches.append(made.cache())
+        outputs.append([])
+        for spans in (
+            [(0, 0, 14), (1, 0, 30)],
+            [(0, 14, 15), (1, 30, 31)],
+            [(0, 15, 16), (1, 31, 32)],
+            [(1, 32, 33), (0, 16, 20)],
+            [(1, 33, 40)],
+        ):
+            at = torch.cat([turns[start:stop] for _, start, stop in spans])
+            angles = {"angles": (at.cos(), at.sin())} if rotated else {}
+            outputs[-1] += made.step(caches[-1], spans, **options, **angles)
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    if "norms" not in options:
+        assert_same_memory(*caches)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["auto", "int4"])
+def test_long_prefixes_are_cut_in_parts(kind, option):
+    """A token, and drafts, after a long prefix, alone and beside a sequence that is too short to be cut."""
+    shape = layout(kind, dim=32, value_dim=48, page_size=16, dtype=torch.float16)
+    made, options = Sequences(shape, (250, 20)), OPTIONS[option]
+    outputs = []
+    for implementation in IMPLEMENTATIONS:
+        cache = made.cache()
+        cache._attention = [IMPLEMENTATIONS[0](cache._views[0])]
+        made.step(cache, [(0, 0, 230), (1, 0, 10)], **options)
+        cache._attention = [implementation(cache._views[0])]
+        outputs.append([])
+        for spans in (
+            [(0, 230, 231)],
+            [(0, 231, 236)],
+            [(0, 236, 237), (1, 10, 11)],
+            [(1, 11, 14), (0, 237, 241)],
+            [(0, 241, 250), (1, 14, 15)],
+        ):
+            outputs[-1] += made.step(cache, spans, **options)
+    for found, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
+    assert parts._counters.cache_info().currsize == 1, "nothing was cut"
+    assert not parts._counters(CPU).any()
+
+
+def test_bounds_of_parts():
+    """Every cached position that is seen is in one part, and no part is empty but the first of an empty prefix."""
+
+    class Kernel:  # what `part_bounds` computes, on numbers
+        cdiv, maximum, minimum = staticmethod(triton.cdiv), max, min
+
+    bounds = types.FunctionType(parts.part_bounds.fn.__code__, {"tl": Kernel})
+    for first, cached, count in ((0, 0, 4), (0, 1, 4), (0, 64, 4), (17, 65, 4), (5, 1000, 8), (90, 80, 2), (0, 130, 1)):
+        _, _, active = bounds(first, cached, 0, count, 16)
+        assert 1 <= active <= count
+        found = [bounds(first, cached, part, count, 16)[:2] for part in range(active)]
+        assert all(begin % 16 == 0 for begin, _ in found)
+        seen = [position for begin, end in found for position in range(max(begin, first), end)]
+        assert seen == list(range(first, cached))
+        assert all(begin < end for begin, end in found) or active == 1
+
+
+def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
+    monkeypatch.setattr(ops, "attention", TritonAttention)
+    made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (20,))
+    caches, outputs = [], []
+    for extra in (0, 2):
+        caches.append(made.cache())
+        made.step(caches[-1], [(0, 0, 15)])
+        one = made.batch([(0, 15, 16)])
+        batch = dataclasses.replace(
+            one,
+            positions=torch.cat([one.positions, torch.zeros(extra, dtype=torch.int64)]),
+            slots=torch.cat([one.slots, torch.full((extra,), -1)]),
+            query_starts=torch.tensor([0, 1] + extra * [1], dtype=torch.int32),
+            page_table=torch.cat([one.page_table, torch.full((extra, 1), -1, dtype=torch.int32)]),
+            tail_rows=torch.cat([one.tail_rows, torch.zeros(extra, dtype=torch.int64)]),
+            query_lengths=(1,) * (1 + extra),
+        )
+        states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
+        angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
+        outputs.append(caches[-1].attend(0, *states, batch, scale=0.2, angles=angles)[0])
+    assert torch.equal(*outputs)
+    assert_same_memory(*caches)
+
+
+def test_which_pages_are_read():
+    for size, dim, expected in ((64, 128, True), (4, 64, False), (48, 64, False), (64, 512, False)):
+        made = Sequences(layout(dim=dim, page_size=size, dtype=torch.float16), (3,)).cache()
+        assert can(made._views[0]) == expected
+    assert not can(Sequences(layout(dim=64, page_size=64), (3,)).cache()._views[0])  # float32
