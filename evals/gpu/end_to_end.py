@@ -140,7 +140,7 @@ def steps(
             bandwidth = results.rows[-1]["gigabytes_per_s"] * 1e9
             results.extend(
                 share_of_copy=bandwidth / results.meta["copy_bandwidth"],
-                launches_per_layer=None if weights == "fp8" else launches.get(f"{weights}, {kv}"),
+                launches_per_layer=launches.get(f"{weights}, {kv}"),
             )
 
 
