@@ -12,8 +12,8 @@
 |                | fresh tokens, quantize those into pages      |           | all KV types   | all KV types    |
 
 Triton versions are in `kernels/triton` and imported when the first tensor on a CUDA device comes by.
-Linear layers have layouts of their own and live in `linear`; some want their inputs rounded, which norms and gates do
-in the same launch (`rounded_rms_norm`, `rounded_gated`).
+Linear layers have layouts of their own and live in `linear`, mixtures of experts in `experts`; some linears
+want their inputs rounded, which norms and gates do in the same launch (`rounded_rms_norm`, `rounded_gated`).
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 

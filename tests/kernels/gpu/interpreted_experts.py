@@ -93,7 +93,7 @@ def rows(tokens, hidden):
 @pytest.fixture
 def few_programs(monkeypatch):
     """What a program costs here hardly depends on how much it computes."""
-    monkeypatch.setattr(grouped_rows, "_WORDS", 8192)
+    monkeypatch.setattr(grouped_rows, "_WORDS", 4096)
 
 
 @pytest.mark.usefixtures("few_programs")
