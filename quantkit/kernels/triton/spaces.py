@@ -18,10 +18,11 @@ from quantkit.kernels.triton.choices import ROW_LIMIT, Choice, Decode, Prefill, 
 _LANES = 32
 _LEAST_WORDS = 4  # of a thread: one load of 16 bytes
 _MOST_WORDS = 16  # of a thread of rows; half where they have 16 fields, or a scale and a zero for each field
-_MOST_SUMS = {Rows: 32, Tile: 64}  # of a thread; as many registers again are for the sums of one group
+_MOST_SUMS = 32  # of a thread; as many registers again are for the sums of one group; half for tiles before Hopper
 _ROW_TILES = (256, 512, 1024, 2048)  # words
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 _LEAST_SHARED_KIB = 99
+_HOPPER = 90
 
 
 def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> list[Product]:
@@ -42,12 +43,13 @@ def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> li
             if _rows_fit(rows, words // (_LANES * warps), bits, span)
         ]
     if rows > 1 and bits > 2:
+        most = _MOST_SUMS if chip >= _HOPPER else _MOST_SUMS // 2
         tiles = [
             Tile(block_m=block_m, block_n=block_n, warps=warps, stages=2, programs=2)
             for block_m in _block_rows(rows)
             for block_n in (32, 64, 128)
             for warps in (4, 8)
-            if block_m * block_n // (_LANES * warps) <= _MOST_SUMS[Tile] and block_n * span // (_LANES * warps) <= 32
+            if block_m * block_n // (_LANES * warps) <= most and block_n * span // (_LANES * warps) <= 32
         ]
         found += [tile for tile in tiles if _tile_bytes(tile) <= _shared(chip)]
     if rows > 16 and not natural:
@@ -68,7 +70,9 @@ def decodes(*, page_size: int, widest: int, halved: bool) -> list[Decode]:
         for tile in (16, 32, 64)
         for warps in (2, 4, 8)
         # Keys or values of a tile as numbers, and sums of 16 rows, by thread.
-        if tile <= page_size and (tile + 16) * widest <= (80 if halved else 128) * _LANES * warps
+        if tile <= page_size
+        and (tile + 16) * widest <= (80 if halved else 128) * _LANES * warps
+        and (warps == 8 or not (halved and widest > 128))
     ]
 
 
@@ -92,7 +96,7 @@ def refined(choice: Choice, chip: int) -> list[Choice]:
         return [other for other in found if isinstance(other, Tile) and _tile_bytes(other) <= _shared(chip)]
     if isinstance(choice, Decode):
         return _varied(choice, programs=(1, 2, 4), least_tiles=(1, 2, 4, 8))
-    return _varied(choice, stages=(1, 2)) if isinstance(choice, Prefill) else []
+    return []
 
 
 def _varied(choice: Rows | Tile | Decode | Prefill, **values: Iterable[int]) -> list[Choice]:
@@ -110,7 +114,7 @@ def _block_rows(rows: int) -> tuple[int, ...]:
 
 def _rows_fit(rows: int, words: int, bits: int, span: int) -> bool:
     most = _MOST_WORDS // 2 if bits == 2 or span < 64 else _MOST_WORDS
-    return _LEAST_WORDS <= words <= most and rows * words <= _MOST_SUMS[Rows]
+    return _LEAST_WORDS <= words <= most and rows * words <= _MOST_SUMS
 
 
 def _tile_bytes(tile: Tile) -> int:
