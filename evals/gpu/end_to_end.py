@@ -259,7 +259,7 @@ def engine_rows(model: NativeModel, weights: str, results: Results, tiny: bool) 
 def _count_launches(tiny: bool) -> subprocess.Popen[str]:
     """Begin to count the launches of a step; a process of its own, because there they are not made."""
     command = [sys.executable, str(Path(__file__).with_name("step_count.py")), "--json"]
-    command += ["--shape", "tiny"] if tiny else ["--batch", "32"]
+    command += ["--shape", "tiny"] if tiny else ["--batch", "8"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
