@@ -97,11 +97,17 @@ def find_span(weight: QuantizedTensor) -> int | None:
         return None
     width, groups = weight.shape[1], weight.scale.shape[1]
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
-    fitting = [span for span in _SPANS if groups == 1 or (width // groups) % span == 0]
+    fitting = [span for span in _SPANS if groups == 1 or _fit(width // groups, span, fields)]
     padded = {span: -(-width // (fields * span)) * fields * span for span in fitting}
     if not padded or min(padded.values()) > 1.25 * width:
         return None
     return min(fitting, key=lambda span: (padded[span], -span))
+
+
+def _fit(group: int, span: int, fields: int) -> bool:
+    """Whether groups are whole fields and begin at the same fields of every block, where kernels apply scales."""
+    block = span * fields
+    return group % span == 0 and (block % group == 0 or group % block == 0)
 
 
 def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:

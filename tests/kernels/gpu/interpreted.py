@@ -30,6 +30,7 @@ SCHEMES = [
     ("int4", 128, True, (64, 512)),
     ("int4", 32, False, (50, 256)),
     ("int4", None, True, (40, 500)),
+    ("int4", 384, True, (16, 768)),
     ("int3", 64, True, (32, 512)),
     ("int8", 64, False, (32, 256)),
     ("int2", 64, False, (16, 1024)),
@@ -157,6 +158,9 @@ def test_what_make_linear_and_attention_choose(monkeypatch):
 def test_what_cannot_be_packed():
     assert find_span(quantized("int4", 4, True, (16, 256))) is None
     assert find_span(quantized("int4", None, True, (16, 72))) is None  # padding would outweigh it
+    # Groups would begin at other fields of each block.
+    assert find_span(quantized("int4", 192, True, (16, 768))) is None
+    assert find_span(quantized("int8", 96, True, (16, 384))) is None
     grouped = dataclasses.replace(quantized("int4", 64, True, (16, 256)), group_index=torch.arange(256) // 64)
     assert find_span(grouped) is None
 
