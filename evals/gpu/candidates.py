@@ -94,7 +94,7 @@ def launch_pages(recorder: Recorder, dtype: torch.dtype) -> None:
             tail = _meta(count, heads, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
             views = layout.views(_meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
             halved = kind == "int4"
-            default = choices.default_prefill(dim, PAGE, kind != "auto", halved)
+            default = choices.default_prefill(dim, PAGE, kind != "auto", halved, _chip())
             decodes = spaces.decodes(page_size=PAGE, widest=dim, halved=halved)
             for new, found in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
                 batch = _batch(count, new)

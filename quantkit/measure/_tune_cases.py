@@ -240,7 +240,7 @@ def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: in
     label = f"{kv_cache} KV, {work.query_heads}/{work.kv_heads} heads of {work.head_dim}"
     halved = INT4 in (scheme.key.dtype, scheme.value.dtype)
     if new > 1:
-        default = choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved)
+        default = choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved, chip)
         return Case(
             kernel="prefill",
             kind=kind,
@@ -256,7 +256,7 @@ def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: in
         kind=kind,
         sizes={"heads": batch * work.kv_heads},
         label=f"{label}, batch {batch} of {context} tokens",
-        default=choices.default_decode(work.head_dim, work.page_size),
+        default=choices.default_decode(work.head_dim, work.page_size, chip),
         candidates=tuple(spaces.decodes(page_size=work.page_size, widest=work.head_dim, halved=halved)),
         chip=chip,
         work=work,

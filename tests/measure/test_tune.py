@@ -126,7 +126,7 @@ def test_spaces_hold_what_files_may_say_and_nothing_twice():
         for choice in [*first, *(other for one in first for other in spaces.refined(one, chip))]:
             check(choice)
     for size in (16, 64):
-        default = choices.default_prefill(128, size, False, False)
+        default = choices.default_prefill(128, size, False, False, 90)
         decodes = spaces.decodes(page_size=size, widest=128, halved=True)
         for choice in [*decodes, *spaces.prefills(page_size=size, default=default)]:
             assert choice.tile <= size

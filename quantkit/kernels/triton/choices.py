@@ -19,6 +19,7 @@ ROW_BUCKETS = (1, 4, 16, 32, 64, 128, 256)
 """Numbers of rows that are measured; one between two of them counts as the higher, one above them all is not tuned."""
 
 _HOPPER = 90
+_ROOMY = (80, 87, 90, 100, 103)  # chips with more than 160 KiB of shared memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,22 +150,27 @@ def default_int8(count: int) -> Int8:
     return Int8(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
 
 
-def default_decode(widest: int, page_size: int) -> Decode:
-    """For keys or values of so many channels: what the registers hold."""
+def default_decode(widest: int, page_size: int, chip: int) -> Decode:
+    """For keys or values of so many channels: what the registers hold, and what is under way beside it."""
     wide = widest > 128
     return Decode(
         tile=min(page_size, 32 if wide else 64),
         warps=8 if wide else 4,
-        stages=2,
+        stages=_page_stages(chip),
         programs=2,
         least_tiles=4,
         most_parts=64,
     )
 
 
-def default_prefill(widest: int, page_size: int, quantized: bool, halved: bool) -> Prefill:
+def default_prefill(widest: int, page_size: int, quantized: bool, halved: bool, chip: int) -> Prefill:
     """For keys or values of so many channels, quantized or not, `halved` if two share a byte."""
     # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
     crowded = widest > 128 if quantized and not halved else widest > 64 and halved
-    tile = default_decode(widest, page_size).tile
-    return Prefill(rows=32 if crowded else 64, tile=tile, warps=8 if widest > 64 else 4, stages=2)
+    like = default_decode(widest, page_size, chip)
+    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if widest > 64 else 4, stages=like.stages)
+
+
+def _page_stages(chip: int) -> int:
+    """Two tiles on their way while one is worked on, where shared memory holds them and a second program."""
+    return 3 if chip in _ROOMY else 2

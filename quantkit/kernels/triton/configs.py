@@ -71,7 +71,9 @@ def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -
     layout = views.layout
     group = query_heads // layout.num_heads
     widest = max(layout.head_dim, layout.value_width)
-    return _decode(device, _cache_kind(views), widest, layout.page_size, group, count * layout.num_heads)
+    return _decode(
+        device, capability(device), _cache_kind(views), widest, layout.page_size, group, count * layout.num_heads
+    )
 
 
 def prefill(views: KVViews, query_heads: int, device: torch.device) -> Prefill:
@@ -82,7 +84,9 @@ def prefill(views: KVViews, query_heads: int, device: torch.device) -> Prefill:
     layout = views.layout
     halved = INT4 in (layout.scheme.key.dtype, layout.scheme.value.dtype)
     widest, group = max(layout.head_dim, layout.value_width), query_heads // layout.num_heads
-    return _prefill(device, _cache_kind(views), widest, layout.page_size, group, layout.is_quantized, halved)
+    return _prefill(
+        device, capability(device), _cache_kind(views), widest, layout.page_size, group, layout.is_quantized, halved
+    )
 
 
 @contextmanager
@@ -160,18 +164,19 @@ def _product(
 
 @functools.lru_cache(maxsize=1024)
 def _decode(
-    device: torch.device, kinds: tuple[str, str], widest: int, page_size: int, group: int, heads: int
+    device: torch.device, chip: int, kinds: tuple[str, str], widest: int, page_size: int, group: int, heads: int
 ) -> Decode:
     found = _find(device, "decode", cache_kind(kinds, widest, page_size, group), {"heads": heads})
-    return found if isinstance(found, Decode) else default_decode(widest, page_size)
+    return found if isinstance(found, Decode) else default_decode(widest, page_size, chip)
 
 
 @functools.lru_cache(maxsize=1024)
 def _prefill(
-    device: torch.device, kinds: tuple[str, str], widest: int, page_size: int, group: int, quantized: bool, halved: bool
-) -> Prefill:
+    device: torch.device, chip: int, kinds: tuple[str, str], widest: int, page_size: int, group: int,
+    quantized: bool, halved: bool,
+) -> Prefill:  # fmt: skip
     found = _find(device, "prefill", cache_kind(kinds, widest, page_size, group), {})
-    return found if isinstance(found, Prefill) else default_prefill(widest, page_size, quantized, halved)
+    return found if isinstance(found, Prefill) else default_prefill(widest, page_size, quantized, halved, chip)
 
 
 def _cache_kind(views: KVViews) -> tuple[str, str]:

@@ -147,11 +147,17 @@ def _load_query(at, kept, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _place(table, start, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Positions of a tile, where they are in their page, which are seen, and the page."""
+def _place(start, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Positions of a tile, where they are in their page, and which are seen."""
     at = start + tl.arange(0, TILE)
     inside = start % PAGE + tl.arange(0, TILE)
-    return at, inside, (at < end) & (at >= first), tl.load(table + start // PAGE).to(tl.int64)
+    return at, inside, (at < end) & (at >= first)
+
+
+@triton.jit
+def _page_at(table, start, end, PAGE: tl.constexpr):
+    """The page of the tile at `start`. Asked for a tile ahead, so that loads of keys need not wait for its number."""
+    return tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -195,8 +201,11 @@ def _over_part(
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
+    coming = _page_at(table, begin, tl.minimum(end, whole), PAGE)
     for start in range(begin, tl.minimum(end, whole), TILE):
-        at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
+        page = coming
+        coming = _page_at(table, start + TILE, tl.minimum(end, whole), PAGE)
+        at, inside, seen = _place(start, first, end, PAGE, TILE)
         scores = _scores(
             q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
@@ -207,8 +216,11 @@ def _over_part(
         )  # fmt: skip
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
+        coming = _page_at(table, tl.maximum(begin, whole), end, PAGE)
         for start in range(tl.maximum(begin, whole), end, TILE):
-            at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
+            page = coming
+            coming = _page_at(table, start + TILE, end, PAGE)
+            at, inside, seen = _place(start, first, end, PAGE, TILE)
             scores = _tail_scores(
                 q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
             )

@@ -21,7 +21,7 @@ from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.triton import configs, pages, power_of_two
-from quantkit.kernels.triton.paged_decode import _load_query, _place, _score, _scores, _tail_scores, _weigh
+from quantkit.kernels.triton.paged_decode import _load_query, _page_at, _place, _score, _scores, _tail_scores, _weigh
 from quantkit.kernels.triton.parts import chunk, join_parts, part_bounds, put_out, scratch
 
 
@@ -87,8 +87,11 @@ def _over_cache(
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     acc_high = acc
     whole = cached // PAGE * PAGE if HAS_TAIL else cached
+    coming = _page_at(table, begin, tl.minimum(end, whole), PAGE)
     for start in range(begin, tl.minimum(end, whole), TILE):
-        at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
+        page = coming
+        coming = _page_at(table, start + TILE, tl.minimum(end, whole), PAGE)
+        at, inside, seen = _place(start, first, end, PAGE, TILE)
         scores = _scores(
             q, q_high, k_codes, k_scale, k_zero, page, head, inside, seen, kc_strides, ks_strides,
             K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK, ROWS, TILE,
@@ -100,8 +103,11 @@ def _over_cache(
         )  # fmt: skip
     if HAS_TAIL:
         row = tl.load(tail_rows + sequence)
+        coming = _page_at(table, tl.maximum(begin, whole), end, PAGE)
         for start in range(tl.maximum(begin, whole), end, TILE):
-            at, inside, seen, page = _place(table, start, first, end, PAGE, TILE)
+            page = coming
+            coming = _page_at(table, start + TILE, end, PAGE)
+            at, inside, seen = _place(start, first, end, PAGE, TILE)
             scores = _tail_scores(
                 q, q_high, tail, row, head, at, seen, tail_strides, TAIL, K_KIND == 3, K_WIDTH, K_BLOCK, ROWS, TILE
             )

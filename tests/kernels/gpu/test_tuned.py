@@ -134,11 +134,11 @@ def test_pages_ask_the_same_files(gpu):
     tuned.write(tuned.user_file(GPU), table(*found))
     assert configs.decode(views(), 8, 32, CUDA) == decode
     assert configs.decode(views(), 32, 32, CUDA) == decode  # four times as many heads
-    assert configs.decode(views(), 33, 32, CUDA) == choices.default_decode(128, 64)
-    assert configs.decode(views(), 8, 8, CUDA) == choices.default_decode(128, 64)
-    assert configs.decode(views("auto"), 8, 32, CUDA) == choices.default_decode(128, 64)
+    assert configs.decode(views(), 33, 32, CUDA) == choices.default_decode(128, 64, 90)
+    assert configs.decode(views(), 8, 8, CUDA) == choices.default_decode(128, 64, 90)
+    assert configs.decode(views("auto"), 8, 32, CUDA) == choices.default_decode(128, 64, 90)
     assert configs.prefill(views(), 32, CUDA) == prefill
-    assert configs.prefill(views("int4"), 32, CUDA) == choices.default_prefill(128, 64, True, True)
+    assert configs.prefill(views("int4"), 32, CUDA) == choices.default_prefill(128, 64, True, True, 90)
 
 
 def test_other_devices_take_the_defaults(gpu):
@@ -154,7 +154,7 @@ def test_what_is_forced_goes_before_everything(gpu):
         with configs.forced(Vendor()):
             assert configs.product(weight(), 1, CUDA) == Vendor()
         assert configs.prefill(views(), 32, CUDA).rows == 16
-        assert configs.decode(views(), 8, 32, CUDA) == choices.default_decode(128, 64)
+        assert configs.decode(views(), 8, 32, CUDA) == choices.default_decode(128, 64, 90)
     assert configs.product(weight(), 1, CUDA) == ROWS
 
 
@@ -223,8 +223,8 @@ def test_defaults_are_what_a_file_may_say():
     made = [
         choices.default_product(count, bits, chip) for count in (1, 5, 64, 65) for bits in (2, 4) for chip in (80, 90)
     ]
-    made += [choices.default_decode(dim, size) for dim in (64, 256) for size in (16, 64)]
-    made += [choices.default_prefill(dim, 64, True, halved) for dim in (64, 256) for halved in (True, False)]
+    made += [choices.default_decode(dim, size, 90) for dim in (64, 256) for size in (16, 64)]
+    made += [choices.default_prefill(dim, 64, True, halved, 90) for dim in (64, 256) for halved in (True, False)]
     for choice in made:
         for name, value in tuned.to_json(choice).items():
             assert name == "method" or tuned._check(name, value) is None
