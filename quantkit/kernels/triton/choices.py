@@ -134,7 +134,7 @@ def default_product(count: int, bits: int, chip: int, span: int = 64) -> Product
     """How `count` rows are multiplied with a weight of so many bits, in blocks of `span` words."""
     if count <= ROW_LIMIT:
         # As many words under way whatever their blocks are.
-        return Rows(block_n=(512 if bits == 2 else 1024) // span, warps=4, stages=1, programs=8)
+        return Rows(block_n=(512 if bits == 2 else 1024) // span, warps=4, stages=3, programs=8)
     # The 16 fields of an INT2 word do not fit the registers of a tile.
     if count > TILE_LIMIT or bits == 2:
         return Vendor()

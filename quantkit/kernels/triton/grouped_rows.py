@@ -88,7 +88,8 @@ def _expert_rows_kernel(
         if HAS_ZERO:
             zero += expert.to(tl.int64) * num_groups * N
         total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
-        for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
+        last = tl.minimum((part + 1) * blocks_per_part, num_blocks)
+        for block in tl.range(part * blocks_per_part, last, num_stages=3):  # two blocks on their way
             if BITS < 16:
                 total = _add_rows_packed(
                     total, inputs_at, mine >= 0, words, scale, zero, outputs, kept, block, N, K, num_words,

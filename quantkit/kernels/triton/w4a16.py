@@ -196,8 +196,12 @@ def _tile_kernel(
     kept = outputs < N
     lanes = tl.arange(0, SPAN)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)):
-        loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL, KIND)
+    begin, last = part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks)
+    coming = _load_words(words, outputs, begin, lanes, kept, num_words, SPAN, NATURAL, KIND)
+    for block in range(begin, last):
+        # Asked for a block ahead, by hand: Triton does so for inner loops only.
+        loaded, there = coming, kept & (tl.zeros_like(outputs) + block + 1 < last)
+        coming = _load_words(words, outputs, block + 1, lanes, there, num_words, SPAN, NATURAL, KIND)
         first = block * SPAN * FIELDS
         partial = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if PER_GROUP else total
         for half in range(2):  # a loop, so that only half of the fields are in registers at once
