@@ -44,6 +44,9 @@ from quantkit.numerics.scheme import KVScheme
 
 PROCESSORS = 132
 DTYPES = ("bfloat16", "float16")
+# Chips for which float16 is compiled too: both kinds of tensor cores' instructions. What it changes elsewhere is how
+# numbers are converted, and with them a few registers.
+FLOAT16_CHIPS = (80, 90)
 # Channels of a head, of the models that there are; any number up to 256 runs.
 HEAD_DIMS = (128, 64, 80, 96, 112, 192, 256)
 KV_TYPES = {name: kv_scheme(name) for name in ("auto", "fp8", "int8", "int4")}
@@ -374,8 +377,11 @@ def everything(
     targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES, every: Sequence[Work] = WORK
 ) -> dict[tuple[str, int], Launch]:
     """All launches by key and chip."""
-    kinds = [getattr(torch, name) for name in dtypes]
-    return {(launch.key, target): launch for target in targets for launch in record(target, kinds, every)}
+    found = {}
+    for target in targets:
+        kinds = [getattr(torch, name) for name in dtypes if name != "float16" or target in FLOAT16_CHIPS]
+        found |= {(launch.key, target): launch for launch in record(target, kinds, every)}
+    return found
 
 
 def _compile(wanted: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
