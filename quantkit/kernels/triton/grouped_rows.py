@@ -19,49 +19,65 @@ from quantkit.kernels.triton import num_processors, power_of_two
 from quantkit.kernels.triton.floats import load_scale
 from quantkit.kernels.triton.grouped import ExpertWeights, open_gate, outputs_of, scaled_sums, shared_of
 from quantkit.kernels.triton.norms import _GATES
-from quantkit.kernels.triton.w4a16 import _counters, _decode, _load_words, _zeros_of, num_parts
+from quantkit.kernels.triton.w4a16 import (
+    _counters,
+    _decode,
+    _load_words,
+    _zeros_of,
+    add_rows,
+    add_scaled,
+    no_sums,
+    num_parts,
+    sum_rows,
+)
 
 TOKEN_LIMIT = 4
 """Tokens up to which each row is multiplied on its own."""
 
 _WORDS = 1024  # of a program at once
+_DENSE_SPAN = 64  # fewer inputs than threads: each loads those that it needs
 
 
 @triton.jit
 def _add_rows_packed(
-    total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words,
+    total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
     BITS: tl.constexpr, FIELD: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    HAS_ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one block to sums that stay with their thread (M, N, SPAN)."""
+    """Add the products of one block to sums that stay with their thread, see `w4a16.no_sums`."""
     FIELDS: tl.constexpr = 32 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     lanes = tl.arange(0, SPAN)
     loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, False, FIELD)
     first = block * SPAN * FIELDS
-    partial = tl.zeros(total.shape, tl.float32)
+    partial = no_sums(BLOCK_N, SPAN)
     for field in tl.static_range(FIELDS):
         index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
         inputs = first + field * SPAN + lanes
-        a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
         value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, FIELD)
-        partial += value[None, :, :] * a.to(tl.float32)[:, None, :]
+        partial = add_rows(partial, value, inputs_at, inputs, K, ROWS)
         if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
-            total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[None, :, None]
-            partial = tl.zeros(total.shape, tl.float32)
+            total = add_scaled(total, partial, load_scale(scale + index * N + outputs, kept, SCALES)[:, None], ROWS)
+            partial = no_sums(BLOCK_N, SPAN)
     if GROUP == 0:
-        total += partial
+        total = add_scaled(total, partial, 1.0, ROWS)
     return total
 
 
 @triton.jit
-def _add_rows_dense(total, inputs_at, has_row, words, outputs, kept, block, K, SPAN: tl.constexpr):
+def _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN: tl.constexpr, ROWS: tl.constexpr):
     """The same for weights in 16 bits."""
     inputs = block * SPAN + tl.arange(0, SPAN)
     at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
     value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0, eviction_policy="evict_first")
-    a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
-    return total + value.to(tl.float32)[None, :, :] * a.to(tl.float32)[:, None, :]
+    return add_rows(total, value.to(tl.float32), inputs_at, inputs, K, ROWS)
+
+
+@triton.jit
+def _row_at(x, mine, rows, T, K, row: tl.constexpr, IS_LAST: tl.constexpr):
+    """Where the inputs of a token are, or of its pair; where there is none, those of some other, not to be stored."""
+    token, pair = tl.minimum(row, T - 1), tl.maximum(tl.max(tl.where(rows == row, mine, -1), axis=0), 0)
+    return x + (pair if IS_LAST else token).to(tl.int64) * K
 
 
 @triton.jit
@@ -81,23 +97,26 @@ def _expert_rows_kernel(
     others = tl.load(chosen + pairs, mask=(rows < T)[:, None] & (picks < TOP_K)[None, :], other=-1)
     mine = tl.max(tl.where(others == expert, pairs, -1), axis=1)  # (ROWS,) each token's pair of this expert
     if tl.min(tl.where(mine < 0, T * TOP_K, mine), axis=0) == pair:  # the first pair works for the others
-        inputs_at = x + (mine if IS_LAST else rows).to(tl.int64) * K
+        inputs_at = (
+            _row_at(x, mine, rows, T, K, 0, IS_LAST), _row_at(x, mine, rows, T, K, 1, IS_LAST),
+            _row_at(x, mine, rows, T, K, 2, IS_LAST), _row_at(x, mine, rows, T, K, 3, IS_LAST),
+        )  # fmt: skip
         words += expert.to(tl.int64) * N * num_words
         if BITS < 16:
             scale += expert.to(tl.int64) * num_groups * N
         if HAS_ZERO:
             zero += expert.to(tl.int64) * num_groups * N
-        total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+        total = no_sums(BLOCK_N, SPAN)
         last = tl.minimum((part + 1) * blocks_per_part, num_blocks)
         for block in tl.range(part * blocks_per_part, last, num_stages=3):  # two blocks on their way
             if BITS < 16:
                 total = _add_rows_packed(
-                    total, inputs_at, mine >= 0, words, scale, zero, outputs, kept, block, N, K, num_words,
-                    BITS, FIELD, SCALES, SPAN, GROUP, HAS_ZERO,
+                    total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
+                    BITS, FIELD, SCALES, SPAN, GROUP, HAS_ZERO, ROWS, BLOCK_N,
                 )  # fmt: skip
             else:
-                total = _add_rows_dense(total, inputs_at, mine >= 0, words, outputs, kept, block, K, SPAN)
-        sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
+                total = _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN, ROWS)
+        sums = sum_rows(total, rows, ROWS)
         if BITS < 16:
             sums = scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
         if IS_LAST:
@@ -140,9 +159,8 @@ def _add_experts(
 
 def _blocks(weight: ExpertWeights, tokens: int) -> tuple[int, int, int]:
     """Words of a block, blocks of a row, and outputs of a program; loads of 16 bytes, sums that the registers hold."""
-    dense_span = 128 if tokens <= 2 else 64
-    span = weight.span if weight.scale is not None else dense_span
-    outputs = _WORDS // (weight.span if weight.scale is not None else 64)
+    span = weight.span if weight.scale is not None else _DENSE_SPAN
+    outputs = (_WORDS if weight.scale is not None or tokens > 2 else 2 * _WORDS) // span
     return span, -(-weight.words.shape[2] // span), outputs
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 """Inputs times packed integers of 2, 4 or 8 bits or floats of 4 or 8: a product per row up to 4, tiles up to 64.
 
 Integers become numbers without a conversion: `(word & mask) | magic` are the bits of the float 2^(23-s) + field, where
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.triton import capability, configs, num_processors, power_of_two
-from quantkit.kernels.triton.choices import Rows, Vendor, default_tile
+from quantkit.kernels.triton.choices import ROW_LIMIT, Rows, Vendor, default_tile
 from quantkit.kernels.triton.floats import (
     field_bits,
     half_number,
@@ -85,6 +85,53 @@ def _load_words(
 
 
 @triton.jit
+def no_sums(BLOCK_N: tl.constexpr, SPAN: tl.constexpr):
+    """Sums of up to 4 rows, (BLOCK_N, SPAN) each. Of two dimensions, as the weight is: with the rows as a third one
+    Triton would move every decoded number to another thread."""
+    zeros = tl.zeros((BLOCK_N, SPAN), tl.float32)
+    return zeros, zeros, zeros, zeros
+
+
+@triton.jit
+def add_rows(sums, value, inputs_at, inputs, K, ROWS: tl.constexpr):
+    """Add the products of a piece of the weight with the same inputs of each row."""
+    one, two, three, four = sums[0], sums[1], sums[2], sums[3]
+    real = inputs < K
+    one += value * load_inputs(inputs_at[0] + inputs, real).to(tl.float32)[None, :]
+    if ROWS > 1:
+        two += value * load_inputs(inputs_at[1] + inputs, real).to(tl.float32)[None, :]
+    if ROWS > 2:
+        three += value * load_inputs(inputs_at[2] + inputs, real).to(tl.float32)[None, :]
+        four += value * load_inputs(inputs_at[3] + inputs, real).to(tl.float32)[None, :]
+    return one, two, three, four
+
+
+@triton.jit
+def add_scaled(total, sums, factor, ROWS: tl.constexpr):
+    """Sums times a factor join others."""
+    one, two, three, four = total[0], total[1], total[2], total[3]
+    one += sums[0] * factor
+    if ROWS > 1:
+        two += sums[1] * factor
+    if ROWS > 2:
+        three += sums[2] * factor
+        four += sums[3] * factor
+    return one, two, three, four
+
+
+@triton.jit
+def sum_rows(sums, rows, ROWS: tl.constexpr):
+    """(ROWS, BLOCK_N): what the threads have of each output, added up."""
+    found = tl.sum(sums[0], axis=1)[None, :]
+    if ROWS > 1:
+        found = tl.where(rows[:, None] == 0, found, tl.sum(sums[1], axis=1)[None, :])
+    if ROWS > 2:
+        found = tl.where(rows[:, None] == 2, tl.sum(sums[2], axis=1)[None, :], found)
+        found = tl.where(rows[:, None] == 3, tl.sum(sums[3], axis=1)[None, :], found)
+    return found
+
+
+@triton.jit
 def _rows_kernel(
     x, words, scale, zero, bias, row_scale, out, parts, counters, M, N, K, num_words, num_blocks, blocks_per_part,
     outer, head_scale, softcap, maxima,
@@ -100,25 +147,26 @@ def _rows_kernel(
     kept = outputs < N
     lanes = tl.arange(0, SPAN)
     rows = tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+    # In place of a row that there is not, the last one: nothing of it is stored.
+    inputs_at = (x, x + tl.minimum(1, M - 1) * K, x + tl.minimum(2, M - 1) * K, x + tl.minimum(3, M - 1) * K)
+    total = no_sums(BLOCK_N, SPAN)
     last = tl.minimum((part + 1) * blocks_per_part, num_blocks)
     # Said here, because Triton puts loads under way ahead of time only for products of tiles.
     for block in tl.range(part * blocks_per_part, last, num_stages=STAGES):
         loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, NATURAL, KIND)
         first = block * SPAN * FIELDS
-        partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+        partial = no_sums(BLOCK_N, SPAN)
         for field in tl.static_range(FIELDS):
             index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
             inputs = _inputs_of(block, field, lanes, SPAN, FIELDS, NATURAL)
-            a = load_inputs(x + rows[:, None] * K + inputs[None, :], (rows < M)[:, None] & (inputs < K)[None, :])
             value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, KIND)
-            partial += value[None, :, :] * a.to(tl.float32)[:, None, :]
+            partial = add_rows(partial, value, inputs_at, inputs, K, ROWS)
             if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
-                total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[None, :, None]
-                partial = tl.zeros((ROWS, BLOCK_N, SPAN), tl.float32)
+                total = add_scaled(total, partial, load_scale(scale + index * N + outputs, kept, SCALES)[:, None], ROWS)
+                partial = no_sums(BLOCK_N, SPAN)
         if GROUP == 0:
-            total += partial
-    sums = tl.sum(total, axis=2)  # (ROWS, BLOCK_N)
+            total = add_scaled(total, partial, 1.0, ROWS)
+    sums = sum_rows(total, rows, ROWS)
     _finish(
         sums, x, scale, bias, row_scale, out, parts, counters, tl.program_id(0), part, rows, outputs, M, N, outer,
         head_scale, softcap, maxima, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IN_PARTS,
@@ -304,7 +352,8 @@ def _multiply(
 ) -> tuple[Tensor, Tensor | None]:
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
-    if isinstance(choice, Vendor):  # who asks for a product here has no other
+    # Who asks for a product here has no other, and rows on their own are few.
+    if isinstance(choice, Vendor) or (isinstance(choice, Rows) and count > ROW_LIMIT):
         choice = default_tile(count, capability(x.device))
     block_n = choice.block_n
     row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
