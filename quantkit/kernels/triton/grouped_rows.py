@@ -19,8 +19,8 @@ from quantkit.kernels.triton import num_processors, power_of_two
 from quantkit.kernels.triton.floats import load_scale
 from quantkit.kernels.triton.grouped import ExpertWeights, open_gate, outputs_of, scaled_sums, shared_of
 from quantkit.kernels.triton.norms import _GATES
+from quantkit.kernels.triton.parts import counters
 from quantkit.kernels.triton.w4a16 import (
-    _counters,
     _decode,
     _load_words,
     _zeros_of,
@@ -211,7 +211,7 @@ def close_rows(
     partial = torch.empty(cut, tokens * picks, outputs, dtype=torch.float32, device=x.device)
     _expert_rows_kernel[(tiles, cut, tokens * picks)](
         x, weight.words, weight.scale, weight.zero, weight.outer, chosen, weights, shared, score, out,
-        partial, _counters(x.device), tokens, *weight.sizes, blocks, -(-blocks // cut), **weight.constants, SPAN=span,
+        partial, counters(x.device), tokens, *weight.sizes, blocks, -(-blocks // cut), **weight.constants, SPAN=span,
         TOP_K=picks, PICKS=power_of_two(picks), KIND=0, IS_LAST=True, HAS_SHARED=shared is not None,
         HAS_SCORE=score is not None, ROWS=power_of_two(tokens), BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip

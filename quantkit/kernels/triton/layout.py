@@ -88,6 +88,23 @@ class PackedWeight:
         """Bytes that a product with one row of inputs reads."""
         return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What kernels are compiled for."""
+        return {
+            "BITS": self.bits,
+            "SPAN": self.span,
+            "GROUP": self.group,
+            "OFFSET": self.offset,
+            "KIND": self.kind,
+            "SCALES": self.scales,
+            "HAS_ZERO": self.zero is not None,
+        }
+
+    def scales_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether its numbers times their scale are exact in this dtype, the common scale aside."""
+        return self.scales == E4M3_BYTES or (self.scales == EXPONENT_BYTES and dtype != torch.float16)
+
 
 def find_span(weight: QuantizedTensor) -> int | None:
     """Words of a block that waste least and fit the groups, the largest of several; None = cannot be packed."""

@@ -152,10 +152,16 @@ def scratch(tiles: int, parts: int, rows: int, width: int, device: torch.device)
         return None, None, None
     part_out = torch.empty(tiles, parts, rows, width, dtype=torch.float32, device=device)
     part_sums = torch.empty(tiles, parts, rows, 2, dtype=torch.float32, device=device)
-    return part_out, part_sums, _counters(device)
+    return part_out, part_sums, counters(device)
 
 
 @functools.lru_cache(maxsize=8)
-def _counters(device: torch.device) -> Tensor:
-    """How many parts of each tile are there; all zero between launches, which follow one another on a stream."""
+def counters(device: torch.device) -> Tensor:
+    """How many parts of each tile are there; all zero between launches, which follow one another on a stream.
+
+    Args:
+        device: where.
+    Returns:
+        (MOST_TILES,) int32, the same for all kernels that cut what they do in parts.
+    """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

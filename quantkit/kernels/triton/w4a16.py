@@ -14,8 +14,6 @@ Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -23,18 +21,12 @@ from torch import Tensor
 
 from quantkit.kernels.triton import capability, configs, num_processors, power_of_two
 from quantkit.kernels.triton.choices import ROW_LIMIT, Rows, Vendor, default_tile
-from quantkit.kernels.triton.floats import (
-    field_bits,
-    half_number,
-    load_inputs,
-    load_scale,
-    row_factor,
-)
-from quantkit.kernels.triton.layout import E4M3_BYTES, EXPONENT_BYTES, PackedWeight
+from quantkit.kernels.triton.floats import field_bits, half_number, load_inputs, load_scale, row_factor
+from quantkit.kernels.triton.layout import PackedWeight
 from quantkit.kernels.triton.maxima import as_logits, make_maxima, put_maxima
+from quantkit.kernels.triton.parts import MOST_TILES, counters
 
 _PARTS = 64
-_MOST_TILES = 1 << 14  # of a product in parts: one with more fills any chip without
 
 
 @triton.jit
@@ -358,15 +350,15 @@ def _multiply(
     block_n = choice.block_n
     row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
     tiles = -(-outputs // block_n) * row_tiles
-    parts = num_parts(tiles, weight.num_blocks, min(choice.programs * num_processors(x.device), _MOST_TILES))
+    parts = num_parts(tiles, weight.num_blocks, min(choice.programs * num_processors(x.device), MOST_TILES))
     out = torch.empty(count, outputs, dtype=torch.float32 if head else dtype, device=x.device)
     found = make_maxima(count, -(-outputs // block_n), x.device) if head else None
-    partial, counters = None, None
+    partial, counted = None, None
     if parts > 1:
         partial = torch.empty(parts, count, outputs, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+        counted = counters(x.device)
     shared = {
-        **_constants(weight),
+        **weight.constants,
         "NATURAL": weight.natural,
         "BLOCK_N": block_n,
         "IN_PARTS": parts > 1,
@@ -374,39 +366,15 @@ def _multiply(
         "HAS_ROW_SCALE": row_scale is not None,
     }
     blocks = (weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // parts))
-    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counters)
+    tensors = (x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partial, counted)
     given = (*tensors, count, outputs, width, *blocks, weight.outer, *(head or (1.0, 0.0)), found)
     grid, options = (-(-outputs // block_n), parts), {"num_warps": choice.warps, "num_stages": choice.stages}
     if isinstance(choice, Rows):
         _rows_kernel[grid](*given, ROWS=power_of_two(count), STAGES=choice.stages, **options, **shared)
     else:
-        in_values = _in_values(weight, dtype)
+        in_values = weight.scales_exactly(dtype)
         _tile_kernel[(*grid, row_tiles)](*given, BLOCK_M=choice.block_m, IN_VALUES=in_values, **options, **shared)
     return out, found
-
-
-def _constants(weight: PackedWeight) -> dict[str, object]:
-    """What the kernels are compiled for."""
-    return {
-        "BITS": weight.bits,
-        "SPAN": weight.span,
-        "GROUP": weight.group,
-        "OFFSET": weight.offset,
-        "KIND": weight.kind,
-        "SCALES": weight.scales,
-        "HAS_ZERO": weight.zero is not None,
-    }
-
-
-def _in_values(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether numbers of the weight times their scale are exact in this dtype, the common scale aside."""
-    return weight.scales == E4M3_BYTES or (weight.scales == EXPONENT_BYTES and dtype != torch.float16)
-
-
-@functools.lru_cache(maxsize=8)
-def _counters(device: torch.device) -> Tensor:
-    """How many parts of each tile are there; all zero between launches, which follow one another on a stream."""
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def num_parts(tiles: int, blocks: int, programs: int) -> int:
@@ -423,6 +391,6 @@ def decode(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     block = 32
     _decode_kernel[(-(-rows // block), weight.num_blocks)](
         weight.words, weight.scale, weight.zero, out, rows, width, weight.words.shape[1], weight.outer,
-        **_constants(weight), BLOCK_N=block, num_warps=4,
+        **weight.constants, BLOCK_N=block, num_warps=4,
     )  # fmt: skip
     return out

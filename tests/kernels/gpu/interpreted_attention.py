@@ -145,8 +145,8 @@ def test_long_prefixes_are_cut_in_parts(kind, option):
             outputs[-1] += made.step(cache, spans, **options)
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
-    assert parts._counters.cache_info().currsize == 1, "nothing was cut"
-    assert not parts._counters(CPU).any()
+    assert parts.counters.cache_info().currsize == 1, "nothing was cut"
+    assert not parts.counters(CPU).any()
 
 
 def test_bounds_of_parts():
