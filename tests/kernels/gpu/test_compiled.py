@@ -111,6 +111,32 @@ def test_a_key_is_of_the_code_and_nothing_else(tmp_path):
     assert len(set(keys.values())) == 4
 
 
+LOOPS = """
+import json, sys
+sys.path.insert(0, "evals/gpu")
+import triton
+from compile_check import everything
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+found = {}
+for launch in everything([90], ["bfloat16"]).values():
+    if launch.name not in found and launch.name in ("_rows_kernel", "_expert_rows_kernel"):
+        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+        done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+        text = done.asm["ttgir"]
+        loop = text[text.index("scf.for"):]
+        found[launch.name] = loop[:loop.index("scf.yield")].count("ttg.convert_layout")
+print(json.dumps(found))
+"""
+
+
+def test_numbers_of_a_weight_stay_with_the_thread_that_decodes_them(tmp_path):
+    """A conversion in the loop of a product of rows goes through shared memory, eight times what is read."""
+    done = run("-c", LOOPS, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"_rows_kernel": 0, "_expert_rows_kernel": 0}
+
+
 CANDIDATES = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
