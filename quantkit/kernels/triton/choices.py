@@ -168,7 +168,8 @@ def default_prefill(widest: int, page_size: int, quantized: bool, halved: bool, 
     # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
     crowded = widest > 128 if quantized and not halved else widest > 64 and halved
     like = default_decode(widest, page_size, chip)
-    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if widest > 64 else 4, stages=like.stages)
+    stages = 2 if widest > 128 else like.stages
+    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if widest > 64 else 4, stages=stages)
 
 
 def _page_stages(chip: int) -> int:
