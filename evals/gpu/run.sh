@@ -7,9 +7,20 @@
 # Writes JSON, one log and a page to $OUT: by default evals/results/<name of the GPU>, of a rehearsal a temporary folder.
 # Each part has a time limit of its own and writes its file after every row; a part that fails or is stopped does not
 # stop the others. PARTS="linears peer" runs only those; REHEARSAL=8 makes all limits 8 times as long, for slow machines.
-# Exit code: number of parts that failed.
+# PYTHON=.venv/bin/python says which Python has torch and triton; OUT=DIR where to write.
+# Exit code: number of parts that failed; 64 if nothing could start.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+case " $* " in
+  *" -h "* | *" --help "*) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' evals/gpu/run.sh; exit 0 ;;
+  *" --device cpu "*) needed="import torch" lacks="torch" ;;
+  *) needed="import torch, triton; torch.cuda.init()" lacks="torch, triton or CUDA device" ;;
+esac
+if ! why=$("$PYTHON" -c "$needed" 2>&1); then
+  echo "error: $PYTHON finds no $lacks (${why##*$'\n'}); set PYTHON=.venv/bin/python, or rehearse: --device cpu --tiny" >&2
+  exit 64
+fi
 case " $* " in
   *" --device cpu "*) factor=${REHEARSAL:-4} place=${TMPDIR:-/tmp}/quantkit-rehearsal ;;
   *)
@@ -20,7 +31,6 @@ esac
 OUT=${OUT:-$place}
 mkdir -p "$OUT"
 export OUT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
-PYTHON=${PYTHON:-python3}
 LOG=$OUT/log.txt
 : > "$LOG"
 failed=0

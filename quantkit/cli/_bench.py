@@ -128,7 +128,7 @@ def fit_lines(fits: dict[str, Fit | None]) -> Text:
             sign = "=" if power == 0 else "-" if value < 0 else "+"
             shown = value if power == 0 else abs(value)
             text += f" {sign} {scale * shown:.3g} (+/- {scale * error:.2g}) ms{_power(unit, power)}"
-        dropped = f", {fit.num_dropped} stalls left out" if fit.num_dropped else ""
+        dropped = f", {fit.num_dropped} stall{'s' * (fit.num_dropped > 1)} left out" if fit.num_dropped else ""
         lines.append(f"{text}; {fit.num_points} points{dropped}")
     lines.append("c: context, p: prompt, in 1,000 tokens; batch 1; standard errors in brackets")
     return Text("\n".join(lines))
@@ -152,21 +152,28 @@ def memory_table(result: BenchmarkResult) -> Table:
 def roofline_table(result: BenchmarkResult) -> Table | Group:
     """Achieved against the limit that the ceilings allow."""
     table = _table(["step", "context", "MB", "MFLOP", "floor ms", "ms", "MBU", "MFU", "bound by"], text=1)
+    shown: set[str] = set()
     for r in result.roofline:
+        shares = r.shown_share(r.mbu), r.shown_share(r.mfu)
+        shown.update(shares)
         name = f"prefill {r.num_tokens}" if r.phase == "prefill" else f"decode, batch {r.batch}"
         table.add_row(
             *(name, f"{r.context:,}", _short(r.bytes_moved / 1e6), _short(r.flops / 1e6), _ms(r.floor_s)),
-            *(_ms(r.seconds), r.shown_share(r.mbu), r.shown_share(r.mfu), r.bound_by),
+            *(_ms(r.seconds), *shares, r.bound_by),
         )
     if not result.roofline:
         return table
     first = result.roofline[0]
-    return _noted(
-        table,
+    note = (
         f"Ceilings measured in this run: {first.copy_bytes_per_s / 1e9:.1f} GB/s, "
-        f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s. caches: reads faster than memory; "
-        "busy: the machine was busier while its ceilings were measured.",
+        f"{first.gemm_flops_per_s / 1e9:.0f} GFLOP/s."
     )
+    words = {
+        "caches": "reads faster than memory",
+        "busy": "the machine was busier while its ceilings were measured",
+    }
+    legend = "; ".join(f"{word}: {meaning}" for word, meaning in words.items() if word in shown)
+    return _noted(table, f"{note} {legend}." if legend else note)
 
 
 def short_name(model: str) -> str:
