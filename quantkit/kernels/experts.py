@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import triton
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.linear import ExpertLinear, Linear
 
 
 class Stacked(Protocol):
-    """All experts of a layer as one; nothing is asked by the host, so that calls can be captured as a graph."""
+    """All experts of a layer as one; nothing is asked by the host, so that calls can be captured as a graph.
+
+    Attributes:
+        linears: what was stacked, two of each expert.
+    """
+
+    linears: tuple[ExpertLinear, ...]
 
     def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
         """What `route` and `run_each` compute.

@@ -56,6 +56,16 @@ def multiply(linear: Linear, x: Tensor | RoundedRows) -> Tensor:
     return linear(x)  # type: ignore[arg-type]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLinear:
+    """What `Linear` says of one linear of an expert that is part of a stack; see there."""
+
+    in_features: int
+    out_features: int
+    stored_bytes: int
+    description: str
+
+
 class _Permuted:
     """A linear whose inputs are reordered first, because its groups are not made of neighbours."""
 

@@ -171,7 +171,7 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
     """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
     yield block.attention.qkv, False
     yield block.attention.output, False
-    mixture = hasattr(block.mlp, "experts")
+    mixture = hasattr(block.mlp, "router")
     whole = [block.mlp] if not mixture else [block.mlp.shared] if block.mlp.shared is not None else []
     for mlp in whole:
         yield mlp.up, False
@@ -180,9 +180,8 @@ def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
         yield block.mlp.router, False
         if block.mlp.shared_gate is not None:
             yield block.mlp.shared_gate, False
-        for expert in block.mlp.experts:
-            yield expert.up, True
-            yield expert.down, True
+        for linear in block.mlp.linears:
+            yield linear, True
 
 
 def _size(linear: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.experts import Stacked, route, run_each
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.linear import ExpertLinear, Linear
 from quantkit.runtime.layers import MLP
 
 
@@ -43,6 +43,13 @@ class Mixture:
         self._stacked = None if isinstance(experts, Sequence) else experts
         self.shared, self.shared_gate = shared, shared_gate
         self._num_chosen, self._normalize = num_chosen, normalize
+
+    @property
+    def linears(self) -> tuple[Linear | ExpertLinear, ...]:
+        """Two of each expert, without the shared one's."""
+        if self._stacked is not None:
+            return self._stacked.linears
+        return tuple(linear for expert in self._each for linear in (expert.up, expert.down))
 
     @property
     def is_capturable(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
+from quantkit.kernels.head import Logits
 from quantkit.measure.latency import run_load
 from quantkit.measure.workload import closed_loop, make_load, poisson
 from quantkit.runtime.llm import LLM
@@ -95,9 +96,9 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
 
     def slow(batch, cache):
         time.sleep(0.05 if batch.is_decode else 0.12)
-        return torch.zeros(len(batch.logit_rows), demo.model.vocab_size)
+        return Logits(torch.zeros(len(batch.logit_rows), demo.model.vocab_size))
 
-    monkeypatch.setattr(demo.model, "forward", slow)
+    monkeypatch.setattr(demo.model, "step", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))
     load = dataclasses.replace(load, prompts=load.prompts[-1:], new_tokens=(9,), num_warmup=0)
     bench_firsts, bench_gaps, firsts, gaps = [], [], [], []

@@ -19,9 +19,9 @@ def demo():
 @pytest.fixture
 def computed(demo, monkeypatch):
     """Tokens of every forward pass."""
-    forward, counts = demo.model.forward, []
+    step, counts = demo.model.step, []
     monkeypatch.setattr(
-        demo.model, "forward", lambda batch, cache: (counts.append(len(batch.token_ids)), forward(batch, cache))[1]
+        demo.model, "step", lambda batch, cache: (counts.append(len(batch.token_ids)), step(batch, cache))[1]
     )
     return counts
 

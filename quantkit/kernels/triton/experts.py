@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels._torch_linear import DenseLinear
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.linear import ExpertLinear, Linear
 from quantkit.kernels.triton import power_of_two
 from quantkit.kernels.triton.grouped import ExpertWeights, multiply_tiles, shared_of
 from quantkit.kernels.triton.grouped_rows import TOKEN_LIMIT, close_rows, open_rows
@@ -155,12 +155,20 @@ class StackedExperts:
         down: N = H, K = I.
         activation: a key of `norms._GATES`.
         num_chosen, normalize: see `kernels.experts.route`.
+        linears: see `kernels.experts.Stacked`.
     """
 
     def __init__(
-        self, gate_up: ExpertWeights, down: ExpertWeights, *, activation: str, num_chosen: int, normalize: bool
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        *,
+        activation: str,
+        num_chosen: int,
+        normalize: bool,
+        linears: tuple[ExpertLinear, ...] = (),
     ) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.linears = gate_up, down, linears
         self._activation, self._num_chosen, self._normalize = activation, num_chosen, normalize
 
     def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
@@ -199,7 +207,9 @@ def stack(
     if activation not in _GATES:
         return f"there is no kernel for experts with {activation}"
     stacked: list[ExpertWeights] = []
+    described: list[ExpertLinear] = []
     for number, linears in enumerate(experts):
+        described += [_describe(linear) for linear in linears]
         weights = [_weight_of(linear) for linear in linears]
         for index, weight in enumerate(weights):
             if isinstance(weight, str):
@@ -212,7 +222,18 @@ def stack(
                 value = getattr(weight, name)
                 if value is not None:
                     getattr(stacked[index], name)[number].copy_(value[0])
-    return StackedExperts(*stacked, activation=activation, num_chosen=num_chosen, normalize=normalize)
+    return StackedExperts(
+        *stacked, activation=activation, num_chosen=num_chosen, normalize=normalize, linears=tuple(described)
+    )
+
+
+def _describe(linear: Linear) -> ExpertLinear:
+    return ExpertLinear(
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        stored_bytes=linear.stored_bytes,
+        description=linear.description,
+    )
 
 
 def _weight_of(linear: Linear) -> ExpertWeights | str:

@@ -30,7 +30,8 @@ for (key, target), launch in sorted(everything([90], ["bfloat16"]).items()):
 wrong = []
 for launch, found in compile_all(list(sample.values()), default_jobs()):
     known = store.found[launch.key, 90]
-    if found.problem or (same and found != known):
+    numbers = [(one.registers, one.shared, one.spills) for one in (found, known)]
+    if found.problem or (same and numbers[0] != numbers[1]):
         wrong.append(f"{found} {found.problem}; known: {known}")
 print(json.dumps([len(sample), wrong]))
 """
