@@ -151,6 +151,7 @@ def table(store: Store) -> str:
         f"each variant; compiled with Triton's own compiler and assembler (triton {store.triton}), nothing was run.",
         "Per kernel and chip: variants, most registers of a thread, most shared memory of a block, most stores of",
         "spilled registers. A test holds file and page to the kernels: a changed kernel has to be compiled anew.",
+        "bfloat16 for every chip, float16 for sm_80 and sm_90 alone.",
         "",
         "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
         "|---|" + "---|" * len(SHARED_KIB),

@@ -28,6 +28,11 @@ case " $* " in
     factor=${REHEARSAL:-1} place=evals/results/${gpu:-gpu}
     ;;
 esac
+for name in ${PARTS:-}; do
+  grep -Eq "(part|bench) $name [0-9]" evals/gpu/run.sh && continue
+  echo "error: PARTS: there is no part '$name'; evals/gpu/README.md lists them" >&2
+  exit 64
+done
 OUT=${OUT:-$place}
 mkdir -p "$OUT"
 export OUT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}

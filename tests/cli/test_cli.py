@@ -154,7 +154,7 @@ def test_examples_are_commands_that_parse(run, command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one != ("bench",)], ids=" ".join)  # minutes
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one != ("bench",)], ids=" ".join)  # its take minutes
 def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
     lines = run(*command, "--help").stdout.split("Examples:")[1].splitlines()
     monkeypatch.chdir(tmp_path)

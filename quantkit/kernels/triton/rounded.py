@@ -13,6 +13,7 @@ Shapes: T tokens, N outputs, K inputs.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def find_rounding(weight: QuantizedTensor, activation: ActivationScheme) -> Roun
     return Rounding(name=activation.dtype.name, step=1.0 if is_meta else weight.input_scale.float().item())
 
 
-class _Rounded:
+class _Rounded(ABC):
     """What they have in common.
 
     Args:
@@ -76,8 +77,8 @@ class _Rounded:
             return x.new_empty(0, self.out_features)
         return self._multiply(w8a8.round_rows(x.contiguous(), self.rounds))
 
-    def _multiply(self, rows: RoundedRows) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _multiply(self, rows: RoundedRows) -> Tensor: ...
 
     def _packed_product(self, rows: RoundedRows, packed: layout.PackedWeight) -> Tensor:
         return w4a16.multiply(rows.codes[: len(rows)], packed, self._bias, rows.scale.view(-1), rows.dtype)
