@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.api import list_recipes, load_recipe, plan, quantize, search, verify
-    from quantkit.conversion import convert
+    from quantkit.compress.convert import convert
+    from quantkit.compress.recipe import Recipe
     from quantkit.errors import QuantkitError
     from quantkit.inspection import inspect
-    from quantkit.recipe import Recipe
     from quantkit.results import CheckpointSummary, CompressionResult, Report
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import Completion, SamplingParams
@@ -46,10 +46,10 @@ _HOMES = {
     "Completion": "quantkit.runtime.types",
     "CompressionResult": "quantkit.results",
     "QuantkitError": "quantkit.errors",
-    "Recipe": "quantkit.recipe",
+    "Recipe": "quantkit.compress.recipe",
     "Report": "quantkit.results",
     "SamplingParams": "quantkit.runtime.types",
-    "convert": "quantkit.conversion",
+    "convert": "quantkit.compress.convert",
     "inspect": "quantkit.inspection",
     "list_recipes": "quantkit.api",
     "load_recipe": "quantkit.api",

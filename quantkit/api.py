@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from quantkit.pipeline import quantize as _run
-from quantkit.pipeline.events import SILENT, Listener
-from quantkit.recipe import Recipe, load, shipped
-from quantkit.recipe.load import build
-from quantkit.recipe.override import Overrides, patched
+from quantkit.compress.pipeline import quantize as _run
+from quantkit.compress.pipeline.events import SILENT, Listener
+from quantkit.compress.recipe import Recipe, load, shipped
+from quantkit.compress.recipe.load import build
+from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.results import CompressionResult, Report, SearchResult
 
 if TYPE_CHECKING:
+    from quantkit.evaluate.verify import VerifyOptions
     from quantkit.planning import Estimate
-    from quantkit.verification import VerifyOptions
 
 __all__ = ["list_recipes", "load_recipe", "plan", "quantize", "search", "verify"]
 
@@ -96,14 +96,14 @@ def verify(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = what the checkpoint was made from.
         gates: e.g. `["recovery>=98.9", "kl<=0.02"]`; None = those of its recipe.
-        options: what to look at, see `quantkit.verification.VerifyOptions`; None = everything, briefly.
+        options: what to look at, see `quantkit.evaluate.verify.VerifyOptions`; None = everything, briefly.
         output: directory for report.json, report.html, junit.xml and the model card; None = nothing is written.
         progress: told what is going on, in lines.
     Raises:
         QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.verification import verify_checkpoint, write
+    from quantkit.evaluate.verify import verify_checkpoint, write
 
     report = verify_checkpoint(checkpoint, baseline, gates=gates, options=options, progress=progress)
     if output is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.sizes import human_bytes
+from quantkit.checkpoints.sizes import human_bytes
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
 from quantkit.results import CheckpointSummary
@@ -51,7 +51,7 @@ def find_origin(model: str | Path | None) -> Origin:
         return Origin(base_model=None, entries={})
     folder = Path(model)
     if not folder.exists() and _HUB_ID.fullmatch(str(model)):
-        from quantkit.checkpoint.source import resolve
+        from quantkit.checkpoints.source import resolve
 
         return Origin(base_model=str(model), entries=_front_matter(resolve(str(model))))
     entries = _front_matter(folder)

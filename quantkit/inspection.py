@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.folder import CONFIG_NAME, read_config
-from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoints.folder import CONFIG_NAME, read_config
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import is_gguf, read_gguf

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.architectures import find
-from quantkit.calibration.activations import ActivationStore
-from quantkit.calibration.layer import LayerContext
-from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.checkpoint.skeleton import Skeleton
-from quantkit.measure import ceilings
+from quantkit.benchmark import ceilings
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from tests.helpers import FAMILIES, TEXT, make_model

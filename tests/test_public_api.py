@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit import pipeline
+from quantkit.compress import pipeline
 from quantkit.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
@@ -86,8 +86,8 @@ def test_importing_quantkit_imports_nothing_heavy():
 
 
 def test_records_errors_and_architectures_are_torch_free():
-    code = "from quantkit import CheckpointSummary, CompressionResult, QuantkitError\nimport quantkit.architectures"
-    assert "torch" not in modules_after(f"{code}\nquantkit.architectures.supported()")
+    code = "from quantkit import CheckpointSummary, CompressionResult, QuantkitError\nimport quantkit.models.families"
+    assert "torch" not in modules_after(f"{code}\nquantkit.models.families.supported()")
 
 
 def test_that_the_check_above_can_fail():
@@ -135,7 +135,7 @@ def test_the_wrapper_and_the_pipeline_agree_on_their_options():
 
 
 def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatch, tmp_path):
-    from quantkit import verification
+    from quantkit.evaluate import verify as verification
     from tests.report.synthetic import make_report
 
     calls = []

@@ -1,4 +1,4 @@
-"""Small models of families that no file in quantkit/architectures describes, and multimodal wrappers."""
+"""Small models of families that no file in quantkit/models/families describes, and multimodal wrappers."""
 
 from __future__ import annotations
 

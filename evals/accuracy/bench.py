@@ -18,8 +18,9 @@ from score import Windows, load, log_probabilities, read_windows, score
 from store import Answers, Row, pack
 from torch import Tensor
 
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT
 from quantkit.evaluate.run import evaluate
-from quantkit.runtime.llm import DEMO, LLM
+from quantkit.runtime.llm import LLM
 
 TEXT_CHARACTERS = 450_000  # of the demo language: more than 400 windows
 
@@ -52,7 +53,7 @@ def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
         model: which.
         models, data: folders of models and of data; not needed for the demo model.
     """
-    path = DEMO if model.text is None else _below(models, model.name, "--models")
+    path = DEMO_MODEL if model.text is None else _below(models, model.name, "--models")
     original = load(path)
     windows = read_windows(original, _text(model.text, data, "accuracy", TEXT_CHARACTERS), max_windows=model.windows)
     return Bench(
@@ -87,7 +88,7 @@ def write_calibration(bench: Bench, path: Path) -> None:
         bench: whose model reads them.
         path: a .jsonl file, as a recipe's calibration.data takes it.
     """
-    bundled = DEMO.parent / "calibration.txt"
+    bundled = DEMO_TEXT
     name = bench.model.calibration
     text = bundled.read_text(encoding="utf-8") if name is None else _text(name, bench.data, "", 0)
     tokenizer: Any = bench.original.tokenizer

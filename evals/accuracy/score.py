@@ -30,8 +30,8 @@ from torch import Tensor
 
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import check_vocabulary
+from quantkit.results.statistics.distributions import student_quantile
 from quantkit.runtime.llm import LLM
-from quantkit.statistics.distributions import student_quantile
 
 WINDOW, MAX_WINDOWS, MAX_BLOCKS = 256, 1000, 100
 _BATCH = 4  # windows per call: more do not make these small models faster

@@ -36,7 +36,7 @@ OURS = f"""
 import json, sys, torch
 torch.set_num_threads(1)
 folder, options = sys.argv[1], json.loads(sys.argv[2])
-import transformers, quantkit, quantkit.algorithms.autoround
+import transformers, quantkit, quantkit.compress.algorithms.autoround
 {_USAGE}
 recipe = folder + "/recipe.yaml"
 open(recipe, "w").write(json.dumps(dict(weights=dict(dtype="int4", group_size=128), calibration=dict(

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quantkit.runtime.assembly import make_engine
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.llm import DEMO
-from quantkit.runtime.loader import load_model
-from quantkit.runtime.scheduler import SchedulerOptions
+from quantkit.demo import DEMO_MODEL
+from quantkit.runtime.engine.assembly import make_engine
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 
 Request = tuple[list[int], int]
@@ -30,7 +30,7 @@ STATIC = 8
 def main() -> None:
     """Measure in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, default=DEMO)
+    parser.add_argument("model", nargs="?", type=Path, default=DEMO_MODEL)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)

@@ -18,8 +18,8 @@ from typing import Any
 
 from quantkit import LLM, SamplingParams
 from quantkit.kernels import ops
-from quantkit.runtime import model as model_module
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model import model as model_module
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 OPERATIONS = ("rms_norm", "add_rms_norm", "layer_norm", "rotary_", "gated", "activate")

@@ -73,8 +73,8 @@ def load(path: str | Path | None, kind: str, options: argparse.Namespace) -> LLM
 
 def compress(path: str | None, section: dict[str, Any], output: Path, options: argparse.Namespace) -> Path:
     """A checkpoint of the same weights with this `kv_cache:`."""
-    from quantkit.pipeline import quantize
-    from quantkit.recipe.load import build
+    from quantkit.compress.pipeline import quantize
+    from quantkit.compress.recipe.load import build
 
     data: dict[str, Any] = {"name": "kv", "kv_cache": section}
     if section.get("outliers") != "off":

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from make_tasks import calibration_text
 
 import quantkit
-from quantkit.evaluate.damage import Probe
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
+from quantkit.evaluate.sensitivity import Probe
+from quantkit.results.statistics import compare_pairs
 from quantkit.runtime.llm import LLM
-from quantkit.statistics import compare_pairs
 
 STEPS = {"rtn": [], "awq": ["awq"], "gptq": ["gptq"], "awq+gptq": [{"awq": {"clip": False}}, "gptq"]}
 TOLERANCE = 0.25

@@ -14,10 +14,10 @@ import torch
 from peer_attention import PEERS, Case
 from timing import Results, dtype_on, gemm_rate, parse
 
+from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes
-from quantkit.measure.timing import measure, num_copies
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "int8", "fp8", "int4")
 PAGE = 64

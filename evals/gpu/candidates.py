@@ -10,10 +10,10 @@ from recorder import Recorder
 
 from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.gpu import choices, configs, paged_decode, paged_prefill, spaces, tuned, w4a16
+from quantkit.kernels.gpu.choices import Choice, Vendor
+from quantkit.kernels.gpu.layout import PackedWeight
 from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.triton import choices, configs, paged_decode, paged_prefill, spaces, tuned, w4a16
-from quantkit.kernels.triton.choices import Choice, Vendor
-from quantkit.kernels.triton.layout import PackedWeight
 
 # (bits, group, zeros, natural)
 WEIGHTS = (

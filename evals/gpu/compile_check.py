@@ -31,14 +31,14 @@ from recorder import Launch, Recorder
 from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, table
 from triton.runtime.jit import JITFunction
 
-import quantkit.kernels.triton as kernels
+import quantkit.kernels.gpu as kernels
 from quantkit.kernels.attention import AttentionOptions, HeadNorms
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.gpu import grouped
+from quantkit.kernels.gpu.grouped import ExpertWeights
+from quantkit.kernels.gpu.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
 from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.rounded import Rounding
-from quantkit.kernels.triton import grouped
-from quantkit.kernels.triton.grouped import ExpertWeights
-from quantkit.kernels.triton.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
+from quantkit.kernels.quantized_activations import Rounding
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
@@ -111,7 +111,7 @@ def _packed(
 
 def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed linears: bits, groups, zeros, rows; and what INT8 and FP8 inputs need."""
-    from quantkit.kernels.triton import w4a16
+    from quantkit.kernels.gpu import w4a16
 
     for name, (bits, group, scale_dtype, variant) in PACKED.items():
         weight = _packed(bits, group, scale_dtype or dtype, **variant)
@@ -131,7 +131,7 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
 
 
 def _launch_rounding(recorder: Recorder, dtype: torch.dtype) -> None:
-    from quantkit.kernels.triton import int8, w8a8
+    from quantkit.kernels.gpu import int8, w8a8
 
     outputs, width = 8192, 4096
     for name in ("int8", "fp8"):
@@ -153,7 +153,7 @@ def _launch_rounding(recorder: Recorder, dtype: torch.dtype) -> None:
 
 def launch_heads(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed heads, of vocabularies that fill the chip and that do not."""
-    from quantkit.kernels.triton import w4a16
+    from quantkit.kernels.gpu import w4a16
 
     for name in ("int8 channel", "int4 g128"):
         bits, group, _, _ = PACKED[name]
@@ -198,7 +198,7 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.triton import paged_decode, paged_prefill
+    from quantkit.kernels.gpu import paged_decode, paged_prefill
 
     layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
     tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
@@ -219,7 +219,7 @@ def _launch_layer(
 
 def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
     """Norm, rotation and store."""
-    from quantkit.kernels.triton import kv_store
+    from quantkit.kernels.gpu import kv_store
 
     count, _, dim = tensors[0].shape
     weight = meta(dim, dtype=tensors[0].dtype)
@@ -270,7 +270,7 @@ def _experts_of(
 
 def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
     """Mixtures of experts: bits, groups, zeros, tokens; with and without a shared expert."""
-    from quantkit.kernels.triton import experts
+    from quantkit.kernels.gpu import experts
 
     hidden, width = 2048, 1024
     for count, picks, activation in ((8, 2, "silu"), (128, 8, "gelu_pytorch_tanh")):
@@ -293,7 +293,7 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
     """Norms, rotation, gates."""
-    from quantkit.kernels.triton import norms
+    from quantkit.kernels.gpu import norms
 
     for width in (64, 128, 4096, 8192, 16384):
         recorder.label = f"{width} features"
@@ -317,7 +317,8 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
     """The draw and what comes before it, for vocabularies of all sizes."""
-    from quantkit.kernels.triton import head, maxima, sampling
+    from quantkit.kernels.gpu import head, sampling
+    from quantkit.kernels.gpu import partial_argmax as maxima
 
     single, whole, long = ({"dtype": kind} for kind in (torch.float32, torch.int32, torch.int64))
     for size in (320, 32000, 50257, 128256, 262144):

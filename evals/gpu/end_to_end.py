@@ -30,11 +30,11 @@ from random_model import make_model
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, kv_scheme, page_bytes
-from quantkit.runtime.assembly import make_engine
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.kv_cache import KVCache
-from quantkit.runtime.model import NativeModel
-from quantkit.runtime.scheduler import SchedulerOptions
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.assembly import make_engine
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.model.model import NativeModel
 from quantkit.runtime.types import SamplingParams
 
 KV_TYPES = ("auto", "int8", "fp8", "int4")

@@ -16,11 +16,11 @@ from timing import Absent, Results, dtype_on, parse
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels import experts as reference
 from quantkit.kernels import ops
-from quantkit.kernels.triton.experts import StackedExperts
-from quantkit.kernels.triton.grouped import ExpertWeights
-from quantkit.measure.timing import measure, num_copies
+from quantkit.kernels.gpu.experts import StackedExperts
+from quantkit.kernels.gpu.grouped import ExpertWeights
 
 # Experts, chosen, hidden width, width of an expert.
 SHAPES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3 30B-A3B": (128, 8, 2048, 768), "tiny": (2, 1, 128, 128)}

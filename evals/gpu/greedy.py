@@ -25,8 +25,8 @@ from timing import Results, parse
 import torch
 
 import quantkit
+from quantkit.compress.recipe.load import build, load, shipped
 from quantkit.errors import RecipeError
-from quantkit.recipe.load import build, load, shipped
 from quantkit.runtime.types import SamplingParams
 
 PROMPTS = ("Once upon a time", "The little dog", "Sums:42+37=", "One day, a girl named Lily wanted to", "He said that")

@@ -16,8 +16,8 @@ import torch
 from timing import Results, dtype_on, gemm_rate, parse
 from torch import Tensor
 
+from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.linear import make_linear
-from quantkit.measure.timing import measure, num_copies
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

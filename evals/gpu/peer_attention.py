@@ -16,7 +16,7 @@ from timing import Absent, dtype_on
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from quantkit.measure.timing import num_copies
+from quantkit.benchmark.timing import num_copies
 
 Calls = list[Callable[[], object]]
 _WORKSPACE = 256 << 20

@@ -24,7 +24,7 @@ from random_model import settings
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.pipeline.events import Silent
+from quantkit.compress.pipeline.events import Silent
 from quantkit.results import LayerRecord
 
 LAYERS = 32

@@ -11,13 +11,13 @@ from linears import SCHEMES, random_weight
 from timing import dtype_on
 from torch import Tensor
 
-from quantkit.architectures import find
 from quantkit.kernels.linear import Linear, make_linear
-from quantkit.runtime._weights import make_block
-from quantkit.runtime.cache_choice import StoredCache
-from quantkit.runtime.config import ModelConfig, read_config
-from quantkit.runtime.layers import Norm, RMSNorm
-from quantkit.runtime.model import NativeModel
+from quantkit.models.families import find
+from quantkit.runtime.model.cache_schemes import StoredCache
+from quantkit.runtime.model.config import ModelConfig, read_config
+from quantkit.runtime.model.layers import Norm, RMSNorm
+from quantkit.runtime.model.model import NativeModel
+from quantkit.runtime.model.weights import make_block
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -26,11 +26,11 @@ from random_model import SHAPES, WEIGHTS, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-import quantkit.kernels.triton as kernels
+import quantkit.kernels.gpu as kernels
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme
-from quantkit.runtime.kv_cache import KVCache
-from quantkit.runtime.model import NativeModel
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.model import NativeModel
 
 META = torch.device("meta")
 PROCESSORS = 132

@@ -22,7 +22,7 @@ if "--device=cpu" in sys.argv or " --device cpu" in " ".join(sys.argv):
 
 import torch
 
-from quantkit.measure.timing import measure
+from quantkit.benchmark.timing import measure
 
 # After so many errors, and no success, a kind is not tried again.
 _MOST_FAILURES = 3
@@ -48,7 +48,7 @@ def parse(seconds: float = 60.0) -> argparse.Namespace:
 
 def rehearse() -> None:
     """Have quantkit take its GPU kernels on the CPU; `TRITON_INTERPRET=1` must have been set before Triton's import."""
-    import quantkit.kernels.triton as kernels
+    import quantkit.kernels.gpu as kernels
 
     os.environ["QUANTKIT_NATIVE"] = "0"
     kernels.is_used = lambda device: device.type == "cpu" and kernels.is_installed()  # type: ignore[assignment]

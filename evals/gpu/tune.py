@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from timing import dtype_on, parse
 
-from quantkit.kernels.triton import spaces
-from quantkit.measure import tune as tuning
-from quantkit.measure._tune_cases import Shapes, make_cases
-from quantkit.measure._tune_problems import opener
-from quantkit.measure.tune import Outcome
-from quantkit.measure.tune_device import TuneOptions, tune_device, versions
+from quantkit.benchmark import tune as tuning
+from quantkit.benchmark.tune import Outcome
+from quantkit.benchmark.tune_cases import Shapes, make_cases
+from quantkit.benchmark.tune_device import TuneOptions, tune_device, versions
+from quantkit.benchmark.tune_problems import opener
+from quantkit.kernels.gpu import spaces
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.compress.pipeline.plan import Plan, make_plan
+from quantkit.compress.recipe import Recipe
+from quantkit.compress.recipe.load import build
+from quantkit.compress.recipe.override import patched
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
 from quantkit.numerics.dtype import DTYPES, find_dtype
-from quantkit.pipeline.plan import Plan, make_plan
 from quantkit.planning.weights import from_linear
-from quantkit.recipe import Recipe
-from quantkit.recipe.load import build
-from quantkit.recipe.override import patched
 
 FINE = 32  # groups of this many beside those of the base recipe, where its own are larger
 SKIP = "skip"

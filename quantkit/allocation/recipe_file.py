@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from quantkit.allocation.candidates import Candidate
-from quantkit.allocation.measure import Place
+from quantkit.allocation.sensitivities import Place
 from quantkit.allocation.solve import Choice
-from quantkit.checkpoint.writer import write_text
-from quantkit.recipe import Recipe
+from quantkit.checkpoints.writer import write_text
+from quantkit.compress.recipe import Recipe
 
 _FEW = 4  # modules of a unit that are listed by name; of more a pattern is looked for
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from quantkit.errors import DataError
 from quantkit.evaluate.run import EvaluationOptions, evaluate
 from quantkit.results import EvaluationResult, SearchResult
+from quantkit.results.statistics import ALL_TASKS, compare_evaluations
 from quantkit.runtime.llm import LLM
-from quantkit.statistics import ALL_TASKS, compare_evaluations
 
 _SEEN = 0.5  # per cent: a loss below this is taken for it, since items are too few to show it
 _STRICTER = (0.2, 0.7)  # how much of the KL remains after a miss, at least and at most

@@ -27,25 +27,26 @@ from quantkit.allocation.candidates import (
     usable,
 )
 from quantkit.allocation.choose import Target, within_budget, within_kl
-from quantkit.allocation.measure import Measured, Workshop, measure_units
 from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
 from quantkit.allocation.recovery import Judge
+from quantkit.allocation.sensitivities import Measured, Workshop, measure_units
 from quantkit.allocation.solve import Choice, total
 from quantkit.allocation.state import State
-from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.checkpoint.source import resolve
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.source import resolve
+from quantkit.compress.pipeline.plan import describe_versions
+from quantkit.compress.recipe import Recipe
+from quantkit.compress.recipe.load import build
+from quantkit.compress.recipe.override import patched
+from quantkit.demo import DEMO_MODEL, GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, OutputError, RecipeError
-from quantkit.evaluate.damage import Probe, few
-from quantkit.evaluate.data import GENERAL, read_text, speaks_demo
+from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
+from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.numerics.dtype import find_dtype
-from quantkit.pipeline.plan import describe_versions
-from quantkit.recipe import Recipe
-from quantkit.recipe.load import build
-from quantkit.recipe.override import patched
 from quantkit.results import CandidateRecord, CompressionResult, SearchResult, UnitChoice
-from quantkit.runtime.llm import DEMO, LLM
+from quantkit.runtime.llm import LLM
 
 MAX_TOKENS = 8192  # that units are measured on, and as many for the end
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
@@ -108,7 +109,7 @@ def search(
     if not options.resume:
         _start_over(work)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
-    folder = DEMO if model is None else resolve(model)
+    folder = DEMO_MODEL if model is None else resolve(model)
     progress("loading the original")
     original = load_llm(str(folder), **engine)
     name, windows, text_notes = _windows(original, options)
@@ -357,7 +358,7 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
     elif speaks_demo(original):
         name, content = "demo", read_text("demo", ())
     else:
-        name, content = "general.txt (calibration text)", GENERAL.read_text(encoding="utf-8")
+        name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
         notes = ("Damages are measured on quantkit's own calibration text; give one of yours with --text.",)
     if options.max_tokens < 1:
         raise InputError(f"max_tokens {options.max_tokens} is no number of tokens; give at least one")

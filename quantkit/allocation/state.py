@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.writer import write_json
+from quantkit.checkpoints.writer import write_json
+from quantkit.compress.pipeline.state import differences
 from quantkit.errors import ResumeError
-from quantkit.pipeline.state import differences
 
 
 class State:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from quantkit.measure.compare import Ratio
-    from quantkit.measure.no_cache import CacheComparison
+    from quantkit.benchmark.compare import Ratio
+    from quantkit.benchmark.no_cache import CacheComparison
     from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
-    from quantkit.statistics import Fit
+    from quantkit.results.statistics import Fit
 
 DEFINITIONS = (
     "TTFT: request arrived to first token.\n"
@@ -39,7 +39,7 @@ def numbers(result: BenchmarkResult, fits: dict[str, Fit | None], diagnosis: Dia
 
 def summary(run: BenchmarkRun) -> dict[str, Any]:
     """Percentiles and rates of one run."""
-    from quantkit.statistics import quantiles
+    from quantkit.results.statistics import quantiles
 
     latencies = {"ttft_s": run.ttft_s, "itl_s": run.inter_token_s, "tpot_s": run.tpot_s}
     found = {name: quantiles(values) for name, values in latencies.items()}
@@ -89,7 +89,7 @@ def throughput_table(results: Sequence[BenchmarkResult]) -> Table | Group:
 
 def _by_run(results: Sequence[BenchmarkResult]) -> list[tuple[BenchmarkRun, BenchmarkResult]]:
     """Runs with their models, the same run of all models together; without the one for the fits."""
-    from quantkit.measure.workload import SWEEP_NAME
+    from quantkit.benchmark.workload import SWEEP_NAME
 
     together = zip(*(result.runs for result in results), strict=True)
     pairs = [pair for runs in together for pair in zip(runs, results, strict=True)]
@@ -266,7 +266,7 @@ def _power(unit: str, power: int) -> str:
 
 
 def _bytes(size: int | None) -> str:
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     return "-" if size is None else human_bytes(size)
 

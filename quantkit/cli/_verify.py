@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from quantkit.recipe import Recipe
+    from quantkit.compress.recipe import Recipe
+    from quantkit.evaluate.verify import Pair, VerifyOptions
     from quantkit.results import CompressionResult, FidelityResult, Report
-    from quantkit.verification import Pair, VerifyOptions
 
 GATE_HELP = "What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]"
 
@@ -75,7 +75,7 @@ def make_options(
 ) -> VerifyOptions:
     """What to look at, from the options of a command."""
     from quantkit.evaluate.run import EvaluationOptions
-    from quantkit.verification.run import BENCH, VerifyOptions
+    from quantkit.evaluate.verify.run import BENCH, VerifyOptions
 
     evaluation = EvaluationOptions(
         suite=None if asked["suite"] == "none" else asked["suite"],
@@ -98,7 +98,7 @@ def make_options(
 
 def run(output_to: Output, pair: Pair, options: VerifyOptions) -> Report:
     """Verify, telling progress."""
-    from quantkit.verification import verify
+    from quantkit.evaluate.verify import verify
 
     quiet: Callable[[str], None] = lambda _: None  # noqa: E731
     tell: Callable[[str], None] = lambda text: click.echo(text, err=True)  # noqa: E731
@@ -142,8 +142,8 @@ def failure(report: Report) -> str:
 
 def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
-    from quantkit.gates import measure
     from quantkit.report.json import finite
+    from quantkit.results.gates import measure
 
     proposal = report.damage.proposal if report.damage is not None else None
     found: dict[str, Any] = finite(
@@ -229,7 +229,7 @@ def damage_table(report: Report) -> Table:
 def speed_table(report: Report) -> Table:
     """Medians of both models, and their weights in memory."""
     from quantkit.report.words import byte_size, duration, number
-    from quantkit.statistics import median_interval
+    from quantkit.results.statistics import median_interval
 
     ours, theirs = report.benchmark, report.baseline_benchmark
     assert ours is not None and theirs is not None
@@ -266,7 +266,7 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
     """
     from quantkit.errors import RecipeError
-    from quantkit.verification import VerifyOptions, check, check_gates
+    from quantkit.evaluate.verify import VerifyOptions, check, check_gates
 
     if recipe.format == "gguf":
         raise RecipeError(
@@ -290,9 +290,9 @@ def prove(
     Raises:
         GateFailure: it failed.
     """
+    from quantkit.demo import DEMO_MODEL
+    from quantkit.evaluate.verify import check_pair, set_aside, write
     from quantkit.results import to_dict
-    from quantkit.runtime.llm import DEMO
-    from quantkit.verification import check_pair, set_aside, write
 
     defaults = {
         "suite": "quick",
@@ -304,7 +304,7 @@ def prove(
         "seed": None,
     }
     path = Path(result.output)
-    pair = check_pair(path, DEMO if model is None else model, gates)
+    pair = check_pair(path, DEMO_MODEL if model is None else model, gates)
     report = run(output_to, pair, make_options(defaults, {"device": device}))
     if not report.held:
         report, path = set_aside(report, path)

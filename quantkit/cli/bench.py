@@ -13,8 +13,8 @@ from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import numbers, runtime_options
 
 if TYPE_CHECKING:
-    from quantkit.measure.benchmark import Target
-    from quantkit.measure.ceilings import Ceilings
+    from quantkit.benchmark.ceilings import Ceilings
+    from quantkit.benchmark.run import Target
     from quantkit.results import BenchmarkResult
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
@@ -119,7 +119,7 @@ def bench(
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
-    from quantkit.measure import benchmark
+    from quantkit.benchmark import run as benchmark
 
     options = benchmark.BenchmarkOptions(**_options(workload, against is not None))
     models = [checkpoint, against] if against else [checkpoint]
@@ -154,9 +154,9 @@ def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
 def _report(output_to: Output, targets: list[Target], results: list[BenchmarkResult], ceilings: Ceilings) -> None:
     from dataclasses import asdict, replace
 
-    from quantkit.measure.compare import compare_results
-    from quantkit.measure.diagnosis import diagnose, diagnose_against
-    from quantkit.measure.steps import fit_itl, fit_ttft
+    from quantkit.benchmark.compare import compare_results
+    from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+    from quantkit.benchmark.steps import fit_itl, fit_ttft
 
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
     diagnoses = [diagnose(result, target.cost) for result, target in zip(results, targets, strict=True)]
@@ -183,10 +183,10 @@ def _report(output_to: Output, targets: list[Target], results: list[BenchmarkRes
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
     """The same text with the cache and without."""
-    from quantkit.measure.benchmark import BenchmarkOptions, check_target, load_target
-    from quantkit.measure.no_cache import compare_cache
-    from quantkit.measure.predict import max_length
-    from quantkit.measure.workload import make_load
+    from quantkit.benchmark.no_cache import compare_cache
+    from quantkit.benchmark.predict import max_length
+    from quantkit.benchmark.run import BenchmarkOptions, check_target, load_target
+    from quantkit.benchmark.workload import make_load
 
     prompt_tokens = workload["prompt_tokens"] or NO_CACHE_PROMPT
     room = engine["max_length"] or max_length(model)

@@ -11,7 +11,7 @@ from quantkit.cli._output import Output, output_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quantkit.conversion import Conversion
+    from quantkit.compress.convert import Conversion
 
 EPILOG = """\b
 Examples:
@@ -60,7 +60,7 @@ def convert(
     import dataclasses
     from pathlib import Path
 
-    from quantkit.conversion import convert as run
+    from quantkit.compress.convert import convert as run
 
     name = Path(checkpoint).resolve().name
     place = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
@@ -93,7 +93,7 @@ def _progress(output_to: Output) -> Any:
 def _summary(result: Conversion) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

@@ -113,7 +113,7 @@ def evaluate(
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import EvaluationOptions, check
-    from quantkit.statistics import compare_evaluations
+    from quantkit.results.statistics import compare_evaluations
 
     options = EvaluationOptions(**_completed(asked))
     settings = {**engine, "max_sequences": batch}

@@ -166,7 +166,7 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
     """What --stats and --json tell."""
     import statistics
 
-    from quantkit.measure.ceilings import memory_bandwidth
+    from quantkit.benchmark.ceilings import memory_bandwidth
 
     timing = completion.timing
     gaps = timing.inter_token_s
@@ -192,7 +192,7 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

@@ -142,7 +142,7 @@ def _grid(*titles: str, numbers: int = 0) -> Table:
 
 
 def _overview(plan: Estimate) -> Table:
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
     from quantkit.planning.units import human_count
 
     shape = plan.shape
@@ -169,7 +169,7 @@ def _overview(plan: Estimate) -> Table:
 
 
 def _weights(plan: Estimate) -> Table:
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     table = _grid("weights", "bits/weight", "GB", "memory", "disk", "of now", numbers=5)
     first = next(row.size.total for row in plan.weights if row.problem is None)
@@ -187,7 +187,7 @@ def _weights(plan: Estimate) -> Table:
 
 
 def _caches(plan: Estimate) -> Table:
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     table = _grid("KV cache", "B/token", f"{plan.context:,} tokens", f"batch of {plan.batch}", "compression", numbers=4)
     first = plan.caches[0].per_sequence
@@ -220,7 +220,7 @@ def _count(value: int | None) -> str:
 
 
 def _compression(plan: Estimate) -> Table:
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
 
     recipe, parts = plan.recipe, plan.compression
     assert recipe is not None and parts is not None

@@ -106,9 +106,9 @@ def quantize(
     One decoder layer is in memory at a time. A run that is killed goes on where it stopped when the same command is
     given again.
     """
-    import quantkit.pipeline as pipeline
+    import quantkit.compress.pipeline as pipeline
     from quantkit.cli._progress import for_output
-    from quantkit.recipe import load
+    from quantkit.compress.recipe import load
     from quantkit.results import to_dict
 
     plan = load(recipe, [*changes, *fields])
@@ -150,7 +150,7 @@ def _flag_changes(fields: dict[str, Any]) -> list[str]:
 def _summary(result: CompressionResult) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoint.sizes import human_bytes
+    from quantkit.checkpoints.sizes import human_bytes
     from quantkit.results import describe_caches, describe_experts
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

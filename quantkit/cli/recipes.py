@@ -11,7 +11,7 @@ from quantkit.cli._output import Output, output_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quantkit.recipe import Recipe
+    from quantkit.compress.recipe import Recipe
 
 EPILOG = """\b
 Examples:
@@ -30,7 +30,7 @@ def recipes() -> None:
 @output_options
 def list_recipes(output_to: Output) -> None:
     """List the shipped recipes."""
-    from quantkit.recipe import load, shipped
+    from quantkit.compress.recipe import load, shipped
 
     found = {name: load(name) for name in shipped()}
 
@@ -52,7 +52,7 @@ def show(output_to: Output, *, name: str) -> None:
     """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in."""
     from pathlib import Path
 
-    from quantkit.recipe import load, shipped
+    from quantkit.compress.recipe import load, shipped
 
     recipe = load(name)
     if output_to.as_json:
@@ -70,7 +70,7 @@ def show(output_to: Output, *, name: str) -> None:
 @output_options
 def check_file(output_to: Output, *, file: str) -> None:
     """Say whether the recipe in FILE is valid, and what in it is probably not meant."""
-    from quantkit.recipe import check
+    from quantkit.compress.recipe import check
 
     remarks = check(file)
     lines = [f"{file}: valid", *(f"remark: {text}" for text in remarks)]

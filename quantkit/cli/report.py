@@ -44,11 +44,11 @@ def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: P
 
 
 def _show_one(output_to: Output, report: Any, output: Path | None) -> None:
-    from quantkit.gates import measure
     from quantkit.report.html import render_html
     from quantkit.report.json import finite
     from quantkit.report.tables import comparison_table
     from quantkit.report.words import gate_lines, headline
+    from quantkit.results.gates import measure
 
     if output is not None:
         output.write_text(render_html(report), encoding="utf-8")

@@ -14,8 +14,8 @@ from quantkit.cli._runtime import KV_TYPES, numbers
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantkit.measure.tune import Outcome, Tuning
-    from quantkit.measure.tune_device import TunedFile
+    from quantkit.benchmark.tune import Outcome, Tuning
+    from quantkit.benchmark.tune_device import TunedFile
 
 EPILOG = """\b
 Examples:
@@ -104,7 +104,7 @@ def tune(
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
     faster than the default is not taken. Nothing else should run on the GPU meanwhile.
     """
-    from quantkit.measure.tune_device import TuneOptions, find_files, tune_device
+    from quantkit.benchmark.tune_device import TuneOptions, find_files, tune_device
 
     if listing:
         files = find_files()
@@ -171,7 +171,7 @@ def _summary(found: Tuning) -> str:
 
 
 def _document(found: Tuning) -> dict[str, Any]:
-    from quantkit.kernels.triton import tuned
+    from quantkit.kernels.gpu import tuned
 
     reasons = {reason for outcome in found.outcomes for reason in outcome.dropped}
     return {

@@ -54,8 +54,8 @@ def verify(
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
     """
-    from quantkit.verification import check, check_pair, write
-    from quantkit.verification.pair import check_output
+    from quantkit.evaluate.verify import check, check_pair, write
+    from quantkit.evaluate.verify.pair import check_output
 
     options = _verify.make_options(asked, engine, bench=bench, damage=damage)
     check(options)

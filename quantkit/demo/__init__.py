@@ -1,1 +1,24 @@
-"""The bundled demo model, its tokenizer and its calibration text. Data only; how it was made is in evals/demo."""
+"""What comes with the package: the demo model, texts to calibrate on, recipes, suites and tasks. Paths only.
+
+How the demo model and its text were made is in evals/demo.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_SOURCES = {"recipes": "recipes", "suites": "evals/suites", "tasks": "evals/tasks"}
+
+DEMO_MODEL = _FOLDER / "model"
+DEMO_TEXT = _FOLDER / "calibration.txt"
+GENERAL_TEXT = _FOLDER / "text" / "general.txt"
+
+
+def shipped(kind: str) -> Path:
+    """The folder of shipped `recipes`, `suites` or `tasks`."""
+    try:
+        return Path(str(importlib.resources.files(f"quantkit.{kind}")))
+    except ModuleNotFoundError:  # a source checkout: the folder lies beside the package
+        return _FOLDER.parents[1] / _SOURCES[kind]

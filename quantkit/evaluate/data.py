@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantkit.demo import DEMO_MODEL, shipped
 from quantkit.errors import DataError
-from quantkit.runtime.llm import DEMO, LLM
+from quantkit.runtime.llm import LLM
 
 LEDGERS = "demo/demo_recall.jsonl"
-DEMO_TEXT = "demo/demo_text.txt"
-GENERAL = Path(__file__).parent.parent / "calibration" / "text" / "general.txt"  # where there is nothing better
-
-
-def shipped(kind: str) -> Path:
-    """The folder of shipped `tasks` or `suites`."""
-    try:
-        return Path(str(importlib.resources.files(f"quantkit.{kind}")))
-    except ModuleNotFoundError:  # a source checkout: the folder lies beside the package
-        return Path(__file__).parents[2] / "evals" / kind
+LEDGER_TEXT = "demo/demo_text.txt"
 
 
 def speaks_demo(llm: LLM) -> bool:
     """Whether a model is of the demo language: the demo model, or whatever was made from it."""
     tokenizer = llm.path / "tokenizer.json"
-    return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+    return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
 def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
@@ -51,7 +42,7 @@ def read_text(name: str, folders: Sequence[Path]) -> str:
     Raises:
         DataError: there is no such file, or it is no UTF-8 text.
     """
-    path = shipped("tasks") / DEMO_TEXT if name == "demo" else Path(name).expanduser()
+    path = shipped("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
     if not path.is_file():
         found = find_items(name, folders) if not path.is_absolute() else []
         if not found:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.checkpoint.source import resolve
-from quantkit.runtime.cache_choice import follows_checkpoint
+from quantkit.checkpoints.source import resolve
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.cache_schemes import follows_checkpoint
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")

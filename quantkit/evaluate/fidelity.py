@@ -17,9 +17,9 @@ from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED
 from quantkit.evaluate.perplexity import adds_bos
 from quantkit.results import FidelityResult
+from quantkit.results.statistics import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from quantkit.statistics import percentile
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64

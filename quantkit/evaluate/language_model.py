@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.errors import RequestError
 from quantkit.evaluate.engine import load_llm
-from quantkit.runtime.likelihood import Query, TokenScores, score_tokens
+from quantkit.runtime.engine.likelihood import Query, TokenScores, score_tokens
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from quantkit.errors import DataError
 from quantkit.results import PerplexityResult, Through
-from quantkit.runtime.likelihood import Query, score_tokens
+from quantkit.runtime.engine.likelihood import Query, score_tokens
 from quantkit.runtime.llm import LLM
 
 DEFAULT_WINDOW = 2048

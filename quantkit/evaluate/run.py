@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.demo import shipped
 from quantkit.errors import DataError, QuantkitError, first_line
-from quantkit.evaluate.data import LEDGERS, read_text, shipped, speaks_demo
+from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.perplexity import adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, Text, load_suite

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from quantkit.demo import shipped
 from quantkit.errors import DataError, suggestion
-from quantkit.evaluate.data import shipped
 
 Count = Annotated[int, Field(ge=1)]
 

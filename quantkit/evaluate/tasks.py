@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from quantkit.demo import shipped
 from quantkit.errors import DataError, first_line, suggestion
-from quantkit.evaluate.data import find_items, shipped
+from quantkit.evaluate.data import find_items
 
 LOCAL = "local_"
 BLIMP = "local_blimp_"

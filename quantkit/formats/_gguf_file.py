@@ -3,7 +3,7 @@
     | "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensor infos | padding | tensor bytes |
 
 Strings are a u64 length and UTF-8 bytes; dimensions run from the innermost; offsets count from the end of the padding.
-Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model needs (`quantkit.conversion`).
+Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model needs (`quantkit.compress.convert`).
 Source: ggml `docs/gguf.md`.
 """
 

@@ -10,7 +10,7 @@
     mxfp4                         MXFP4  the same numbers in another order
 
 GGUF is one file, not a folder of tensors per layer. While a model is quantized its layers therefore lie in a folder of
-the compressed-tensors format, with scales that float16 holds; `quantkit.conversion` makes the file of it.
+the compressed-tensors format, with scales that float16 holds; `quantkit.compress.convert` makes the file of it.
 Shapes: N outputs, K inputs, G scales per row.
 """
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.kernels import triton
+from quantkit.kernels import gpu
 from quantkit.kernels.linear import ExpertLinear, Linear
 
 
@@ -88,7 +88,7 @@ def run_each(
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether experts on this device are for Triton's kernels, if they are stored in a way that those take."""
-    return triton.is_used(device) and dtype in (torch.bfloat16, torch.float16)
+    return gpu.is_used(device) and dtype in (torch.bfloat16, torch.float16)
 
 
 def stack(
@@ -104,6 +104,6 @@ def stack(
     Returns:
         the experts; or why they must be run one by one.
     """
-    from quantkit.kernels.triton import experts as on_gpu
+    from quantkit.kernels.gpu import experts as on_gpu
 
     return on_gpu.stack(experts, count=count, activation=activation, num_chosen=num_chosen, normalize=normalize)

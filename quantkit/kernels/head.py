@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.kernels import triton
+from quantkit.kernels import gpu
 from quantkit.kernels.linear import Linear
 
 
@@ -39,8 +39,8 @@ def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None
         scale: that the products are multiplied with.
         softcap: logits become softcap * tanh(logit / softcap); None = as they are.
     """
-    if triton.is_used(x.device):
-        from quantkit.kernels.triton import head as on_gpu
+    if gpu.is_used(x.device):
+        from quantkit.kernels.gpu import head as on_gpu
 
         return Logits(*on_gpu.logits(head, x, scale, softcap))
     values = head(x).float()

@@ -14,8 +14,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from quantkit.kernels import _native_linear, _torch_linear, triton
-from quantkit.kernels.rounded import RoundedRows, Rounding
+from quantkit.kernels import gpu
+from quantkit.kernels import torch_linear as _torch_linear
+from quantkit.kernels.cpu import linear as _native_linear
+from quantkit.kernels.quantized_activations import RoundedRows, Rounding
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -145,10 +147,10 @@ def _make_triton(
     device: torch.device,
 ) -> Linear | None:
     """The layer on Triton's kernels; None where they are not for it."""
-    if not triton.is_used(device) or dtype not in (torch.bfloat16, torch.float16):
+    if not gpu.is_used(device) or dtype not in (torch.bfloat16, torch.float16):
         return None
-    from quantkit.kernels.triton import linear as packed
-    from quantkit.kernels.triton import rounded
+    from quantkit.kernels.gpu import linear as packed
+    from quantkit.kernels.gpu import quantized_activations as rounded
 
     if activation is None:
         return packed.PackedLinear(weight, bias=bias, dtype=dtype, device=device) if packed.can(weight) else None

@@ -26,13 +26,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.kernels import _native_ops, reference, triton
-from quantkit.kernels._native_attention import NativeAttention
-from quantkit.kernels._native_attention import is_available as _has_native_attention
+from quantkit.kernels import gpu, reference
 from quantkit.kernels.attention import AttentionOptions, HeadNorms, RotatedAttention, TorchAttention
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.cpu import ops as _native_ops
+from quantkit.kernels.cpu.attention import NativeAttention
+from quantkit.kernels.cpu.attention import is_available as _has_native_attention
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.rounded import RoundedRows, Rounding
+from quantkit.kernels.quantized_activations import RoundedRows, Rounding
 from quantkit.numerics.kv_cache import hadamard
 
 __all__ = [
@@ -132,8 +133,8 @@ def _rotation(width: int, device: torch.device) -> Tensor:
 
 
 def _on_gpu(views: KVViews) -> PagedAttention | None:
-    if triton.is_used(views.pool.device):
-        from quantkit.kernels.triton import attention as on_gpu
+    if gpu.is_used(views.pool.device):
+        from quantkit.kernels.gpu import attention as on_gpu
 
         if on_gpu.can(views):
             return on_gpu.TritonAttention(views)
@@ -152,8 +153,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
         As x.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
-    if not x.is_cpu and triton.is_used(x.device):
-        from quantkit.kernels.triton import norms
+    if not x.is_cpu and gpu.is_used(x.device):
+        from quantkit.kernels.gpu import norms
 
         found = norms.rms_norm(x, weight, eps, offset)
         if found is not None:
@@ -186,8 +187,8 @@ def add_rms_norm(
     Returns:
         normed, total: both as x.
     """
-    if not x.is_cpu and triton.is_used(x.device):
-        from quantkit.kernels.triton import norms
+    if not x.is_cpu and gpu.is_used(x.device):
+        from quantkit.kernels.gpu import norms
 
         found = norms.rms_norm(x, weight, eps, offset, residual)
         if found is not None:
@@ -209,8 +210,8 @@ def rounded_rms_norm(
         normed: rounded, or not, which the linears that read it do then.
         total: x + residual.
     """
-    if triton.is_used(x.device):
-        from quantkit.kernels.triton import norms
+    if gpu.is_used(x.device):
+        from quantkit.kernels.gpu import norms
 
         found = norms.rounded_rms_norm(x, weight, eps, offset, residual, rounding)
         if found is not None:
@@ -234,8 +235,8 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
-    if not query.is_cpu and triton.is_used(query.device):
-        from quantkit.kernels.triton import norms
+    if not query.is_cpu and gpu.is_used(query.device):
+        from quantkit.kernels.gpu import norms
 
         if norms.rotary_(query, key, cos, sin, interleaved):
             return query, key
@@ -267,8 +268,8 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     Raises:
         ModelError: no such activation.
     """
-    if not gate_up.is_cpu and triton.is_used(gate_up.device):
-        from quantkit.kernels.triton import norms
+    if not gate_up.is_cpu and gpu.is_used(gate_up.device):
+        from quantkit.kernels.gpu import norms
 
         found = norms.gated(gate_up, activation)
         if found is not None:
@@ -284,8 +285,8 @@ def rounded_gated(gate_up: Tensor, activation: str, rounding: Rounding) -> Tenso
         gate_up, activation: see `gated`.
         rounding: of the outputs, after they have been rounded to the dtype of gate_up.
     """
-    if triton.is_used(gate_up.device):
-        from quantkit.kernels.triton import norms
+    if gpu.is_used(gate_up.device):
+        from quantkit.kernels.gpu import norms
 
         found = norms.rounded_gated(gate_up, activation, rounding)
         if found is not None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import triton
+from quantkit.kernels import gpu
 from quantkit.kernels.transfer import send
 
 # Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
@@ -68,7 +68,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     drawn = [index for index, draw in enumerate(draws) if draw is not None]
     if not drawn:
         return largest(logits)
-    if triton.is_used(logits.device):
+    if gpu.is_used(logits.device):
         return _choose_on_gpu(logits, draws)
     asked = [draw for draw in draws if draw is not None]
     if len(drawn) == len(draws):
@@ -80,7 +80,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
 
 
 def _choose_on_gpu(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
-    from quantkit.kernels.triton import sampling as on_gpu
+    from quantkit.kernels.gpu import sampling as on_gpu
 
     size = logits.shape[-1]
     keys = np.array([0 if draw is None else draw.key for draw in draws], dtype=np.int64)

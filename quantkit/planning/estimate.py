@@ -196,7 +196,7 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightFor
         raise InputError("a recipe needs the model's layers; give a config.json or --shape instead of --params")
     if shape.quantized:
         raise InputError(f"{shape.name} is quantized already; give the original, or leave --recipe out")
-    from quantkit.recipe import load
+    from quantkit.compress.recipe import load
 
     plan = plan_recipe(shape, load(name, overrides), head)
     require_possible(plan)

@@ -1,7 +1,7 @@
 """Names, number types and shapes of all tensors of a checkpoint, read from the shards' headers without torch.
 
-`quantkit.checkpoint` reads the same headers, checks them down to the last byte and gives torch types; here an answer in
-a tenth of a second counts, and a damaged file only has to be named.
+`quantkit.checkpoints` reads the same headers, checks them down to the last byte and gives torch types; here an answer
+in a tenth of a second counts, and a damaged file only has to be named.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.algorithms.base import LayerSizes, Step, predicted_bytes
+from quantkit.compress.algorithms.base import LayerSizes, Step, predicted_bytes
 from quantkit.planning.kv_forms import KVForm
 from quantkit.planning.shape import Layer, Matrix, ModelShape
 from quantkit.planning.weights import WeightForm

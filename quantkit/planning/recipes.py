@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.algorithms.base import Step
+from quantkit.compress.algorithms.base import Step
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.memory import Scheme
@@ -57,7 +57,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
 
     Args:
         shape: of a model whose layers are known.
-        recipe: a `quantkit.recipe.Recipe`.
+        recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
     chosen = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.demo import DEMO_MODEL
 from quantkit.errors import ModelError, SchemeError, first_line, suggestion
 from quantkit.planning.config import Config
 from quantkit.planning.families import from_config
@@ -19,7 +20,6 @@ from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.shape import DTYPE_BYTES, ModelShape
 from quantkit.planning.units import human_count, parse_parameters
 
-_DEMO = Path(__file__).parent.parent / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.
 KEYS = (
@@ -45,7 +45,7 @@ def from_model(model: str | Path | None) -> ModelShape:
         CheckpointError: a shard is damaged.
     """
     if model is None:
-        return _from_folder(_DEMO, "demo")
+        return _from_folder(DEMO_MODEL, "demo")
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, path.resolve().name)

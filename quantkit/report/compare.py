@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import ReportError
-from quantkit.gates import measure
 from quantkit.report.html import render_page
 from quantkit.report.plots import pareto_plot
 from quantkit.report.sections import Section
 from quantkit.report.tables import Table
 from quantkit.report.words import MISSING, byte_size, duration, number, percent, recovery_text
 from quantkit.results import Report
-from quantkit.statistics import ALL_TASKS, median_interval
+from quantkit.results.gates import measure
+from quantkit.results.statistics import ALL_TASKS, median_interval
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
 

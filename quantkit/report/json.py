@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.gates import METRICS, measure
 from quantkit.results import REPORT_VERSION, Report
 from quantkit.results._record import field_types, required_fields, union_members
+from quantkit.results.gates import METRICS, measure
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 

@@ -28,7 +28,7 @@ def _gates(root: ElementTree.Element, report: Report) -> None:
     failed = sum(not gate.held for gate in report.gates)
     suite = ElementTree.SubElement(root, "testsuite", name="gates", tests=str(len(report.gates)), failures=str(failed))
     for gate in report.gates:
-        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.gates", name=gate.gate)
+        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.results.gates", name=gate.gate)
         if not gate.held:
             failure = ElementTree.SubElement(case, "failure", message=gate.explanation, type="gate")
             failure.text = gate.remedy

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, drawing, new_figure, to_svg
 from quantkit.report.words import byte_size, number, percent
 from quantkit.results import BenchmarkResult, BenchmarkRun, DamageMap, Report, RooflineRecord
-from quantkit.statistics import fit, percentile
+from quantkit.results.statistics import fit, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
 SIDES = (

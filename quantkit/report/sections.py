@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from quantkit.gates import describe_proposal
 from quantkit.report import plots, tables
 from quantkit.report.tables import Table
 from quantkit.results import Report
+from quantkit.results.gates import describe_proposal
 
 Thing = TypeVar("Thing")
 

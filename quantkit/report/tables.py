@@ -19,7 +19,7 @@ from quantkit.report.words import (
     signed,
 )
 from quantkit.results import BenchmarkResult, BenchmarkRun, Comparison, DamageMap, FidelityResult, Report
-from quantkit.statistics import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND, fit, median_interval, quantiles
+from quantkit.results.statistics import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND, fit, median_interval, quantiles
 
 Row = tuple[str, ...]
 

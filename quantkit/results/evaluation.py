@@ -1,7 +1,7 @@
 """What answering questions and reading text gave: per-sample records, perplexity, fidelity, and the damage map.
 
 Raw counts and per-sample scores are stored; perplexity, agreement and the like are computed from them, so that two
-models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.statistics`.
+models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.results.statistics`.
 """
 
 from __future__ import annotations

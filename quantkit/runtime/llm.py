@@ -11,26 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.source import resolve
+from quantkit.checkpoints.source import resolve
+from quantkit.demo import DEMO_MODEL
 from quantkit.errors import RequestError, first_line
-from quantkit.kernels import native
+from quantkit.kernels import cpu
 from quantkit.kernels.layouts import kv_scheme, page_bytes
-from quantkit.runtime import scoring
-from quantkit.runtime.assembly import make_engine
-from quantkit.runtime.cache_choice import cache_type
-from quantkit.runtime.context import check_settings, parse_bytes, pick_device
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.loader import load_model
-from quantkit.runtime.model import Model
-from quantkit.runtime.preflight import find_room
-from quantkit.runtime.prompts import Prompt, checked_text, load_tokenizer, several
-from quantkit.runtime.room import Room
-from quantkit.runtime.scheduler import SchedulerOptions
-from quantkit.runtime.speculation_governor import Governor
-from quantkit.runtime.threads import find_threads
+from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device
+from quantkit.runtime.engine import scoring
+from quantkit.runtime.engine.assembly import make_engine
+from quantkit.runtime.engine.capacity import Room
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.preflight import find_room
+from quantkit.runtime.engine.prompts import Prompt, checked_text, load_tokenizer, several
+from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.engine.speculation_controller import Governor
+from quantkit.runtime.engine.threads import find_threads
+from quantkit.runtime.model.cache_schemes import cache_type
+from quantkit.runtime.model.loader import load_model
+from quantkit.runtime.model.model import Model
 from quantkit.runtime.types import Completion, SamplingParams, StepOutput
-
-DEMO = Path(__file__).parent.parent / "demo" / "model"
 
 Messages = Many[dict[str, Any]]
 
@@ -104,7 +103,7 @@ class LLM:
             "memory": None if memory is None else parse_bytes(memory),
         }
         governor = None if speculate is None else Governor(max_drafts, force=force_speculation)
-        self.path = DEMO if path is None else resolve(str(path))
+        self.path = DEMO_MODEL if path is None else resolve(str(path))
         draft = None if speculate in (None, "ngram") else resolve(str(speculate))
         self.tokenizer, self._no_tokenizer = load_tokenizer(self.path)
         self._room = _find_room(self.path, draft, backend, limits, dtype=dtype, device=self.device, **sizes)
@@ -252,7 +251,7 @@ class LLM:
         counts = self.stats()
         found = {"computed in": f"{str(self.model.dtype).removeprefix('torch.')} on {self.device}"}
         if self.device.type == "cpu":
-            found["CPU kernels"] = native.status()
+            found["CPU kernels"] = cpu.status()
         if self._threads:
             found["threads"] = self._threads
         if (captured := self.engine.runner.graph_status) is not None:

@@ -19,8 +19,8 @@ from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
 
 if TYPE_CHECKING:
-    from quantkit.runtime.detokenizer import TextStream
-    from quantkit.runtime.penalties import TokenHistory
+    from quantkit.runtime.engine.detokenizer import TextStream
+    from quantkit.runtime.sampling.penalties import TokenHistory
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

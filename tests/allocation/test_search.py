@@ -14,10 +14,10 @@ from quantkit.allocation import run as module
 from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
 from quantkit.allocation.recipe_file import _patterns
 from quantkit.allocation.recovery import Judge
+from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
-from quantkit.recipe import load
 from quantkit.results import SearchResult
 from tests.helpers import TEXT
 

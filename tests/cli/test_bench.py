@@ -115,7 +115,7 @@ def test_static_batches_and_arrivals(run, tiny_llama):
     ],
 )
 def test_what_cannot_be_measured_is_one_line(run, args, code, message, monkeypatch):
-    from quantkit.measure import benchmark
+    from quantkit.benchmark import run as benchmark
 
     def loaded(*_args, **_options):
         raise AssertionError("a model was loaded")

@@ -18,13 +18,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from quantkit import pipeline
 from quantkit.cli import REGISTRY, main
 from quantkit.cli._output import Output, explain, human_seconds
 from quantkit.cli._progress import Bar, Log, Progressing, for_output
+from quantkit.compress import pipeline
+from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.recipe import load
 from quantkit.errors import AuditError, ModelError, ResourceError
-from quantkit.pipeline.events import Listener
-from quantkit.recipe import load
 from quantkit.results import CompressionResult, LayerRecord, LinearRecord, to_dict
 
 ROOT = Path(__file__).parents[2]

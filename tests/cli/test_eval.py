@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.cli import main
+from quantkit.demo import DEMO_MODEL
 from quantkit.results import EvaluationResult
-from quantkit.runtime.llm import DEMO
 from tests.helpers import make_model
 
 
@@ -44,25 +44,25 @@ def test_json_is_the_record_and_nothing_else(run):
 
 
 def test_the_baseline_keeps_its_cache(run):
-    answer = run("--baseline", DEMO, "--kv-cache", "int4", *ASKED, "--json")
+    answer = run("--baseline", DEMO_MODEL, "--kv-cache", "int4", *ASKED, "--json")
     found = json.loads(answer.stdout)
     assert found["evaluation"]["settings"]["KV cache"] == "int4"
     assert found["baseline"]["settings"]["KV cache"] == "auto"
 
 
 def test_two_models_are_compared_item_by_item(run, tmp_path):
-    other = shutil.copytree(DEMO, tmp_path / "copy")
-    answer = run(other, "--baseline", DEMO, *ASKED, "--noise", "--json")
+    other = shutil.copytree(DEMO_MODEL, tmp_path / "copy")
+    answer = run(other, "--baseline", DEMO_MODEL, *ASKED, "--noise", "--json")
     assert answer.exit_code == 0, answer.stderr
     found = json.loads(answer.stdout)
     assert found["evaluation"]["model"] == str(other)
-    assert found["baseline"]["model"] == str(DEMO)
+    assert found["baseline"]["model"] == str(DEMO_MODEL)
     subjects = {item["subject"]: item for item in found["comparisons"]}
     facts = subjects["demo_facts"]
     assert (facts["difference"], facts["recovery"], facts["num_samples"]) == (0, 100.0, 6)
     assert facts["low"] < 0 < facts["high"]
     assert facts["noise_floor"] is not None
-    table = run(other, "--baseline", DEMO, *ASKED, "--quiet")
+    table = run(other, "--baseline", DEMO_MODEL, *ASKED, "--quiet")
     assert table.stderr == ""
     assert "no difference seen" in table.stdout
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from quantkit.benchmark import tune_device
+from quantkit.benchmark.tune import Case, Outcome
 from quantkit.cli import main
-from quantkit.kernels import triton
-from quantkit.kernels.triton import choices, tuned
-from quantkit.measure import tune_device
-from quantkit.measure.tune import Case, Outcome
+from quantkit.kernels import gpu as gpu_kernels
+from quantkit.kernels.gpu import choices, tuned
 
 ROOT = Path(__file__).parents[2]
 ROWS = choices.Rows(block_n=32, warps=2, stages=1, programs=4)
@@ -92,7 +92,7 @@ def test_without_a_gpu_it_says_so_in_one_line(run):
 
 def test_without_triton_it_names_what_to_install(run, monkeypatch):
     monkeypatch.setattr(tune_device, "pick_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(triton, "is_installed", lambda: False)
+    monkeypatch.setattr(gpu_kernels, "is_installed", lambda: False)
     answer = run()
     assert answer.exit_code == 4
     assert "pip install 'quantkit[cuda]'" in answer.stderr

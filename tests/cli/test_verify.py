@@ -64,7 +64,7 @@ def test_json_is_one_object_whatever_the_verdict(run, checkpoint, models):
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_loaded(run, models, tmp_path, monkeypatch, args, message):
-    monkeypatch.setattr("quantkit.verification.run.load_llm", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("quantkit.evaluate.verify.run.load_llm", lambda *_, **__: pytest.fail("loaded"))
     make_model(tmp_path / "other", vocab_size=300)
     changed = shutil.copytree(models / "out", tmp_path / "changed")
     shard = sorted(changed.glob("*.safetensors"))[0]
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_fails_is_kept_under_another_name(run, tmp_path, text_
 
 
 def test_what_cannot_be_proven_is_refused_before_compressing(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantkit.pipeline.quantize", lambda *_, **__: pytest.fail("compressed"))
+    monkeypatch.setattr("quantkit.compress.pipeline.quantize", lambda *_, **__: pytest.fail("compressed"))
     code, _, err = compress(run, tmp_path / "out", "--gate", "kl<=nothing")
     assert code == 4
     assert "cannot be read" in err

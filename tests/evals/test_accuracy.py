@@ -23,7 +23,7 @@ import run  # noqa: E402
 import score  # noqa: E402
 import store  # noqa: E402
 
-from quantkit.recipe.load import build  # noqa: E402
+from quantkit.compress.recipe.load import build  # noqa: E402
 
 DEMO = REPOSITORY / "quantkit" / "demo" / "model"
 TEXT = (REPOSITORY / "evals" / "tasks" / "demo" / "demo_text.txt").read_text(encoding="utf-8")

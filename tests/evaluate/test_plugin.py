@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.demo import DEMO_MODEL
 from quantkit.evaluate import plugin
-from quantkit.runtime.llm import DEMO
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -31,7 +31,7 @@ def test_both_doors_are_in_the_distribution():
 
 def test_lm_evals_own_command_line(tmp_path):
     command = Path(sys.executable).with_name("lm_eval")
-    arguments = f"pretrained={DEMO},kv_cache=int8,threads=1"
+    arguments = f"pretrained={DEMO_MODEL},kv_cache=int8,threads=1"
     done = subprocess.run(
         [
             *(command, "--model", "quantkit", "--model_args", arguments, "--include_path", "evals/tasks/demo"),

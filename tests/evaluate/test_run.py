@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import pytest
 
+from quantkit.demo import DEMO_MODEL, shipped
 from quantkit.errors import DataError
 from quantkit.evaluate import long_context as module
-from quantkit.evaluate.data import LEDGERS, shipped, speaks_demo
+from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.pairing import check_same_language, other_arithmetic
 from quantkit.evaluate.run import EvaluationOptions, check, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
-from quantkit.runtime.llm import DEMO
-from quantkit.statistics import compare_evaluations
+from quantkit.results.statistics import compare_evaluations
 from tests.helpers import save_tokenizer
 from tests.runtime.helpers import make_loud_model
 
@@ -82,7 +82,7 @@ def test_the_record_says_how_it_was_made_and_reads_itself_back(result, demo, sui
         "KV cache": "auto",
         "seed": "5",
     }
-    assert (result.model, result.arithmetic) == (str(DEMO), "float32")
+    assert (result.model, result.arithmetic) == (str(DEMO_MODEL), "float32")
     assert EvaluationResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
     prefill, decode = result.perplexity
     assert (prefill.through, decode.through) == ("prefill", "decode")
@@ -187,8 +187,8 @@ def test_lengths_that_do_not_fit(stranger):
 def test_another_vocabulary_is_refused(stranger, tmp_path):
     with pytest.raises(DataError, match=r"has another vocabulary \(258 tokens\) than .* \(1024\)"):
         check_same_language(None, str(stranger.path))
-    check_same_language(None, str(DEMO))
-    shutil.copytree(DEMO, tmp_path / "copy")
+    check_same_language(None, str(DEMO_MODEL))
+    shutil.copytree(DEMO_MODEL, tmp_path / "copy")
     (tmp_path / "copy" / "tokenizer.json").unlink()
     check_same_language(None, str(tmp_path / "copy"))  # nothing is known, so nothing is refused
     assert (other_arithmetic("bfloat16"), other_arithmetic("float32")) == ("float32", "bfloat16")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from quantkit.demo import shipped
 from quantkit.errors import DataError
-from quantkit.evaluate.data import shipped
 from quantkit.evaluate.suites import Suite, load_suite, suites
 from quantkit.evaluate.tasks import TaskSource, load_tasks
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from quantkit.checkpoint.writer import write_json, write_shard
+from quantkit.checkpoints.writer import write_json, write_shard
 from quantkit.errors import SchemeError
 from quantkit.formats.compressed_tensors import FORMAT
 from quantkit.numerics.inputs import fake_quantize_inputs

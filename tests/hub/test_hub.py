@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from quantkit.api import quantize
-from quantkit.conversion import convert
+from quantkit.compress.convert import convert
 from quantkit.errors import InputError, ModelError, OutputError
 from quantkit.hub import Origin, find_origin, make_card, push
 from tests.helpers import make_model

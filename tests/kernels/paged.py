@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import _native_attention, native
+from quantkit.kernels import cpu
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.kv_numbers import dequantize, quantize
 from quantkit.kernels.layouts import KVLayout, kv_scheme, make_layout
 from quantkit.numerics.kv_cache import hadamard
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")
 IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -26,8 +27,8 @@ IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() e
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make caches run attention in C, in plain torch, or in plain torch on a GPU."""
-    if implementation == "native" and native.load() is None:
-        pytest.skip(native.status())
+    if implementation == "native" and cpu.load() is None:
+        pytest.skip(cpu.status())
     if implementation != "native":
         monkeypatch.setattr(_native_attention, "_function", lambda: None)
     monkeypatch.setattr(Sequences, "device", "cuda" if implementation == "cuda" else "cpu")

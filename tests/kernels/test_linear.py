@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels import native
+from quantkit.kernels import cpu
 from quantkit.kernels.linear import join, make_linear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
@@ -38,8 +38,8 @@ def kernels(request, monkeypatch):
     """Every test here runs with the C kernels, if this machine has them, and without."""
     if request.param == "torch":
         monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    elif native.load() is None:
-        pytest.skip(native.status())
+    elif cpu.load() is None:
+        pytest.skip(cpu.status())
     return request.param
 
 

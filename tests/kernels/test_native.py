@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.kernels import native
-from quantkit.kernels.native import build
+from quantkit.kernels import cpu
+from quantkit.kernels.cpu import build
 
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
-needs_compiler = pytest.mark.skipif(native.load() is None, reason=native.status())
+needs_compiler = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
 
 
 def test_it_is_switched_off_by_the_environment(monkeypatch):
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    assert native.load() is None
-    assert native.function("qk_linear") is None
-    assert native.status() == "off: QUANTKIT_NATIVE=0"
+    assert cpu.load() is None
+    assert cpu.function("qk_linear") is None
+    assert cpu.status() == "off: QUANTKIT_NATIVE=0"
 
 
 @needs_compiler
 def test_the_status_names_the_compiler():
-    assert native.status().startswith("compiled by ")
+    assert cpu.status().startswith("compiled by ")
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_the_status_names_the_compiler():
 def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     monkeypatch.setattr(build, name, replacement)
     monkeypatch.setattr(build, "_NEEDED_FLAGS", ("avx512f",) if name == "cpu_flags" else ())
-    monkeypatch.setattr(native, "_state", None)
-    assert native.load() is None
-    assert native.status() == reason
+    monkeypatch.setattr(cpu, "_state", None)
+    assert cpu.load() is None
+    assert cpu.status() == reason
 
 
 def test_without_a_compiler_the_advice_is_to_install_one(monkeypatch, tmp_path):
@@ -125,7 +125,7 @@ def test_a_compiler_that_says_nothing_is_no_compiler(monkeypatch, tmp_path):
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
     monkeypatch.setattr(build, "find_compiler", lambda: str(silent))
-    library, status = native._try_load()
+    library, status = cpu._try_load()
     assert library is None
     assert status.startswith("off: ")
 

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels import native, ops
-from quantkit.kernels._native_attention import NativeAttention
+from quantkit.kernels import cpu, ops
 from quantkit.kernels.attention import AttentionOptions, TorchAttention
+from quantkit.kernels.cpu.attention import NativeAttention
 from quantkit.kernels.kv_numbers import quantize
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.scheme import CacheScheme, KVScheme
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import KV_TYPES, Sequences, layout, poison
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=native.status())
+pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
 
 STEPS = [
     [(0, 0, 7), (1, 0, 3)],

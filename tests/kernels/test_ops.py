@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import ModelError
-from quantkit.kernels import _native_ops, native, ops
+from quantkit.kernels import cpu, ops
+from quantkit.kernels.cpu import ops as _native_ops
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = pytest.mark.parametrize("dtype", list(BOUND), ids=str)
@@ -21,8 +22,8 @@ def implementation(request, monkeypatch):
     """Every test runs with the C kernels and with the reference."""
     if request.param == "torch":
         monkeypatch.setattr(_native_ops, "_functions", lambda: None)
-    elif native.load() is None:
-        pytest.skip(native.status())
+    elif cpu.load() is None:
+        pytest.skip(cpu.status())
 
 
 def draw(*shape, dtype=torch.float32, seed=0):

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
-from quantkit import pipeline
-from quantkit.architectures import supported
-from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress import pipeline
+from quantkit.compress.pipeline.plan import make_plan, predicted_bytes
+from quantkit.compress.recipe import load
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels import layouts
-from quantkit.pipeline.plan import make_plan, predicted_bytes
+from quantkit.models.families import supported
 from quantkit.planning import estimate
 from quantkit.planning.attention import grouped
 from quantkit.planning.config import Config
@@ -24,8 +25,7 @@ from quantkit.planning.memory import compression_bytes, everywhere, experts_read
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.shape import Matrix
 from quantkit.planning.source import from_model
-from quantkit.recipe import load
-from quantkit.runtime.config import read_config
+from quantkit.runtime.model.config import read_config
 from tests.helpers import FAMILIES as SMALL
 from tests.helpers import make_model
 from tests.planning.shapes import shape_of

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from quantkit.compress.recipe import load
+from quantkit.compress.recipe.load import build
 from quantkit.errors import InputError, ModelError, RecipeError
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
 from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
@@ -28,8 +30,6 @@ from quantkit.planning.units import (
 from quantkit.planning.weights import BF16 as BF16_WEIGHTS
 from quantkit.planning.weights import INT3, WeightForm
 from quantkit.planning.weights import INT4 as INT4_WEIGHTS
-from quantkit.recipe import load
-from quantkit.recipe.load import build
 from tests.planning.shapes import MODELS, shape_of
 
 GIB = 2**30

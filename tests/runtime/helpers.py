@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
 from tests.helpers import tiny_config
 
 PAGE_SIZE = 16

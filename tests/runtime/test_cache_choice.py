@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit import LLM, SamplingParams
-from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.benchmark.predict import predict
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.evaluate.engine import load_llm
 from quantkit.kernels.layouts import page_bytes, tail_bytes
-from quantkit.measure.predict import predict
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes
-from quantkit.runtime.cache_choice import read_stored_cache
-from quantkit.runtime.config import read_config
-from quantkit.runtime.loader import find_native
+from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.config import read_config
+from quantkit.runtime.model.loader import find_native
 from tests.helpers import edit_config, make_model
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.architectures import find
 from quantkit.errors import ModelError
-from quantkit.runtime._settings import NotNative
-from quantkit.runtime.config import read_config
+from quantkit.models.families import find
+from quantkit.runtime.model.config import read_config
+from quantkit.runtime.model.settings import NotNative
 from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, tiny_config
 
 LLAMA = {

@@ -7,8 +7,8 @@ import torch
 
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
-from quantkit.runtime import context
-from quantkit.runtime.context import check_settings, parse_bytes, pick_device, size_pool
+from quantkit.runtime.cache import sizing as context
+from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device, size_pool
 
 
 @pytest.mark.parametrize(

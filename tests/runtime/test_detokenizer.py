@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.runtime.detokenizer import Detokenizer, StopFinder, TextStream, decoder
-from quantkit.runtime.llm import DEMO
+from quantkit.demo import DEMO_MODEL
+from quantkit.runtime.engine.detokenizer import Detokenizer, StopFinder, TextStream, decoder
 from tests.helpers import save_tokenizer
 
 TEXTS = [
@@ -47,7 +47,7 @@ SOURCES = ["bytes", "metaspace", "demo", "babyllama-361", "stories260k"]
 def tokenizer(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
-    folder = {"demo": DEMO}.get(request.param, Path("/work/shared/models") / request.param)
+    folder = {"demo": DEMO_MODEL}.get(request.param, Path("/work/shared/models") / request.param)
     if request.param in ("bytes", "metaspace"):
         folder = tmp_path_factory.mktemp(request.param)
         (save_tokenizer if request.param == "bytes" else metaspace)(folder)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.architectures import find
-from quantkit.checkpoint.reader import CheckpointReader
-from quantkit.runtime import loader
-from quantkit.runtime._weights import Weights
-from quantkit.runtime.config import ModelConfig, read_config
-from quantkit.runtime.loader import load_model, load_native
-from quantkit.runtime.rope import RopeConfig
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.models.families import find
+from quantkit.runtime.model import loader
+from quantkit.runtime.model.config import ModelConfig, read_config
+from quantkit.runtime.model.loader import load_model, load_native
+from quantkit.runtime.model.rope import RopeConfig
+from quantkit.runtime.model.weights import Weights
 from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 

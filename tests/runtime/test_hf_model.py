@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import CheckpointError, ModelError, RequestError
-from quantkit.runtime.hf_model import TransformersModel
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.loader import load_model
+from quantkit.runtime.model.hf_model import TransformersModel
+from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import edit_config
 from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, reference_logits, run

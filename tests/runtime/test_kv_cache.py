@@ -7,7 +7,7 @@ import torch
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, tail_bytes
-from quantkit.runtime.kv_cache import KVCache
+from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 
 

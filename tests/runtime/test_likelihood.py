@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.runtime.likelihood import Query, score_tokens
+from quantkit.runtime.engine.likelihood import Query, score_tokens
 from quantkit.runtime.llm import LLM
 from tests.helpers import save_tokenizer
 from tests.runtime.helpers import make_loud_model

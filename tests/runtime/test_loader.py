@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
-from quantkit.runtime.hf_model import TransformersModel
-from quantkit.runtime.layers import SideBySide
-from quantkit.runtime.loader import load_model, pick_dtype
-from quantkit.runtime.model import NativeModel
+from quantkit.runtime.model.hf_model import TransformersModel
+from quantkit.runtime.model.layers import SideBySide
+from quantkit.runtime.model.loader import load_model, pick_dtype
+from quantkit.runtime.model.model import NativeModel
+from tests.compress.pipeline.test_quantize import IDS, decoded_logits
 from tests.helpers import edit_config, edit_tensors, make_model
-from tests.pipeline.test_quantize import IDS, decoded_logits
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
 
 SEQUENCES = prompts(1, 40, 90)
@@ -277,8 +277,8 @@ def test_shards_are_one_model(tmp_path):
 
 _MEASURE = """
 import sys
-from quantkit.checkpoint.memory import peak_bytes
-from quantkit.runtime.loader import load_model
+from quantkit.checkpoints.memory import peak_bytes
+from quantkit.runtime.model.loader import load_model
 load_model(sys.argv[1], dtype=sys.argv[3])  # a small one first: libraries, kernels and thread pools
 before = peak_bytes()
 model = load_model(sys.argv[2], dtype=sys.argv[3])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.architectures import find
-from quantkit.checkpoint.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.kernels.experts import route
 from quantkit.kernels.layouts import kv_scheme
-from quantkit.runtime.kv_cache import KVCache
-from quantkit.runtime.loader import load_model
+from quantkit.models.families import find
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.loader import load_model
 from tests.runtime.helpers import difference, make_batch, make_loud_model, prompts, run
 
 SEQUENCES = prompts(1, 40, 90)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quantkit.runtime.pages import PagePool
+from quantkit.runtime.cache.pages import PagePool
 
 
 def test_pages_are_shared_and_come_back():

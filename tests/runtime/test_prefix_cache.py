@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.runtime.pages import PagePool
-from quantkit.runtime.prefix_cache import PrefixCache
+from quantkit.runtime.cache.pages import PagePool
+from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.types import SamplingParams, Sequence
 from tests.runtime.toy import ToyModel, generate, greedy, make_engine, run
 

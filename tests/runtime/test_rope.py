@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.architectures import find
-from quantkit.runtime.config import read_config
-from quantkit.runtime.rope import RopeConfig, RopeTable, frequencies
+from quantkit.models.families import find
+from quantkit.runtime.model.config import read_config
+from quantkit.runtime.model.rope import RopeConfig, RopeTable, frequencies
 from tests.helpers import tiny_config
 from tests.runtime.helpers import make_batch
 

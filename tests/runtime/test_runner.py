@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from quantkit.runtime.runner import BatchBuilder, Piece
+from quantkit.runtime.engine.runner import BatchBuilder, Piece
 
 
 def holder(number, row, pages):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from quantkit.runtime.penalties import TokenHistory, apply_penalties
-from quantkit.runtime.sampling import candidates, log_probabilities, sample
+from quantkit.runtime.sampling.penalties import TokenHistory, apply_penalties
+from quantkit.runtime.sampling.sampler import candidates, log_probabilities, sample
 from quantkit.runtime.types import SamplingParams, Sequence
 
 

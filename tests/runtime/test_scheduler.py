@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.runtime.pages import PagePool
-from quantkit.runtime.prefix_cache import PrefixCache
-from quantkit.runtime.scheduler import Scheduler, SchedulerOptions
+from quantkit.runtime.cache.pages import PagePool
+from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.engine.scheduler import Scheduler, SchedulerOptions
 from quantkit.runtime.types import SamplingParams, Sequence
 from tests.runtime.toy import ToyModel, make_engine
 

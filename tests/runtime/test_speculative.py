@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.runtime.sampling import sample
-from quantkit.runtime.scheduler import SchedulerOptions
-from quantkit.runtime.speculation_governor import Governor
-from quantkit.runtime.speculative import DraftModelProposer, NgramProposer
+from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
+from quantkit.runtime.engine.speculation_controller import Governor
+from quantkit.runtime.sampling.sampler import sample
 from quantkit.runtime.types import SamplingParams, Sequence
 from tests.runtime.toy import VOCAB, ToyCache, ToyModel, generate, greedy, make_engine, prompts, run
 

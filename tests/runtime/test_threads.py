@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.runtime import threads
-from quantkit.runtime.threads import ThreadTiming
+from quantkit.runtime.engine import threads
+from quantkit.runtime.engine.threads import ThreadTiming
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.runtime.cache_choice import StoredCache
-from quantkit.runtime.engine import Engine
-from quantkit.runtime.scheduler import SchedulerOptions
-from quantkit.runtime.speculation_governor import Governor
-from quantkit.runtime.speculative import DraftModelProposer, NgramProposer
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
+from quantkit.runtime.engine.speculation_controller import Governor
+from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.types import Completion, SamplingParams
 
 VOCAB = 32

@@ -13,11 +13,12 @@ import torch
 
 from quantkit.formats._microscaling import fp4_values
 from quantkit.kernels import ops, reference
+from quantkit.kernels.gpu import choices, configs, norms, w4a16
+from quantkit.kernels.gpu import linear as packed_linear
+from quantkit.kernels.gpu import quantized_activations as rounded
+from quantkit.kernels.gpu.attention import TritonAttention
+from quantkit.kernels.gpu.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
 from quantkit.kernels.linear import join
-from quantkit.kernels.triton import choices, configs, norms, rounded, w4a16
-from quantkit.kernels.triton import linear as packed_linear
-from quantkit.kernels.triton.attention import TritonAttention
-from quantkit.kernels.triton.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -126,11 +127,11 @@ def test_more_rows_than_tiles_take_the_decoded_weight():
 
 
 def test_what_make_linear_and_attention_choose(monkeypatch):
-    from quantkit.kernels import triton
+    from quantkit.kernels import gpu
     from quantkit.kernels.linear import make_linear
 
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     weight = quantized("int4", 64, True, (32, 256))
     order = torch.randperm(256)
     codes = torch.empty_like(weight.codes)
@@ -230,8 +231,8 @@ def test_natural_codes_are_read_where_they_lie():
 
 def test_e4m3_is_rounded_as_by_torch():
     """Every float16 number: all codes, all halfway cases, subnormals, overflow, NaN."""
+    from quantkit.kernels.gpu import kv_store
     from quantkit.kernels.kv_numbers import _to_fp8
-    from quantkit.kernels.triton import kv_store
 
     kernel_layout = layout("fp8", heads=1, dim=64, page_size=16, dtype=torch.float32)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()

@@ -14,8 +14,9 @@ import triton
 
 from quantkit.kernels import ops
 from quantkit.kernels.attention import TorchAttention
-from quantkit.kernels.triton import choices, configs, parts
-from quantkit.kernels.triton.attention import TritonAttention, can
+from quantkit.kernels.gpu import choices, configs
+from quantkit.kernels.gpu import split_kv as parts
+from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
 from tests.kernels.paged import KV_TYPES, Sequences, layout

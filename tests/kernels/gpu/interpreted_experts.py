@@ -7,9 +7,9 @@ import torch
 
 from quantkit.kernels import experts as reference
 from quantkit.kernels import ops
-from quantkit.kernels._torch_linear import DenseLinear
-from quantkit.kernels.triton import experts, grouped_rows
-from quantkit.kernels.triton import linear as packed_linear
+from quantkit.kernels.gpu import experts, grouped_rows
+from quantkit.kernels.gpu import linear as packed_linear
+from quantkit.kernels.torch_linear import DenseLinear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.kernels import triton
-from quantkit.runtime import _weights
-from quantkit.runtime.decode_graphs import DecodeGraphs, why_not
+from quantkit.kernels import gpu
+from quantkit.runtime.engine.decode_graphs import DecodeGraphs, why_not
+from quantkit.runtime.engine.overlap import Overlap
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.overlap import Overlap
+from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
 
@@ -41,7 +41,7 @@ def make(folder, kv_cache, **options):
 @pytest.mark.parametrize("kv_cache", ["auto", "int4"])
 def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=2)
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     plain = make(folder, kv_cache)
     runner = plain.engine.runner
     assert why_not(plain.model, runner.cache, 64) is None
@@ -75,7 +75,7 @@ def keep_outputs(step):
 def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds):
     """A packed head finds the likeliest itself; the next step is launched before the last tokens are read."""
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     expected = generate(make(folder, "auto", head_dtype="int8"), kinds)
     again = make(folder, "auto", head_dtype="int8")
     assert "Triton" in again.model.head.description
@@ -90,7 +90,7 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds)
 
 def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     llm = make(folder, "auto")
     runner = llm.engine.runner
 
@@ -107,14 +107,14 @@ def test_the_device_chooses_experts(tmp_path, monkeypatch, family):
     """One or several tokens, in fixed steps or not: the tokens that experts run one by one give."""
     folder = make_model(tmp_path / "model", family, num_hidden_layers=1)
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     monkeypatch.setattr(_weights, "can_stack", lambda device, dtype: False)
     loop = make(folder, "auto")
     expected = generate(loop)
     assert "experts" in why_not(loop.model, loop.engine.runner.cache, 64)
     monkeypatch.undo()
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     stacked = make(folder, "auto")
     assert stacked.model.notes == loop.model.notes
     assert (stacked.model.stored_bytes, stacked.model.num_bytes) == (loop.model.stored_bytes, loop.model.num_bytes)
@@ -130,7 +130,7 @@ def test_what_asks_the_host_is_not_captured(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "moe", "mixtral", num_hidden_layers=1, hidden_act="relu")
     llm = LLM(folder, dtype="float32", page_size=16, max_length=64, threads=1)
     assert "torch" in why_not(llm.model, llm.engine.runner.cache, 64)
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     llm = make(folder, "auto")
     assert "experts" in why_not(llm.model, llm.engine.runner.cache, 64)
     assert any("no kernel for experts with relu" in note for note in llm.model.notes)

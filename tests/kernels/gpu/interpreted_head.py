@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels import triton
+from quantkit.kernels import gpu
+from quantkit.kernels.gpu import head as on_gpu
+from quantkit.kernels.gpu import partial_argmax as maxima
+from quantkit.kernels.gpu.linear import PackedLinear
 from quantkit.kernels.head import logits
 from quantkit.kernels.linear import make_linear
-from quantkit.kernels.triton import head as on_gpu
-from quantkit.kernels.triton import maxima
-from quantkit.kernels.triton.linear import PackedLinear
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
@@ -40,7 +40,7 @@ def test_logits_and_the_likeliest(monkeypatch, shape, scale, softcap):
     products = (10 * torch.randn(shape)).to(torch.float16)
     expected, none = logits(Known(products), torch.empty(0), scale=scale, softcap=softcap)
     assert none is None
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     found = on_gpu.logits(Known(products), torch.empty(0), scale, softcap)
     assert found[0].dtype == torch.float32
     torch.testing.assert_close(found[0], expected, atol=1e-5 * (softcap or 0), rtol=1e-6)

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels._torch_linear import quantize_tokens
-from quantkit.kernels.rounded import Rounding
-from quantkit.kernels.triton import norms, rounded, w4a16, w8a8
-from quantkit.kernels.triton.layout import pack
+from quantkit.kernels.gpu import norms, w4a16, w8a8
+from quantkit.kernels.gpu import quantized_activations as rounded
+from quantkit.kernels.gpu.layout import pack
+from quantkit.kernels.quantized_activations import Rounding
+from quantkit.kernels.torch_linear import quantize_tokens
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -151,10 +152,10 @@ def same_rows(found, expected):
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_block_rounds_for_linears_that_want_it(parallel, monkeypatch):
     """The same bits as with launches of their own; only where all that read a norm want the same."""
-    from quantkit.kernels import ops, triton
-    from quantkit.runtime import layers
+    from quantkit.kernels import gpu, ops
+    from quantkit.runtime.model import layers
 
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     # Which tensors on the CPU are not given to.
     monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps, offset: norms.rms_norm(x, weight, eps, offset)[0])
     monkeypatch.setattr(

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from quantkit.kernels import sampling, triton
+from quantkit.kernels import gpu, sampling
 from quantkit.kernels.sampling import Draw
 
 ROWS = 5
@@ -109,5 +109,5 @@ def test_rows_of_a_larger_tensor_and_which_version_is_used(monkeypatch):
     draws = [draw(number, top_p=0.8) for number in range(4)]
     found, expected = both(logits, draws)
     assert found == expected
-    monkeypatch.setattr(triton, "is_used", lambda device: True)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
     assert sampling.choose(logits, draws).tolist() == expected

@@ -21,9 +21,9 @@ from step_count import META, PAGE, StepCount, _on_meta
 
 from quantkit.kernels.layouts import kv_scheme
 from quantkit.kernels.transfer import send
-from quantkit.runtime.kv_cache import KVCache
-from quantkit.runtime.runner import Piece, Runner
-from quantkit.runtime.sampling import choose
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.runner import Piece, Runner
+from quantkit.runtime.sampling.sampler import choose
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.test_sampling import sequence
 

@@ -58,8 +58,8 @@ def test_steps_wait_for_nothing():
 
 
 def test_without_a_gpu_nothing_of_triton_is_used(monkeypatch):
-    from quantkit.kernels import triton
+    from quantkit.kernels import gpu
 
-    assert not triton.is_used(torch.device("cpu"))
+    assert not gpu.is_used(torch.device("cpu"))
     monkeypatch.setenv("QUANTKIT_TRITON", "0")
-    assert not triton.is_used(torch.device("cuda"))
+    assert not gpu.is_used(torch.device("cuda"))

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.kernels import experts, ops, reference
 from quantkit.kernels.linear import make_linear
-from quantkit.kernels.rounded import Rounding
+from quantkit.kernels.quantized_activations import Rounding
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -98,7 +98,7 @@ def test_inputs_with_a_calibrated_scale(name, shape):
 @pytest.mark.parametrize("rounding", [Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.02)])
 @pytest.mark.parametrize("width", [100, 4096, 14336])
 def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
-    from quantkit.kernels.triton import norms, w8a8
+    from quantkit.kernels.gpu import norms, w8a8
 
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((5, width), (5, width), (width,)))
@@ -406,11 +406,11 @@ def test_bfloat16_decodes_on_the_gpu():
 
 def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
-    from quantkit.kernels.triton import configs, tuned
-    from quantkit.kernels.triton import layout as packed
-    from quantkit.measure._tune_cases import Shapes, make_cases, random_weight
-    from quantkit.measure._tune_problems import opener
-    from quantkit.measure.tune import tune
+    from quantkit.benchmark.tune import tune
+    from quantkit.benchmark.tune_cases import Shapes, make_cases, random_weight
+    from quantkit.benchmark.tune_problems import opener
+    from quantkit.kernels.gpu import configs, tuned
+    from quantkit.kernels.gpu import layout as packed
 
     scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
     shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quantkit.errors import InputError, OutputError
+from quantkit.kernels.gpu import choices, configs, tuned
+from quantkit.kernels.gpu.choices import Decode, Prefill, Rows, Tile, Vendor
+from quantkit.kernels.gpu.layout import PackedWeight
 from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.triton import choices, configs, tuned
-from quantkit.kernels.triton.choices import Decode, Prefill, Rows, Tile, Vendor
-from quantkit.kernels.triton.layout import PackedWeight
 
 GPU = "NVIDIA Test 9000"
 CUDA = torch.device("cuda", 0)

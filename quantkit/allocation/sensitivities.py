@@ -1,0 +1,210 @@
+"""What each unit does to the model in each of its forms, measured with the base recipe's own steps.
+
+The whole model is compressed once per candidate; each unit of each of these takes its place in the original, alone, and
+the KL to the original is its damage. A choice for all units is measured the same way before anything is compressed by
+it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
+calibrated on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quantkit.allocation.candidates import Candidate, uniform
+from quantkit.allocation.solve import Choice, Option
+from quantkit.allocation.state import State
+from quantkit.compress.pipeline import quantize
+from quantkit.compress.recipe import Recipe
+from quantkit.errors import ModelError, ResumeError
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.fused_groups import Unit, find_units
+from quantkit.evaluate.sensitivity import Probe
+from quantkit.results import CompressionResult
+from quantkit.runtime.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workshop:
+    """What compressing and loading need.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+        source: digests of its files.
+        base: the recipe.
+        folder: where trials are kept.
+        device: where to compute.
+        engine: keywords of `LLM`, the same for the original.
+        progress: told what is going on.
+    """
+
+    model: str | None
+    source: dict[str, str]
+    base: Recipe
+    folder: Path
+    device: str
+    engine: dict[str, object]
+    progress: Callable[[str], None]
+
+    def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
+        """Compress to a directory, or take what an earlier search has made there of this model by this recipe.
+
+        Raises:
+            ResumeError: what is there is something else.
+        """
+        if not output.exists():
+            return quantize(self.model, recipe, output, device=self.device)
+        try:
+            manifest, made = (
+                json.loads((output / f"{name}.json").read_bytes()) for name in ("quantkit", "quantkit-run")
+            )
+            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+            found = {name: (output / name).stat().st_size for name in sizes}
+            same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
+                json.loads(json.dumps(recipe.source)),
+                self.source,
+                found,
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            same = False
+        if not same:
+            raise ResumeError(
+                f"{output} is not what {recipe.name!r} makes of this model; give another --work, "
+                "or start over with --no-resume"
+            )
+        return CompressionResult.from_dict(made)
+
+    def load(self, path: Path) -> LLM:
+        """A compressed model, set up as the original is."""
+        return load_llm(str(path), **self.engine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One unit of the model and what it may become.
+
+    Args:
+        layer, name, modules: see `evaluate._units.Unit`.
+        num_weights: in it.
+        options: bytes and KL of each candidate, in the order of the candidates; leaving alone is the last.
+        forms: the unit in each candidate's form.
+    """
+
+    layer: int
+    name: str
+    modules: tuple[str, ...]
+    num_weights: int
+    options: tuple[Option, ...]
+    forms: tuple[Unit, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """All units with all their options; a choice can be measured.
+
+    Args:
+        places: in running order.
+        rest_bytes: of the tensors that no choice changes.
+    """
+
+    places: list[Place]
+    rest_bytes: int
+    _probe: Probe
+    _state: State
+    _names: tuple[str, ...] = field(default=())
+
+    @property
+    def options(self) -> list[tuple[Option, ...]]:
+        """Options of every unit."""
+        return [place.options for place in self.places]
+
+    @property
+    def num_weights(self) -> int:
+        """Of all units."""
+        return sum(place.num_weights for place in self.places)
+
+    def kl(self, choice: Choice) -> float:
+        """KL of the original with every unit in its chosen form, none of it additive."""
+        key = "choice " + ",".join(map(str, choice)) + " of " + " ".join(self._names)
+        return self._state.get(key, lambda: self.kl_on(self._probe, choice))
+
+    def kl_on(self, probe: Probe, choice: Choice) -> float:
+        """The same on the text of another probe."""
+        chosen = [place.forms[n] for place, n in zip(self.places, choice, strict=True) if n < len(place.forms)]
+        return probe.measure(chosen).mean
+
+
+def measure_units(
+    shop: Workshop, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: State
+) -> Measured:
+    """Compress the model once per candidate and measure every unit of each.
+
+    Args:
+        shop: how to compress and load.
+        candidates: what units may be given.
+        original: loaded; as before when this returns.
+        probe: the original's answers.
+        state: numbers measured before.
+    Raises:
+        ModelError: a model does not run natively, or units differ between candidates.
+    """
+    forms: list[list[Unit]] = []
+    damages: list[list[float]] = []
+    sizes: list[dict[str, tuple[int, int]]] = []
+    rest = 0
+    for candidate in candidates:
+        recipe = uniform(shop.base, candidate)
+        shop.progress(f"compressing with {candidate.name}")
+        made = shop.compress(recipe, shop.folder / recipe.name)
+        units = find_units(shop.load(shop.folder / recipe.name), original)
+        forms.append(units)
+        damages.append(_damages(shop, candidate, units, probe, state))
+        sizes.append(_sizes(made))
+        rest = made.output_bytes - sum(stored for _, stored in sizes[-1].values())
+        gc.collect()
+    if not forms[0] or len({tuple(unit.modules for unit in units) for units in forms}) != 1:
+        raise ModelError(f"{original.path}: the candidates have no units in common; is everything ignored?")
+    places = [
+        _place(number, [units[number] for units in forms], [found[number] for found in damages], sizes)
+        for number in range(len(forms[0]))
+    ]
+    return Measured(
+        places=places, rest_bytes=rest, _probe=probe, _state=state, _names=tuple(c.name for c in candidates)
+    )
+
+
+def _damages(shop: Workshop, candidate: Candidate, units: list[Unit], probe: Probe, state: State) -> list[float]:
+    found = []
+    for number, unit in enumerate(units, start=1):
+        key = f"{candidate.name} {unit.layer} {unit.name}"
+        if not state.knows(key):
+            shop.progress(f"{candidate.name}: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
+        found.append(state.get(key, lambda unit=unit: probe.measure([unit]).mean))  # type: ignore[misc]
+    return found
+
+
+def _sizes(made: CompressionResult) -> dict[str, tuple[int, int]]:
+    """Number of weights and stored bytes of each quantized linear, by full name."""
+    found = {}
+    for layer in made.layers:
+        for linear in layer.linears:
+            count = linear.shape[0] * linear.shape[1]
+            found[f"{layer.name}.{linear.name}"] = (count, round(linear.bits_per_weight * count / 8))
+    return found
+
+
+def _place(number: int, forms: list[Unit], damages: list[float], sizes: list[dict[str, tuple[int, int]]]) -> Place:
+    unit = forms[0]
+    costs = [sum(stored[module][1] for module in unit.modules) for stored in sizes]
+    options = [Option(cost=cost, damage=damage) for cost, damage in zip(costs, damages, strict=True)]
+    return Place(
+        layer=unit.layer,
+        name=unit.name,
+        modules=unit.modules,
+        num_weights=sum(sizes[0][module][0] for module in unit.modules),
+        options=(*options, Option(cost=unit.stored_bytes, damage=0.0)),
+        forms=tuple(forms),
+    )

@@ -1,5 +1,0 @@
-"""EXAONE 4: norms only behind attention and MLP, and on each query and key head."""
-
-from quantkit.architectures.base import UNSMOOTHED_SETS, Architecture
-
-ARCHITECTURE = Architecture(hf_names=("Exaone4ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)

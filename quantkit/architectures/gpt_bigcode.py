@@ -1,7 +1,0 @@
-"""GPT-BigCode (SantaCoder, StarCoder): GPT-2 with ordinary linears and one key/value head."""
-
-from dataclasses import replace
-
-from quantkit.architectures.gpt2 import ARCHITECTURE as GPT2
-
-ARCHITECTURE = replace(GPT2, hf_names=("GPTBigCodeForCausalLM",), transposed=(), decode_at_load=True)

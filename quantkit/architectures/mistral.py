@@ -1,7 +1,0 @@
-"""Mistral: Llama with an optional sliding window; the linears are the same."""
-
-from quantkit.architectures.base import Architecture, Window
-
-ARCHITECTURE = Architecture(
-    hf_names=("MistralForCausalLM",), window=Window(rule="all"), defaults={"sliding_window": 4096}
-)

@@ -1,9 +1,0 @@
-"""Qwen2: Llama with biases on q, k and v; the biases stay as they are, that of v shrinks with its smoothing scale."""
-
-from quantkit.architectures.base import Architecture, Window
-
-ARCHITECTURE = Architecture(
-    hf_names=("Qwen2ForCausalLM",),
-    window=Window(rule="upper", switch="use_sliding_window"),
-    defaults={"max_window_layers": 28},
-)

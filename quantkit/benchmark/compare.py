@@ -1,0 +1,147 @@
+"""Two models in turns: A B B A A B B A ..., so that what drifts (clocks, neighbours, heat) meets both alike.
+
+A ratio is median over median; its noise is what the rounds say: how far the medians of one model's own rounds lie
+apart. A difference counts as one when every round shows it and it exceeds that noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.benchmark.workload import SWEEP_NAME
+from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
+
+Verdict = Literal["faster", "slower", "noise"]
+
+
+def turns(num_rounds: int, count: int = 2) -> list[int]:
+    """Who is measured when: 0 for the first, 1 for the second; three rounds of two are A B, B A, A B."""
+    order = list(range(count))
+    return [who for number in range(num_rounds) for who in (order if number % 2 == 0 else order[::-1])]
+
+
+def join_rounds(rounds: Sequence[BenchmarkRun]) -> BenchmarkRun:
+    """Repetitions of one workload as one run, on a clock that stands still while the other model has its turn."""
+    requests: list[RequestTiming] = []
+    end = 0.0
+    for number, run in enumerate(rounds):
+        start = min(timing.arrived_s for timing in run.requests)
+        shift = end - start if number else 0.0
+        requests.extend(_shifted(timing, shift) for timing in run.requests)
+        end = max(timing.token_s[-1] for timing in requests)
+    return BenchmarkRun(workload=rounds[0].workload, requests=tuple(requests), rounds=len(rounds))
+
+
+def split_rounds(run: BenchmarkRun) -> list[BenchmarkRun]:
+    """Inverse of `join_rounds`, up to the clock."""
+    size = len(run.requests) // run.rounds
+    return [
+        BenchmarkRun(workload=run.workload, requests=run.requests[start : start + size])
+        for start in range(0, size * run.rounds, size)
+    ]
+
+
+def _shifted(timing: RequestTiming, seconds: float) -> RequestTiming:
+    return dataclasses.replace(
+        timing,
+        arrived_s=timing.arrived_s + seconds,
+        token_s=tuple(token + seconds for token in timing.token_s),
+        finished_s=None if timing.finished_s is None else timing.finished_s + seconds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """One number of the model over the other's.
+
+    Args:
+        workload: name of the run.
+        metric: "TTFT", "ITL", "TPOT" or "tokens/s".
+        value, baseline: medians over all rounds, of the model and of the other; seconds, or tokens per second.
+        low, high: smallest and largest ratio of a round.
+        noise: half the spread of one model's own rounds, as a share of its median; the larger of the two.
+        verdict: about speed, so a smaller ITL is faster; "noise": no difference above it.
+    """
+
+    workload: str
+    metric: str
+    value: float
+    baseline: float
+    low: float
+    high: float
+    noise: float
+    verdict: Verdict
+
+    @property
+    def ratio(self) -> float:
+        """Value over baseline."""
+        return self.value / self.baseline
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+_METRICS: dict[str, tuple[Callable[[BenchmarkRun], float | None], bool]] = {
+    "TTFT": (lambda run: _median(run.ttft_s), False),
+    "ITL": (lambda run: _median(run.inter_token_s), False),
+    "TPOT": (lambda run: _median(run.tpot_s), False),
+    "tokens/s": (lambda run: run.output_tokens_per_s, True),
+}
+
+
+def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
+    """Every metric that both have.
+
+    Args:
+        run, baseline: the same workload, as many rounds each.
+    """
+    found = []
+    for metric, (read, more_is_faster) in _METRICS.items():
+        value, other = read(run), read(baseline)
+        ours = [read(part) for part in split_rounds(run)]
+        theirs = [read(part) for part in split_rounds(baseline)]
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a and b]
+        if value and other and pairs:
+            found.append(_ratio(run.workload.name, metric, value, other, pairs, more_is_faster))
+    return found
+
+
+def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Ratio]:
+    """All runs that both have, but for the one that only serves the fits."""
+    found = []
+    for run in result.runs:
+        other = baseline.find_run(run.workload.name)
+        if other is not None and run.workload.name != SWEEP_NAME and run.rounds == other.rounds:
+            found.extend(compare_runs(run, other))
+    return found
+
+
+def _ratio(
+    workload: str, metric: str, value: float, other: float, pairs: list[tuple[float, float]], more_is_faster: bool
+) -> Ratio:
+    ratios = [a / b for a, b in pairs]
+    noise = max(_spread([a for a, _ in pairs]), _spread([b for _, b in pairs]))
+    above, below = min(ratios) > 1, max(ratios) < 1
+    seen = (above or below) and abs(value / other - 1) > noise
+    faster = above == more_is_faster
+    verdict: Verdict = ("faster" if faster else "slower") if seen else "noise"
+    return Ratio(
+        workload=workload,
+        metric=metric,
+        value=value,
+        baseline=other,
+        low=min(ratios),
+        high=max(ratios),
+        noise=noise,
+        verdict=verdict,
+    )
+
+
+def _spread(values: list[float]) -> float:
+    """Half of largest minus smallest, as a share of the median."""
+    return (max(values) - min(values)) / 2 / statistics.median(values)

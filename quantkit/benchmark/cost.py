@@ -1,0 +1,195 @@
+"""Bytes and operations of one step of a model that is loaded: arithmetic over its layers, nothing is measured.
+
+Counted: every weight that a step reads, once; the cached keys and values that it reads; the new ones that it writes.
+Not counted: activations, which stay in caches at these sizes, and the embedding rows that are looked up.
+B sequences, T new tokens of all of them, L tokens of context of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.kernels.layouts import KVLayout
+from quantkit.runtime.model.model import Model, NativeModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """Attention of one layer.
+
+    Args:
+        token_bytes: of one cached token.
+        pair_flops: operations of one query with one key.
+        window: tokens that a query sees; None = all.
+    """
+
+    token_bytes: float
+    pair_flops: int
+    window: int | None
+
+    def seen(self, context: int) -> int:
+        """Cached tokens that a new one reads."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What steps of a model cost.
+
+    Args:
+        read_bytes: of the weights that a step of one sequence reads.
+        expert_bytes: of them, those of experts; with more tokens more experts are read.
+        num_experts, chosen_experts: of a layer, and of each token; 1 and 1 without experts.
+        parameters: weights of the products that one token passes, the head not counted.
+        head_parameters, head_bytes: of the head.
+        layers: attention.
+        product: number type that products are made in, e.g. "bfloat16" or "int8".
+    """
+
+    read_bytes: int
+    expert_bytes: int
+    num_experts: int
+    chosen_experts: int
+    parameters: int
+    head_parameters: int
+    head_bytes: int
+    layers: tuple[LayerCost, ...]
+    product: str
+
+    def weight_bytes(self, tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, when each token picks its experts by chance."""
+        share = self.chosen_experts / self.num_experts
+        grown = (1 - (1 - share) ** tokens) / share
+        return round(self.read_bytes + self.expert_bytes * (grown - 1))
+
+    def kv_bytes(self, context: int) -> float:
+        """Bytes of the cache that the next token of a sequence reads."""
+        return sum(layer.seen(context) * layer.token_bytes for layer in self.layers)
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes that one more token adds to the cache."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Bytes of a decode step of B sequences with L tokens each."""
+        return self.weight_bytes(batch) + round(batch * (self.kv_bytes(context) + self.kv_token_bytes))
+
+    def decode_flops(self, batch: int, context: int) -> int:
+        """Operations of the same step."""
+        attention = sum(layer.pair_flops * (layer.seen(context) + 1) for layer in self.layers)
+        return batch * (2 * (self.parameters + self.head_parameters) + attention)
+
+    def prefill_bytes(self, prompt: int, budget: int) -> int:
+        """Bytes of computing a prompt in chunks of `budget` tokens: weights once a chunk, earlier chunks' keys."""
+        starts = range(0, prompt, budget)
+        weights = sum(self.weight_bytes(min(budget, prompt - start)) for start in starts)
+        return weights + round(sum(self.kv_bytes(start) for start in starts) + prompt * self.kv_token_bytes)
+
+    def prefill_flops(self, prompt: int) -> int:
+        """Operations of the same, with logits of the last token."""
+        attention = sum(layer.pair_flops * _causal_pairs(prompt, layer.window) for layer in self.layers)
+        return 2 * prompt * self.parameters + 2 * self.head_parameters + attention
+
+    def row_flops(self) -> int:
+        """Operations of all products for one row of a batch, attention not counted."""
+        return 2 * (self.parameters + self.head_parameters)
+
+
+def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
+    """Count a model.
+
+    Args:
+        model: loaded. What transformers runs is counted by its bytes, attention left out.
+        layouts: of its KV cache.
+    """
+    if not isinstance(model, NativeModel):
+        size = model.dtype.itemsize
+        return _make_cost(model, model.stored_bytes // size, 0, [], (0, 0), (1, 1))
+    config, experts = model.config, model.config.experts
+    parts = [linear for block in model.blocks for linear in _linears(block)]
+    share = 1.0 if experts is None else experts.num_chosen / experts.num_experts
+    parameters = sum(_size(linear) * (share if routed else 1.0) for linear, routed in parts)
+    routed_bytes = round(sum(linear.stored_bytes * share for linear, routed in parts if routed))
+    layers = [
+        LayerCost(
+            token_bytes=layout.page_bytes / layout.page_size,
+            pair_flops=2 * config.num_heads * (layout.head_dim + layout.value_width),
+            window=layer.window,
+        )
+        for layout, layer in zip(layouts, config.layers, strict=True)
+    ]
+    counts = (1, 1) if experts is None else (experts.num_experts, experts.num_chosen)
+    head = _size(model.head), model.head.stored_bytes
+    return _make_cost(model, round(parameters), routed_bytes, layers, head, counts)
+
+
+def product_type(model: Model) -> str:
+    """Number type in which most of a model's products are made."""
+    name = str(model.dtype).removeprefix("torch.")
+    if not isinstance(model, NativeModel):
+        return name
+    described = [linear.description for block in model.blocks for linear, _ in _linears(block)]
+    integer = sum("activations int8" in text for text in described)
+    return "int8" if 2 * integer > len(described) else name
+
+
+def linear_kinds(model: Model) -> dict[str, int]:
+    """Linears by number type and kernel, most frequent first."""
+    counts: dict[str, int] = {}
+    if isinstance(model, NativeModel):
+        for linear in [linear for block in model.blocks for linear, _ in _linears(block)]:
+            counts[linear.description] = counts.get(linear.description, 0) + 1
+        counts[f"head {model.head.description}"] = 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _make_cost(
+    model: Model,
+    parameters: int,
+    expert_bytes: int,
+    layers: list[LayerCost],
+    head: tuple[int, int],
+    experts: tuple[int, int],
+) -> Cost:
+    return Cost(
+        read_bytes=model.stored_bytes,
+        expert_bytes=expert_bytes,
+        num_experts=experts[0],
+        chosen_experts=experts[1],
+        parameters=parameters,
+        head_parameters=head[0],
+        head_bytes=head[1],
+        layers=tuple(layers),
+        product=product_type(model),
+    )
+
+
+def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
+    """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
+    yield block.attention.qkv, False
+    yield block.attention.output, False
+    mixture = hasattr(block.mlp, "router")
+    whole = [block.mlp] if not mixture else [block.mlp.shared] if block.mlp.shared is not None else []
+    for mlp in whole:
+        yield mlp.up, False
+        yield mlp.down, False
+    if mixture:
+        yield block.mlp.router, False
+        if block.mlp.shared_gate is not None:
+            yield block.mlp.shared_gate, False
+        for linear in block.mlp.linears:
+            yield linear, True
+
+
+def _size(linear: Any) -> int:
+    return int(linear.in_features * linear.out_features)
+
+
+def _causal_pairs(tokens: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, itself included."""
+    if window is None or window >= tokens:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window

@@ -1,0 +1,351 @@
+"""What a benchmark says in plain words: where the time goes, what binds, what to try next and what it should bring.
+
+Rules over measured numbers, nothing learned. Each finding carries the numbers it rests on; an expected gain is what the
+bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.benchmark.compare import Ratio, compare_results
+from quantkit.benchmark.cost import Cost
+from quantkit.benchmark.roofline import break_even_rows
+from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
+from quantkit.benchmark.steps import decode_steps, fit_itl
+from quantkit.benchmark.wording import count, megabytes, milliseconds, percent, times
+from quantkit.benchmark.workload import SWEEP_NAME
+from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
+from quantkit.results.statistics import percentile
+
+_PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
+_BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
+_INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
+_INT8_BYTES = 8.25 / 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What the rules read.
+
+    Args:
+        result: of the benchmark.
+        cost: of the model.
+        alone: the run with one request at a time, else the smallest.
+        decode: records of decode steps, smallest batch first.
+        prefill: record of a prefill, if there is one.
+    """
+
+    result: BenchmarkResult
+    cost: Cost
+    alone: BenchmarkRun
+    decode: tuple[RooflineRecord, ...]
+    prefill: RooflineRecord | None
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of the products, scales included."""
+        return self.cost.read_bytes / max(1, self.cost.parameters + self.cost.head_parameters)
+
+
+def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
+    """Findings about one model, most important first.
+
+    Args:
+        result: measured.
+        cost: of the model's steps.
+    """
+    runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
+    if not runs:
+        return Diagnosis()
+    decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
+    facts = _Facts(
+        result=result,
+        cost=cost,
+        alone=min(runs, key=lambda run: run.workload.concurrency or 1_000_000),
+        decode=tuple(decode),
+        prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
+    )
+    return Diagnosis(findings=tuple(_findings(facts, runs)))
+
+
+def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diagnosis:
+    """How two models that were measured in turns compare, beside what their bytes would allow.
+
+    Args:
+        result: of the model.
+        baseline: of the other.
+    """
+    found = []
+    for ratio in compare_results(result, baseline):
+        if ratio.metric not in ("TTFT", "ITL"):
+            continue
+        verb = "start" if ratio.metric == "TTFT" else "stream"
+        evidence = (
+            f"median {ratio.metric} {milliseconds(ratio.value)} against {milliseconds(ratio.baseline)}, ratio "
+            f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {percent(ratio.noise)}"
+            f"{_allowed(result, baseline, ratio)}"
+        )
+        if ratio.verdict == "noise":
+            statement = f"In {ratio.workload} both {verb} alike, within the noise."
+        else:
+            factor = 1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio
+            statement = (
+                f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
+            )
+        found.append(Finding(statement=statement, evidence=evidence))
+    return Diagnosis(findings=tuple(found))
+
+
+def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
+    """The ratio that the floors of both would give, where both have one."""
+    run = result.find_run(ratio.workload)
+    phase, batch = ("prefill", 1) if ratio.metric == "TTFT" else ("decode", run and run.workload.concurrency)
+    floors = [
+        next((r.floor_s for r in side.roofline if r.phase == phase and r.batch == batch), None)
+        for side in (result, baseline)
+    ]
+    if floors[0] is None or not floors[1] or (phase == "prefill" and run and run.workload.concurrency != 1):
+        return ""
+    return f"; the roofline would allow {floors[0] / floors[1]:.2f}"
+
+
+def _findings(facts: _Facts, runs: Sequence[BenchmarkRun]) -> Iterator[Finding]:
+    yield from busy(facts.alone)
+    yield from _start_or_stream(facts)
+    if facts.decode:
+        yield _decode_binding(facts, facts.decode[0])
+        yield from _weight_only_payoff(facts)
+        yield from _cache_weight(facts)
+        yield from _batching(facts)
+    for run in runs:
+        yield from stalls(run)
+        yield from queue(run, facts.alone)
+        yield from goodput(run)
+
+
+def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
+    """Which part of a request takes the time, and what binds the prompt where that is the answer."""
+    run = facts.alone
+    if not run.tpot_s:
+        return
+    first = statistics.median(run.ttft_s)
+    rest = statistics.median((t.latency_s or 0.0) - (t.ttft_s or 0.0) for t in run.requests if t.token_s)
+    share = first / (first + rest)
+    sizes = f"{run.workload.prompt_tokens} prompt and {run.workload.new_tokens} new tokens"
+    evidence = (
+        f"median TTFT {milliseconds(first)}, then {milliseconds(rest)} of streaming ({run.workload.name}, {sizes})"
+    )
+    if share < 0.5:
+        yield Finding(
+            statement=f"Slow to stream rather than to start: {percent(1 - share)} of a request is streaming.",
+            evidence=evidence,
+            advice="Look at what binds decoding, below; a faster prefill would not be noticed.",
+        )
+        return
+    yield Finding(
+        statement=f"Slow to start rather than to stream: {percent(share)} of a request passes before its first token.",
+        evidence=evidence,
+        advice="Turn the prefix cache on where prompts begin alike.",
+        expected_gain=f"up to {milliseconds(first)} per request whose beginning is known",
+    )
+    if facts.prefill is not None:
+        yield _prefill_binding(facts, facts.prefill)
+
+
+def _prefill_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+    reached = record.floor_s / record.seconds
+    evidence = (
+        f"{record.num_tokens} tokens in {milliseconds(record.seconds)}: {percent(record.mfu)} of the measured "
+        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({facts.cost.product}), floor {milliseconds(record.floor_s)}"
+    )
+    if reached < _BOUND:
+        return Finding(
+            statement="Neither arithmetic nor memory explains the prefill: overhead or slow kernels do.",
+            evidence=evidence,
+            advice="Try longer prompts or a larger token budget per step; check --threads.",
+            expected_gain=f"{times(1 / reached)} at most",
+        )
+    if record.bound_by == "compute" and facts.cost.product != "int8":
+        return Finding(
+            statement="Arithmetic binds the prefill; fewer bits per weight do not help it.",
+            evidence=evidence,
+            advice="Quantize the activations too (recipes with 8-bit activations): integers multiply faster.",
+            expected_gain=f"about 2x of {milliseconds(record.seconds)} where INT8 products run at twice the rate",
+        )
+    return Finding(
+        statement=f"The prefill runs at {percent(reached)} of what {_what_binds(record)} allows.",
+        evidence=evidence,
+        expected_gain=f"{times(1 / reached)} at most, by better kernels",
+    )
+
+
+def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
+    """Which resource binds a decode step of the smallest batch."""
+    cost, weights = facts.cost, facts.cost.weight_bytes(record.batch)
+    cached = record.bytes_moved - weights
+    rate = record.bytes_moved / record.seconds
+    evidence = (
+        f"batch {record.batch}, context {record.context}: {megabytes(record.bytes_moved)} per step "
+        f"(weights {percent(weights / record.bytes_moved)}, KV {percent(cached / record.bytes_moved)}) in "
+        f"{milliseconds(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
+        f"floor {milliseconds(record.floor_s)}"
+    )
+    if record.in_caches and record.mbu <= 1:
+        evidence += "; so few bytes may partly come from the processor's caches, which are faster"
+    if record.floor_s / record.seconds < _BOUND:
+        return Finding(
+            statement=f"Overhead binds decoding at batch {record.batch}: memory and arithmetic explain only "
+            f"{percent(record.floor_s / record.seconds)} of a step.",
+            evidence=evidence,
+            advice="Batch more requests, or speculate: both share the overhead. Fewer bits will bring little.",
+            expected_gain=f"{times(record.seconds / record.floor_s)} at most",
+        )
+    if record.bound_by == "compute":
+        return Finding(
+            statement=f"Arithmetic binds decoding at batch {record.batch}.",
+            evidence=f"{evidence}; {percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s",
+            advice="Quantize the activations too, so that products are made of 8-bit integers.",
+            expected_gain=f"{times(record.seconds / (record.bytes_moved / record.copy_bytes_per_s))} at most",
+        )
+    if record.mbu > 1 and not record.in_caches:
+        return Finding(
+            statement=f"Memory traffic binds decoding at batch {record.batch}; what share of the bandwidth it uses is "
+            "not known: the machine was busier while that was measured.",
+            evidence=evidence,
+            advice="Measure again when nothing else runs.",
+        )
+    if record.mbu > 1:
+        where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
+    else:
+        where, used = "Memory traffic", percent(record.mbu)
+    advice, saved = _fewer_bytes(facts, cost, weights, cached)
+    gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
+    return Finding(
+        statement=f"{where} binds decoding at batch {record.batch}: {used} of the bandwidth is used.",
+        evidence=evidence,
+        advice=advice,
+        expected_gain=gain,
+    )
+
+
+def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tuple[str, float]:
+    """What to make smaller, and the bytes of a step that this saves."""
+    now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
+    if cached > weights:
+        smaller = facts.result.kv_cache not in ("int8", "fp8", "int4")
+        if smaller:
+            return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
+        return ("Take --kv-cache int4." if facts.result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+    linears = weights - cost.head_bytes
+    to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
+    if now > 1.5 * _INT8_BYTES:
+        return to_int4
+    if cost.head_bytes > 0.15 * weights and cost.head_bytes > 1.5 * _INT8_BYTES * cost.head_parameters:
+        return "Round the output head, which recipes leave: --head int8.", cost.head_bytes * 0.48
+    if now > 1.3 * _INT4_BYTES:
+        return to_int4
+    return "Speculate (--speculate ngram, or a small draft model): several tokens per reading of the weights.", 0.0
+
+
+def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
+    """Rows from which products take longer than reading the weights: as they are, and with 16 bits."""
+    record, cost = facts.decode[0], facts.cost
+    if cost.product == "int8" or not cost.parameters:
+        return
+    speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
+    size = 4 if cost.product == "float32" else 2
+    full = break_even_rows(size * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
+    small = min(facts.bytes_per_weight, _INT4_BYTES)
+    shrinks = break_even_rows(small * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
+    if full < 1:
+        statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
+    else:
+        statement = (
+            f"Weight-only quantization stops paying at batch {count(math.ceil(full))}: from there on products take "
+            f"longer than reading {8 * size}-bit weights; with 4 bits the gain shrinks from batch "
+            f"{count(max(1, math.ceil(shrinks)))} on."
+        )
+    yield Finding(
+        statement=statement,
+        evidence=f"a large {cost.product} product runs at {speeds[1] / 1e9:.0f} GFLOP/s, memory at "
+        f"{speeds[0] / 1e9:.3g} GB/s: {speeds[1] / speeds[0]:.0f} operations per byte, two per weight and row",
+        advice="For larger batches take 8-bit activations, whose products are faster too, or a quantized KV cache.",
+    )
+
+
+def _cache_weight(facts: _Facts) -> Iterator[Finding]:
+    """How many tokens of cache weigh as much as the weights, and what context costs."""
+    record, cost = facts.decode[-1], facts.cost
+    if not cost.kv_token_bytes:
+        return
+    tokens = cost.read_bytes / cost.kv_token_bytes
+    share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
+    fitted = fit_itl(facts.result)
+    evidence = f"{megabytes(cost.kv_token_bytes)} per token beside {megabytes(cost.read_bytes)} of weights"
+    if fitted is not None:
+        slope, error = fitted.coefficients[1], fitted.standard_errors[1]
+        grows = f"{milliseconds(1000 * slope)} (+/- {milliseconds(1000 * error)}) per 1,000 tokens of context"
+        evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
+    quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
+    if share < 0.3:
+        yield Finding(
+            statement=f"The KV cache is the small part: {percent(share)} of what a step reads at batch {record.batch}; "
+            f"it weighs as much as the weights at batch x context = {count(tokens)} tokens.",
+            evidence=evidence,
+        )
+        return
+    yield Finding(
+        statement=f"The KV cache is {percent(share)} of what a step reads at batch {record.batch}, context "
+        f"{record.context}.",
+        evidence=evidence,
+        advice="Take --kv-cache int4." if quantized else "Quantize it: --kv-cache int8.",
+        expected_gain=f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory",
+    )
+
+
+def _batching(facts: _Facts) -> Iterator[Finding]:
+    """What a larger batch costs and brings."""
+    small, large = facts.decode[0], facts.decode[-1]
+    if large.batch == small.batch:
+        return
+    gain = (large.batch / large.seconds) / (small.batch / small.seconds)
+    ideal = large.batch / small.batch
+    slower = large.seconds / small.seconds
+    evidence = (
+        f"a step takes {milliseconds(small.seconds)} at batch {small.batch} and {milliseconds(large.seconds)} at batch "
+        f"{large.batch}; its floor {milliseconds(small.floor_s)} and {milliseconds(large.floor_s)}"
+    )
+    (slowest, fastest), (slow, fast) = _spread(facts, large.batch), _spread(facts, small.batch)
+    least, most = gain * slowest / fast, gain * fastest / slow
+    if least <= _PAYS * ideal < most:
+        yield Finding(
+            statement=f"Whether batching pays is not known: {times(least)} to {times(most)} the tokens per second at "
+            f"batch {large.batch}, the machine was too busy to say.",
+            evidence=f"{evidence}; the middle half of the steps gives this range",
+            advice="Measure again when nothing else runs, or with --rounds 4.",
+        )
+        return
+    if gain > _PAYS * ideal:
+        statement, advice = "Batching pays", "Raise the batch further while ITL stays within what users accept."
+    else:
+        statement = "Batching pays little"
+        advice = "Work per row binds there: look for slow kernels at more than one row, or a large KV cache."
+    statement += f": {times(gain)} the tokens per second at batch {large.batch} for {times(slower)} the ITL."
+    yield Finding(statement=statement, evidence=evidence, advice=advice)
+
+
+def _spread(facts: _Facts, batch: int) -> tuple[float, float]:
+    """How far rates of steps of this batch go below and above that of the median step: quartiles, as factors."""
+    seconds = [step.seconds for run in facts.result.runs for step in decode_steps(run) if step.batch == batch]
+    if len(seconds) < 4:
+        return 1.0, 1.0
+    low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))
+    return middle / high, middle / low
+
+
+def _what_binds(record: RooflineRecord) -> str:
+    return "memory" if record.bound_by == "memory" else "arithmetic"

@@ -1,0 +1,184 @@
+"""Sends a load to an engine and keeps what a caller sees: when each request arrived and when each token came out.
+
+One thread drives the engine's steps and reads the clock after each, so a timestamp is the moment at which the tokens of
+a step are in the caller's hands: sampling, detokenization and bookkeeping are inside the gaps. Tokens of one
+speculative burst share a timestamp; ITL counts the gaps between them as zero, TPOT spreads the burst.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quantkit.benchmark.workload import Load
+from quantkit.errors import RequestError
+from quantkit.results import BenchmarkRun, RequestTiming
+from quantkit.runtime.types import SamplingParams, StepOutput
+
+
+class Steppable(Protocol):
+    """What is measured: an `Engine`, or something that behaves like one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request; returns its number."""
+        ...
+
+    def step(self) -> list[StepOutput]:
+        """Compute one batch; returns what it added."""
+        ...
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request under way."""
+
+    number: int
+    prompt_tokens: int
+    arrived_s: float
+    token_s: list[float] = field(default_factory=list)
+
+
+class Driver:
+    """Keeps the clock while requests are under way. *Mutable*.
+
+    Args:
+        engine: to drive.
+        clock: seconds, never going back.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Steppable,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.clock, self.sleep = clock, sleep
+        self.finished: list[RequestTiming] = []
+        self._engine = engine
+        self._flying: dict[int, _Request] = {}
+
+    @property
+    def num_flying(self) -> int:
+        """Requests that have not ended."""
+        return len(self._flying)
+
+    def send(self, prompt: Sequence[int], new_tokens: int, arrived_s: float | None = None) -> None:
+        """Hand a request to the engine.
+
+        Args:
+            prompt: its tokens.
+            new_tokens: to generate, end tokens or not.
+            arrived_s: when it was due; None = now.
+        """
+        now = self.clock()
+        number = self._engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        self._flying[number] = _Request(number, len(prompt), now if arrived_s is None else arrived_s)
+
+    def step(self) -> None:
+        """One step of the engine, and the time at which its tokens were there."""
+        outputs = self._engine.step()
+        now = self.clock()
+        for output in outputs:
+            request = self._flying.get(output.request_id)
+            if request is None:
+                continue  # somebody else's
+            request.token_s.extend([now] * len(output.token_ids))
+            if output.completion is not None:
+                del self._flying[request.number]
+                self._finish(request, output, now)
+
+    def drain(self) -> None:
+        """Step until nothing is under way."""
+        while self._flying:
+            self.step()
+
+    def _finish(self, request: _Request, output: StepOutput, now: float) -> None:
+        completion = output.completion
+        assert completion is not None
+        if completion.finish_reason != "length":
+            raise RequestError(
+                f"request {request.number} ended with {completion.finish_reason!r} after {len(request.token_s)} tokens "
+                "instead of at its length; its time would mislead"
+            )
+        self.finished.append(
+            dataclasses.replace(
+                completion.timing, arrived_s=request.arrived_s, token_s=tuple(request.token_s), finished_s=now
+            )
+        )
+
+
+def run_load(
+    engine: Steppable,
+    load: Load,
+    *,
+    static: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> BenchmarkRun:
+    """Send the requests of a load and time them.
+
+    Args:
+        engine: an idle engine.
+        load: what to send.
+        static: send the next `concurrency` requests only when the whole batch before has ended, as servers did before
+            continuous batching; for comparison.
+        clock, sleep: for tests.
+    Returns:
+        the measured requests in order of sending; warm-up is left out.
+    """
+    warmup = Driver(engine, clock, sleep)
+    for prompt, new_tokens in zip(load.prompts[: load.num_warmup], load.new_tokens, strict=False):
+        warmup.send(prompt, new_tokens)
+    warmup.drain()
+    driver = Driver(engine, clock, sleep)
+    requests = deque(
+        zip(load.prompts[load.num_warmup :], load.new_tokens[load.num_warmup :], strict=True),
+    )
+    if load.due_s:
+        _arrive(driver, requests, load.due_s)
+    elif static:
+        _in_batches(driver, requests, load.workload.concurrency or 1)
+    else:
+        _in_a_loop(driver, requests, load.workload.concurrency or 1)
+    timings = sorted(driver.finished, key=lambda timing: timing.request_id)
+    return BenchmarkRun(workload=load.workload, requests=tuple(timings))
+
+
+Requests = deque[tuple[tuple[int, ...], int]]
+
+
+def _in_a_loop(driver: Driver, requests: Requests, concurrency: int) -> None:
+    while requests or driver.num_flying:
+        while requests and driver.num_flying < concurrency:
+            driver.send(*requests.popleft())
+        driver.step()
+
+
+def _in_batches(driver: Driver, requests: Requests, size: int) -> None:
+    while requests:
+        for _ in range(min(size, len(requests))):
+            driver.send(*requests.popleft())
+        driver.drain()
+
+
+def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:
+    """Each request is sent when it is due, or as soon after that as a running step allows; it counts from when due."""
+    start = driver.clock()
+    waiting = deque(start + due for due in due_s)
+    while waiting or driver.num_flying:
+        while waiting and waiting[0] <= driver.clock():
+            driver.send(*requests.popleft(), arrived_s=waiting.popleft())
+        if driver.num_flying:
+            driver.step()
+        elif waiting:
+            driver.sleep(max(0.0, waiting[0] - driver.clock()))

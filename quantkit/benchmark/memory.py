@@ -1,0 +1,224 @@
+"""Where the memory goes, predicted beside observed: weights, KV pool, tails, activations, and their sum, the peak.
+
+Observed means counted on the tensors that are there, not asked of the code that made them. On CUDA the allocator's own
+peak is read; on a CPU it is the sum of the parts, because the process holds libraries too and the system gives out
+pages of the pool only when they are written. What the process as a whole takes is shown besides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from quantkit.benchmark.predict import Prediction, total_bytes
+from quantkit.results import MemoryRecord
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.rope import RopeTable
+
+# What a walk does not enter: modules, classes and functions lead to everything, a rotary table is no weight.
+_CLOSED = (
+    *(type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, type(None)),
+    *(torch.dtype, torch.device, RopeTable),
+)
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of all weight tensors that a model holds, each storage once."""
+    if isinstance(model, NativeModel):
+        return _storage_bytes(_walk(model))
+    return model.num_bytes
+
+
+def cache_bytes(cache: KVCache | None) -> int:
+    """Bytes of all pools and tails of a cache, counted on its tensors."""
+    return 0 if cache is None else _storage_bytes(_walk(cache))
+
+
+def activation_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that a piece of work held at once in tensors that it made.
+
+    On CUDA by the allocator. On a CPU by following every result of every operation until it is freed; scratch space
+    inside an operation is not seen.
+
+    Args:
+        work: e.g. one step of an engine.
+        device: where it runs.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    meter = _Meter()
+    with meter:
+        work()
+    return meter.peak_bytes
+
+
+def process_bytes(device: torch.device) -> int | None:
+    """What the process has been given: resident memory on a CPU, reserved by the allocator on CUDA."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def memory_records(
+    model: Model,
+    cache: KVCache | None,
+    prediction: Prediction | None,
+    *,
+    num_pages: int,
+    max_sequences: int,
+    page_size: int,
+    step: tuple[int, int, int],
+    activations: int,
+    device: torch.device,
+) -> tuple[MemoryRecord, ...]:
+    """One record per part and one for their sum.
+
+    Args:
+        model, cache: loaded.
+        prediction: made from headers; None where there is none.
+        num_pages, max_sequences, page_size: of the cache.
+        step: new tokens, longest context and logit rows of the largest step.
+        activations: observed, of that step.
+        device: where they are.
+    """
+    pool = tails = None
+    if prediction is not None and cache is not None:
+        pool, tails = num_pages * prediction.page_bytes, max_sequences * prediction.tail_bytes
+    observed_tails = 0 if cache is None else cache.tail_bytes
+    parts = [
+        MemoryRecord(
+            part="weights",
+            predicted_bytes=None if prediction is None else prediction.weight_bytes,
+            observed_bytes=weight_bytes(model),
+        ),
+        MemoryRecord(
+            part="kv pool",
+            predicted_bytes=pool,
+            observed_bytes=None if cache is None else cache_bytes(cache) - observed_tails,
+            note=f"{num_pages * page_size:,} tokens of capacity" if cache is not None else "kept by transformers",
+        ),
+        MemoryRecord(
+            part="kv tails",
+            predicted_bytes=tails,
+            observed_bytes=observed_tails,
+            note="newest keys, not quantized yet" if observed_tails else "",
+        ),
+        MemoryRecord(
+            part="activations",
+            predicted_bytes=None if prediction is None else prediction.activation_bytes(*step),
+            observed_bytes=activations,
+            note=f"step of {step[0]} tokens; the prediction is an estimate",
+        ),
+    ]
+    parts = [record for record in parts if record.predicted_bytes or record.observed_bytes]
+    peak = MemoryRecord(
+        part="peak",
+        predicted_bytes=total_bytes(record.predicted_bytes for record in parts),
+        observed_bytes=total_bytes(record.observed_bytes for record in parts),
+    )
+    return (*parts, peak, _rest(peak, device))
+
+
+def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
+    """What the process or its allocator holds besides; cannot be predicted."""
+    held = process_bytes(device)
+    if device.type == "cpu":
+        note = "resident now: Python and libraries too, pool pages only once written"
+        return MemoryRecord(part="process", observed_bytes=held, note=note)
+    rest = None if held is None or peak.observed_bytes is None else max(0, held - peak.observed_bytes)
+    return MemoryRecord(part="reserve", observed_bytes=rest, note="kept by the allocator")
+
+
+def _walk(root: object) -> Iterator[Tensor]:
+    """All tensors that can be reached from an object through its attributes and containers."""
+    seen, waiting = {id(root)}, [root]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tensor):
+            yield thing
+            continue
+        for child in _children(thing):
+            if id(child) not in seen and not isinstance(child, _CLOSED):
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def _children(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, Mapping):
+        yield from thing.values()
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from thing
+    elif isinstance(thing, MethodType):
+        yield thing.__self__
+    elif isinstance(thing, partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    else:
+        yield from getattr(thing, "__dict__", {}).values()
+        for kind in type(thing).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                yield getattr(thing, name, None)
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    sizes: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            sizes["storage", storage.data_ptr()] = storage.nbytes()
+        else:  # a layout of oneDNN's own
+            sizes["tensor", id(tensor)] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages that operations make, and how many bytes of them are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._now = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, Tensor):
+                self._follow(given, counted=False)  # what was there before, and what views of it share
+        result = func(*args, **(kwargs or {}))
+        for made in tree_iter(result):
+            if isinstance(made, Tensor):
+                self._follow(made, counted=True)
+        return result
+
+    def _follow(self, tensor: Tensor, *, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes() if counted else 0
+        self._now += self._sizes[key]
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self._now -= self._sizes.pop(key, 0)

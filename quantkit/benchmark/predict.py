@@ -1,0 +1,262 @@
+"""Bytes of a model before it is loaded: config.json and shard headers say what the weights will be laid out as.
+
+This is arithmetic of its own, not a call into the loader: that prediction and observation agree, to the byte for
+weights and cache, is what shows that both are understood. Activations are an estimate, and say so.
+N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.benchmark.linear_bytes import Place, dense_bytes, quantized_bytes
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.source import resolve
+from quantkit.demo import DEMO_MODEL
+from quantkit.errors import InputError
+from quantkit.kernels import cpu
+from quantkit.kernels.layouts import kv_dtype, page_bytes, tail_bytes
+from quantkit.models.families import find
+from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.config import ModelConfig, read_config
+from quantkit.runtime.model.loader import find_format, pick_dtype
+from quantkit.runtime.model.manifest import head_name, is_stacked, make_manifest
+from quantkit.runtime.model.model import config_layouts
+
+_HEADS = {"int8": INT8, "int4": INT4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a model will take.
+
+    Args:
+        weight_bytes: of all weights in memory.
+        page_bytes: of one page of the KV cache, all layers.
+        tail_bytes: per sequence, of keys that are not quantized yet.
+        config: of the model.
+        dtype: of the computation.
+        native: by the kernels compiled from C.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    tail_bytes: int
+    config: ModelConfig
+    dtype: torch.dtype
+    native: bool
+
+    def activation_bytes(self, tokens: int, context: int, rows: int) -> int:
+        """Most that a step holds at once beside weights and cache, an estimate: the wider half of a layer, or the head.
+
+        Args:
+            tokens: new ones of the step, T.
+            context: of its longest sequence, L.
+            rows: whose logits are wanted.
+        """
+        config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # The stream and what is pending, of this layer and of the one before; then the fused projection and what
+        # attention makes of it, or the two halves of the MLP and their product.
+        attention = 4 * hidden + 2 * queries + 2 * keys
+        mlp = 5 * hidden + (3 if config.architecture.parts.gated else 2) * config.width
+        if config.experts is not None:  # one expert at a time, with its tokens gathered
+            mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
+        layer = tokens * max(attention, mlp) * size
+        if not self.native:  # plain torch copies queries, keys and values, those in the cache too
+            copied = tokens * (attention + queries + 2 * keys) + 4 * keys * max(0, context - tokens)
+            layer = max(layer, copied * size)
+        head = rows * (hidden * size + config.vocab_size * (size + 4)) + 2 * tokens * hidden * size
+        return max(layer, head) + tokens * config.head_dim * 4  # and the angles of all new tokens
+
+
+def predict(
+    path: Path | str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    kv_cache: str = "auto",
+    page_size: int = 64,
+    head_dtype: str | None = None,
+) -> Prediction | None:
+    """What a model directory will take when it is loaded like this; nothing but headers is read.
+
+    Args:
+        path: the directory.
+        dtype, device, kv_cache, page_size, head_dtype: as for `LLM`.
+    Returns:
+        None for a model that only transformers runs: how it lays weights out is not known here.
+    """
+    reader, place = CheckpointReader(Path(path)), torch.device(device)
+    try:
+        config = read_config(reader.config, find(reader.config))
+        format_, scheme = find_format(reader)
+    except InputError:
+        return None
+    chosen, _ = pick_dtype(dtype, reader, config, place)
+    on_cpu = place.type == "cpu" and cpu.load() is not None
+    sizes = _Sizes(
+        reader=reader,
+        config=config,
+        scheme=scheme if format_ is not None else None,
+        place=Place(device=place, dtype=chosen, native=on_cpu),
+    )
+    caches = read_stored_cache(reader, config).choose(kv_cache)
+    layouts = config_layouts(config, caches, page_size, kv_dtype(kv_cache, chosen))
+    return Prediction(
+        weight_bytes=sizes.total(head_dtype),
+        page_bytes=page_bytes(layouts),
+        tail_bytes=tail_bytes(layouts, 1),
+        config=config,
+        dtype=chosen,
+        native=on_cpu,
+    )
+
+
+def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int, LinearScheme]]]:
+    """Linears of a checkpoint that are stored quantized, fused as they run; nothing but headers is read.
+
+    Args:
+        path: the directory.
+    Returns:
+        Its config, and of each linear the name of its first module, N, K and scheme.
+    Raises:
+        ModelError, CheckpointError: there is no such model, or only transformers runs it.
+    """
+    reader = CheckpointReader(path)
+    config = read_config(reader.config, find(reader.config))
+    format_, scheme = find_format(reader)
+    place = Place(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
+    sizes = _Sizes(reader=reader, config=config, scheme=None if format_ is None else scheme, place=place)
+    return config, sizes.quantized()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """What parts of one checkpoint take in memory."""
+
+    reader: CheckpointReader
+    config: ModelConfig
+    scheme: Scheme | None
+    place: Place
+
+    def total(self, head_dtype: str | None) -> int:
+        manifest = make_manifest(self.config, self.reader)
+        stacked, table = self._stacked(), f"{self.config.architecture.embedding}.weight"
+        plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
+        total = 0
+        for name, shape in plain.items():
+            if name in stacked:
+                count, rows, width = shape
+                total += count * dense_bytes(rows, width, False, self._stored(name), self.place)
+            else:  # the embedding stays as it is stored
+                kept = self._stored(name) if name == table else self.place.dtype
+                total += math.prod(shape) * kept.itemsize
+        head = None if self.config.tied else head_name(self.config.architecture, self.reader)
+        total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
+        return total + self._head(head, head_dtype, self._stored(table))
+
+    def quantized(self) -> list[tuple[str, int, int, LinearScheme]]:
+        """Name, N, K and scheme of each product whose weight is codes."""
+        linears, found = make_manifest(self.config, self.reader).linears, []
+        for group in self._groups(set(linears)):
+            schemes = [self._scheme_of(name) for name in group]
+            alike = all(scheme == schemes[0] for scheme in schemes)
+            for names, scheme in [(group, schemes[0])] if alike else zip(([n] for n in group), schemes, strict=True):
+                if scheme is not None:
+                    rows = sum(linears[name][0] for name in names)
+                    found.append((names[0], rows, linears[names[0]][1], scheme))
+        return found
+
+    def _stacked(self) -> set[str]:
+        """Tensors that hold the weights of all experts of a layer."""
+        data, found = self.config.architecture, set()
+        for index, layer in enumerate(self.config.layers):
+            prefix = f"{data.layers}.{index}."
+            if layer.has_experts and data.experts is not None and is_stacked(self.config, prefix, self.reader):
+                found |= {f"{prefix}{data.experts.stacked_up}", f"{prefix}{data.experts.stacked_down}"}
+        return found
+
+    def _groups(self, linears: set[str]) -> list[list[str]]:
+        """Linears as they are fused: query, key and value, and the two that an MLP's input goes through."""
+        data, groups, left = self.config.architecture, [], set(linears)
+        fused: list[tuple[str, ...]] = [data.parts.qkv, data.parts.up]
+        if data.experts is not None and self.config.experts is not None:
+            fused += [
+                tuple(n.format(expert=e) for n in data.experts.up) for e in range(self.config.experts.num_experts)
+            ]
+            fused.append(data.experts.shared_up)
+        for index in range(len(self.config.layers)):
+            for names in fused:
+                group = [f"{data.layers}.{index}.{name}" for name in names]
+                if group and left.issuperset(group):
+                    groups.append(group)
+                    left -= set(group)
+        return [*groups, *([name] for name in sorted(left))]
+
+    def _group(self, names: list[str], linears: dict[str, tuple[int, int]]) -> int:
+        """Linears in one layout if they are stored alike, else one by one."""
+        kinds = [(self._scheme_of(name), self._stored(f"{name}.weight")) for name in names]
+        bias = any(f"{name}.bias" in self.reader for name in names)
+        if all(kind == kinds[0] for kind in kinds):
+            rows, width = sum(linears[name][0] for name in names), linears[names[0]][1]
+            return self._linear(rows, width, bias, names[0])
+        return sum(self._linear(*linears[name], bias, name) for name in names)
+
+    def _scheme_of(self, name: str) -> LinearScheme | None:
+        """How a linear is stored; None = as values."""
+        quantized = f"{name}.weight" not in self.reader or f"{name}.weight_scale" in self.reader
+        return self.scheme.find(name) if self.scheme is not None and quantized else None
+
+    def _stored(self, name: str) -> torch.dtype:
+        """Of a tensor in the checkpoint; of the computation where there is none of that name."""
+        return self.reader.info(name).dtype if name in self.reader else self.place.dtype
+
+    def _linear(self, rows: int, width: int, bias: bool, name: str) -> int:
+        scheme = self._scheme_of(name)
+        if scheme is None:
+            return dense_bytes(rows, width, bias, self._stored(f"{name}.weight"), self.place)
+        scale = f"{name}.weight_scale"
+        stored = self.reader.info(scale).dtype if scale in self.reader else torch.float16
+        return quantized_bytes(rows, width, scheme, bias, stored, self.place)
+
+    def _head(self, name: str | None, head_dtype: str | None, table: torch.dtype) -> int:
+        """The output head; one that shares the embedding is a copy where kernels have a layout of their own."""
+        rows, width = self.config.vocab_size, self.config.hidden_size
+        bias = name is not None and f"{name}.bias" in self.reader
+        stored = table if name is None else self._stored(f"{name}.weight")
+        if head_dtype is not None:
+            kind = _HEADS[head_dtype]
+            size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
+            scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
+            return quantized_bytes(rows, width, scheme, bias, stored, self.place)
+        if name is None:
+            shared = not self.place.native and table == self.place.dtype
+            return 0 if shared else dense_bytes(rows, width, False, table, self.place)
+        return self._group([name], {name: (rows, width)})
+
+
+def total_bytes(parts: Iterable[int | None]) -> int | None:
+    """Their sum; None when one is not known."""
+    known = list(parts)
+    return None if any(part is None for part in known) else sum(part for part in known if part is not None)
+
+
+def max_length(model: Path | str | None) -> int | None:
+    """Tokens of a sequence that a model can have, from its config.json; None where only transformers knows.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+    """
+    reader = CheckpointReader(DEMO_MODEL if model is None else resolve(str(model)))
+    try:
+        return read_config(reader.config, find(reader.config)).max_length
+    except InputError:
+        return None

@@ -1,0 +1,302 @@
+"""One model, or two in turns: load, measure every workload, count memory, and set the steps beside the ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.benchmark.ceilings import Ceilings, measure_ceilings
+from quantkit.benchmark.compare import join_rounds, turns
+from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
+from quantkit.benchmark.latency import run_load
+from quantkit.benchmark.memory import activation_bytes, memory_records
+from quantkit.benchmark.predict import Prediction, predict
+from quantkit.benchmark.roofline import decode_record, prefill_record
+from quantkit.benchmark.workload import check_room, closed_loop, make_load, poisson, request_key, sweep
+from quantkit.checkpoints.source import resolve
+from quantkit.demo import DEMO_MODEL
+from quantkit.errors import RequestError
+from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE
+from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
+from quantkit.runtime.cache.sizing import pick_device
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkOptions:
+    """What to measure.
+
+    Args:
+        concurrencies: one closed loop each.
+        rates: requests per second, one run with Poisson arrivals each.
+        prompt_tokens, new_tokens: of each request.
+        num_requests: of each run; None = twice the concurrency, at least 4.
+        spread: lengths are drawn evenly from (1 - spread) times those up to them.
+        static: also send the same requests in static batches.
+        rounds: repetitions of every run.
+        seed: of everything drawn.
+        ttft_limit_s, tpot_limit_s: what a request must meet to count as goodput.
+    """
+
+    concurrencies: tuple[int, ...] = (1, 8)
+    rates: tuple[float, ...] = ()
+    prompt_tokens: int = 256
+    new_tokens: int = 128
+    num_requests: int | None = None
+    spread: float = 0.0
+    static: bool = False
+    rounds: int = 1
+    seed: int = 0
+    ttft_limit_s: float | None = None
+    tpot_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"concurrency": min(self.concurrencies, default=1), "number of rounds": self.rounds}
+        counts |= {"prompt length": self.prompt_tokens, "number of new tokens": self.new_tokens}
+        counts |= {} if self.num_requests is None else {"number of requests": self.num_requests}
+        for name, value in counts.items():
+            if value < 1:
+                raise RequestError(f"the {name} is {value}; it must be 1 at least")
+        if not self.concurrencies and not self.rates:
+            raise RequestError("nothing to measure: give a concurrency or a rate")
+        if not all(rate > 0 for rate in self.rates):
+            raise RequestError(f"the rates are {self.rates}; each must be above 0 requests per second")
+        if not 0 <= self.spread < 1:
+            raise RequestError(f"spread is {self.spread}; it must be from 0 to below 1")
+
+    @property
+    def max_sequences(self) -> int:
+        """That the engine must be able to run together."""
+        return max([*self.concurrencies, *(32 for _ in self.rates)])
+
+    def workloads(self) -> list[Workload]:
+        """All runs, the one for the fits last."""
+        sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
+        asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
+        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        if self.static:
+            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
+        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+        return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A model that is loaded to be measured.
+
+    Args:
+        name: as the user gave it.
+        llm: loaded, without prefix cache.
+        prediction: of its memory, made before it was loaded; None where there is none.
+        cost: of its steps.
+    """
+
+    name: str
+    llm: LLM
+    prediction: Prediction | None
+    cost: Cost
+
+
+def check_target(
+    model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None
+) -> tuple[Path, Prediction | None]:
+    """Find a model, predict its memory, and check that every request fits, before anything heavy is done.
+
+    Args:
+        model, options, engine: see `load_target`.
+    Raises:
+        RequestError: the prompts are too long.
+        ModelError: there is no such model.
+    """
+    settings = engine or {}
+    path = DEMO_MODEL if model is None else resolve(str(model))
+    prediction = predict(
+        path,
+        dtype=settings.get("dtype", "auto"),
+        device=pick_device(settings.get("device", "auto")),
+        kv_cache=settings.get("kv_cache", "auto"),
+        page_size=settings.get("page_size", DEFAULT_PAGE_SIZE),
+        head_dtype=settings.get("head_dtype"),
+    )
+    if prediction is not None:
+        room = min(prediction.config.max_length, settings.get("max_length") or prediction.config.max_length)
+        check_room(options.workloads(), room, f"the context of {_name(model)}")
+    return path, prediction
+
+
+def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None) -> Target:
+    """Load a model that is to be measured.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+        options: what will be measured.
+        engine: keywords of `LLM`.
+    Raises:
+        RequestError: the prompts are too long; otherwise what `LLM` raises.
+    """
+    path, prediction = check_target(model, options, engine)
+    llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
+    check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
+    cache = llm.engine.runner.cache
+    cost = model_cost(llm.model, () if cache is None else cache.layouts)
+    return Target(name=_name(model), llm=llm, prediction=prediction, cost=cost)
+
+
+def _name(model: str | Path | None) -> str:
+    return "demo model" if model is None else str(model)
+
+
+def find_ceilings(targets: Sequence[Target]) -> Ceilings:
+    """Both limits of the machine, in every arithmetic that the targets use."""
+    types = {getattr(torch, target.cost.product) for target in targets}
+    types |= {target.llm.model.dtype for target in targets}
+    return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
+
+
+def measure(
+    target: Target, options: BenchmarkOptions, ceilings: Ceilings, progress: Progress = lambda _: None
+) -> BenchmarkResult:
+    """Measure one model.
+
+    Args:
+        target: loaded and idle.
+        options: what to measure.
+        ceilings: of the machine, measured just before.
+        progress: told what is going on.
+    """
+    return _measure_all([target], options, ceilings, progress)[0]
+
+
+def measure_against(
+    target: Target,
+    baseline: Target,
+    options: BenchmarkOptions,
+    ceilings: Ceilings,
+    progress: Progress = lambda _: None,
+) -> tuple[BenchmarkResult, BenchmarkResult]:
+    """Measure two models in turns, the same requests for both; see `compare`.
+
+    Args:
+        target, baseline: loaded and idle.
+        options: what to measure; its rounds are rounds of both.
+        ceilings, progress: see `measure`.
+    """
+    first, second = _measure_all([target, baseline], options, ceilings, progress)
+    return first, second
+
+
+def _measure_all(
+    targets: Sequence[Target], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
+) -> list[BenchmarkResult]:
+    rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
+    workloads = options.workloads()
+    for group in _twins(workloads):
+        entries = [(who, workload) for workload in group for who in range(len(targets))]
+        for place in turns(options.rounds, len(entries)):
+            who, workload = entries[place]
+            done = rounds.setdefault((who, workload.name), [])
+            progress(f"{workload.name}: {targets[who].name}, round {len(done) + 1} of {options.rounds}")
+            done.append(_run(targets, who, workload, options, len(done)))
+    runs = [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(targets))]
+    return [_finish(target, options, tuple(found), ceilings) for target, found in zip(targets, runs, strict=True)]
+
+
+def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """Workloads that take turns because they are compared: the same requests, continuously and in static batches."""
+    groups: dict[str, list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault(request_key(workload), []).append(workload)
+    return list(groups.values())
+
+
+def _run(targets: Sequence[Target], who: int, workload: Workload, options: BenchmarkOptions, turn: int) -> BenchmarkRun:
+    """One round of one workload; models of different vocabularies get the same requests out of what both know."""
+    vocab_size = min(target.llm.model.vocab_size for target in targets)
+    avoid = {token for target in targets for token in target.llm.model.eos_ids}
+    load = make_load(workload, vocab_size, avoid=avoid, spread=options.spread, turn=turn)
+    return run_load(targets[who].llm.engine, load, static=workload.name.startswith("static-"))
+
+
+def _finish(
+    target: Target, options: BenchmarkOptions, runs: tuple[BenchmarkRun, ...], ceilings: Ceilings
+) -> BenchmarkResult:
+    engine, cost = target.llm.engine, target.cost
+    budget = engine.options.token_budget
+    decode = [decode_record(run, cost, ceilings) for run in runs if run.workload.mode == "closed"]
+    prefill = [prefill_record(run, cost, ceilings, budget) for run in runs]
+    first = next((record for record in prefill if record is not None), None)
+    records = {(r.phase, r.batch, r.context): r for r in (first, *decode) if r is not None}
+    pages = engine.pool.num_pages
+    return BenchmarkResult(
+        model=target.name,
+        runs=runs,
+        memory=_memory(target, options),
+        roofline=tuple(records.values()),
+        kv_cache=target.llm.kv_type,
+        capacity_tokens=pages * engine.options.page_size if engine.runner.cache is not None else None,
+        device=_device_name(target.llm.device),
+        settings=_settings(target, ceilings),
+    )
+
+
+def _memory(target: Target, options: BenchmarkOptions) -> Any:
+    """All parts, with activations from a step that is as large as a step gets."""
+    engine, count = target.llm.engine, max(options.concurrencies, default=1)
+
+    def largest_steps() -> None:
+        for _ in range(count):
+            engine.add([1] * options.prompt_tokens, SamplingParams(max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+
+    cache = engine.runner.cache
+    activations = activation_bytes(largest_steps, target.llm.device)
+    tokens = min(engine.options.token_budget, count * options.prompt_tokens)
+    return memory_records(
+        target.llm.model,
+        cache,
+        target.prediction,
+        num_pages=engine.pool.num_pages,
+        max_sequences=engine.options.max_sequences,
+        page_size=engine.options.page_size,
+        step=(tokens, options.prompt_tokens, count),
+        activations=activations,
+        device=target.llm.device,
+    )
+
+
+def _settings(target: Target, ceilings: Ceilings) -> dict[str, str]:
+    options = target.llm.engine.options
+    kinds = linear_kinds(target.llm.model)
+    return {
+        "computed in": str(target.llm.model.dtype).removeprefix("torch."),
+        "threads": str(ceilings.threads),
+        "page size": str(options.page_size),
+        "token budget": str(options.token_budget),
+        "max sequences": str(options.max_sequences),
+        "prefix cache": "off",
+        "linears": "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "by transformers",
+        "memory ceiling": f"{ceilings.bytes_per_s / 1e9:.1f} GB/s",
+        **{f"GEMM ceiling, {name}": f"{rate / 1e9:.0f} GFLOP/s" for name, rate in ceilings.flops_per_s.items()},
+        **{name: text for name, text in target.llm.describe().items() if name in ("speculation", "notes")},
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "CPU"

@@ -1,0 +1,91 @@
+"""From timestamps back to the engine's steps, and the two fits: ITL = a + b context, TTFT against prompt length.
+
+Sequences that decode in one step share its timestamp, so the batch of every step can be read off the raw timings. Steps
+during which somebody's prompt was computed, or waited to be, are left out: they are slower, and by how much depends on
+the prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantkit.benchmark.workload import SWEEP_NAME
+from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results.statistics import Fit, fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeStep:
+    """A step in which every sequence got its next token and nothing else happened.
+
+    Args:
+        batch: sequences in it.
+        context: tokens before the step, of all sequences together.
+        seconds: from the step before to this one.
+    """
+
+    batch: int
+    context: int
+    seconds: float
+
+
+def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
+    """The steps of a run that only decoded, in order of time."""
+    starts = [(t.arrived_s, t.token_s[0]) for t in run.requests if t.token_s]
+    found: dict[tuple[float, float], list[int]] = {}
+    for timing in run.requests:
+        for index in range(1, len(timing.token_s)):
+            before, after = timing.token_s[index - 1], timing.token_s[index]
+            if after > before:  # equal times are one speculative burst
+                found.setdefault((before, after), []).append(timing.prompt_tokens + index)
+    return [
+        DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
+        for (before, after), contexts in sorted(found.items())
+        # A prompt under way: between its arrival and its first token, which may come in this very step.
+        if not any(arrived < after and before < first for arrived, first in starts)
+    ]
+
+
+def typical_step(run: BenchmarkRun) -> DecodeStep | None:
+    """The median step of the largest batch that came up often: at least in a tenth of the steps; None without steps."""
+    steps = decode_steps(run)
+    by_batch: dict[int, list[DecodeStep]] = {}
+    for step in steps:
+        by_batch.setdefault(step.batch, []).append(step)
+    often = [batch for batch, group in by_batch.items() if 10 * len(group) >= len(steps)]
+    if not often:
+        return None
+    chosen = by_batch[max(often)]
+    return DecodeStep(
+        batch=max(often),
+        context=round(statistics.fmean(step.context for step in chosen)),
+        seconds=statistics.median(step.seconds for step in chosen),
+    )
+
+
+def fit_itl(result: BenchmarkResult) -> Fit | None:
+    """ITL = a + b context, seconds and tokens, over all steps of a single sequence; None with too few."""
+    steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
+    return fit([step.context for step in steps], [step.seconds for step in steps])
+
+
+def fit_ttft(result: BenchmarkResult) -> Fit | None:
+    """TTFT = a + b prompt + c prompt^2, seconds and tokens, over requests that had the engine to themselves.
+
+    A straight line where there are too few lengths for a curve; None where there are too few for that.
+    """
+    alone = [timing for run in result.runs if _is_single(run) for timing in run.requests if timing.token_s]
+    lengths, seconds = _points(alone)
+    degree = 2 if len(set(lengths)) >= 4 else 1
+    return fit(lengths, seconds, degree=degree)
+
+
+def _is_single(run: BenchmarkRun) -> bool:
+    return run.workload.name == SWEEP_NAME or run.workload.concurrency == 1
+
+
+def _points(timings: Iterable[RequestTiming]) -> tuple[list[float], list[float]]:
+    pairs = [(float(t.prompt_tokens), t.ttft_s) for t in timings if t.ttft_s is not None]
+    return [length for length, _ in pairs], [seconds for _, seconds in pairs]

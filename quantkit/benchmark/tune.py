@@ -1,0 +1,302 @@
+"""Which choice is fastest on this GPU: a search per kernel and shape that a rule of proof ends.
+
+Of the candidates of a case those that do not compile, spill or compute something else are dropped. The rest is measured
+in turns, a few samples first; the better half goes on with twice as many. The best few get their neighbours as rivals,
+and the last one is measured in turns with the default: only if it is more than 2 % faster, by the median of the ratios
+of neighbours in time, it takes the default's place. Every finished case is written at once.
+What runs and what a clock says are the business of a `Problem`, so that the search itself is tested without a GPU.
+Source: Jamieson and Talwalkar 2016, successive halving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from quantkit.errors import InputError
+from quantkit.kernels.gpu import spaces, tuned
+from quantkit.kernels.gpu.choices import Choice
+
+LEAST_GAIN = 1.02
+"""A choice takes the default's place if it is more than so many times as fast."""
+
+_FIRST_SAMPLES, _MOST_SAMPLES, _LAST_SAMPLES = 3, 24, 31
+_REFINED = 2  # candidates whose neighbours are measured too
+_HOPELESS = 1.5  # a candidate so many times slower than the best is not measured again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kernel at one shape.
+
+    Args:
+        kernel, kind, sizes: see `tuned.Entry`.
+        label: for people.
+        default: what runs without a file.
+        candidates: what else may run.
+        chip: compute capability.
+        work: what a `Problem` is made of.
+    """
+
+    kernel: str
+    kind: str
+    sizes: dict[str, int]
+    label: str
+    default: Choice
+    candidates: tuple[Choice, ...]
+    chip: int
+    work: Any = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """That of its entry."""
+        return self.kernel, self.kind, tuple(sorted(self.sizes.items()))
+
+
+class Problem(Protocol):
+    """Something to run with a choice."""
+
+    def check(self, choice: Choice) -> str:
+        """Why the choice cannot be used: one or two words, the same for all such; empty if it can."""
+        ...
+
+    def times(self, choices: Sequence[Choice], samples: int) -> list[list[float]]:
+        """Microseconds with each choice, measured in turns: as many samples for each."""
+        ...
+
+
+Open = Callable[[Case], AbstractContextManager[Problem]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a case.
+
+    Args:
+        case: of which.
+        entry: what is written; None if the default itself failed.
+        num_tried: candidates looked at.
+        dropped: how many were dropped, by reason.
+        problem: why there is no entry.
+    """
+
+    case: Case
+    entry: tuned.Entry | None
+    num_tried: int
+    dropped: dict[str, int]
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """A run.
+
+    Args:
+        path: of the file.
+        table: what it holds now.
+        outcomes: of the cases that this run finished.
+        num_kept: cases that an earlier run had finished.
+        num_left: cases for which there was no time.
+        seconds: it took.
+    """
+
+    path: Path
+    table: tuned.Table
+    outcomes: tuple[Outcome, ...]
+    num_kept: int
+    num_left: int
+    seconds: float
+
+
+class OutOfTime(Exception):
+    """The time is over in the middle of a case."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Search:
+    """One case. *Mutable*: remembers what was tried."""
+
+    case: Case
+    problem: Problem
+    is_over: Callable[[], bool]
+    tried: set[Choice] = field(default_factory=set)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def run(self) -> Outcome:
+        wrong = self.problem.check(self.case.default)
+        if wrong:
+            return self._outcome(None, f"the default: {wrong}")
+        self.tried.add(self.case.default)
+        best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
+        rivals = self._usable(other for choice in best for other in spaces.refined(choice, self.case.chip))
+        winner = self._halve([*best, *rivals], 1)[0]
+        return self._outcome(self._prove(winner))
+
+    def _usable(self, choices: Iterable[Choice]) -> list[Choice]:
+        """Those that were not tried before and can be used."""
+        found = []
+        for choice in choices:
+            if choice in self.tried:
+                continue
+            if self.is_over():
+                raise OutOfTime
+            self.tried.add(choice)
+            wrong = self.problem.check(choice)
+            if wrong:
+                self.dropped[wrong] += 1
+            else:
+                found.append(choice)
+        return found
+
+    def _halve(self, choices: list[Choice], keep: int) -> list[Choice]:
+        """The best few."""
+        samples = _FIRST_SAMPLES
+        while len(choices) > keep:
+            if self.is_over():
+                raise OutOfTime
+            times = [median(one) for one in self.problem.times(choices, samples)]
+            order = sorted(range(len(choices)), key=times.__getitem__)
+            order = [index for index in order if times[index] <= _HOPELESS * times[order[0]]]
+            choices = [choices[index] for index in order[: max(keep, len(choices) // 2)]]
+            samples = min(2 * samples, _MOST_SAMPLES)
+        return choices
+
+    def _prove(self, winner: Choice) -> tuned.Entry:
+        """The winner if it beats the default, else the default."""
+        default = self.case.default
+        if winner == default:
+            (taken,) = self.problem.times([default], _LAST_SAMPLES)
+            return self._entry(default, median(taken), median(taken), 1.0)
+        before, after = self.problem.times([default, winner], _LAST_SAMPLES)
+        ratio = median(old / new for old, new in zip(before, after, strict=True))
+        if ratio > LEAST_GAIN:
+            return self._entry(winner, median(after), median(before), ratio)
+        return self._entry(default, median(before), median(before), 1.0)
+
+    def _entry(self, choice: Choice, now: float, before: float, ratio: float) -> tuned.Entry:
+        case = self.case
+        return tuned.Entry(
+            kernel=case.kernel,
+            kind=case.kind,
+            sizes=case.sizes,
+            choice=choice,
+            microseconds=now,
+            default_microseconds=before,
+            ratio=ratio,
+        )
+
+    def _outcome(self, entry: tuned.Entry | None, problem: str = "") -> Outcome:
+        tried = len(self.tried - {self.case.default})
+        return Outcome(case=self.case, entry=entry, num_tried=tried, dropped=dict(self.dropped), problem=problem)
+
+
+def search(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: False) -> Outcome:
+    """Find the choice for one case.
+
+    Args:
+        case: what to choose for.
+        problem: runs it.
+        is_over: asked before every longer step.
+    Raises:
+        OutOfTime: it was over before the case was decided.
+    """
+    return _Search(case=case, problem=problem, is_over=is_over).run()
+
+
+def tune(
+    cases: Sequence[Case],
+    open_problem: Open,
+    *,
+    path: Path,
+    device: str,
+    capability: int,
+    versions: dict[str, str],
+    seconds: float,
+    again: bool = False,
+    report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuning:
+    """Search the choices for all cases and write them, one by one.
+
+    Args:
+        cases: the most important first.
+        open_problem: makes a case ready to run, and puts its memory back.
+        path: the file; what it holds of other cases stays.
+        device, capability, versions: what the file says of the GPU and of what measured.
+        seconds: no case is begun, and none that is not decided is kept, after these.
+        again: measure also what the file has; one that cannot be read is replaced.
+        report: called with each case that is finished, or None for one that the file has, its number and how many.
+        clock: in seconds.
+    Raises:
+        InputError: the file is there and cannot be used.
+        OutputError: it cannot be written.
+    """
+    begun = clock()
+    table = _table(path, device, capability, versions, again)
+    known = set() if again else {entry.key for entry in table.entries}
+    outcomes: list[Outcome] = []
+    num_kept = num_left = 0
+    for number, case in enumerate(cases, 1):
+        if case.key in known:
+            num_kept += 1
+            report(None, number, len(cases))
+            continue
+        try:
+            outcome = _search_within(case, open_problem, lambda: clock() - begun >= seconds)
+        except OutOfTime:
+            num_left += 1
+            continue
+        outcomes.append(outcome)
+        if outcome.entry is not None:
+            table = replace(table, entries=tuned.merged(table.entries, [outcome.entry]))
+            tuned.write(path, table)
+        report(outcome, number, len(cases))
+    return Tuning(
+        path=path,
+        table=table,
+        outcomes=tuple(outcomes),
+        num_kept=num_kept,
+        num_left=num_left,
+        seconds=clock() - begun,
+    )
+
+
+def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) -> Outcome:
+    if is_over():
+        raise OutOfTime
+    try:
+        with open_problem(case) as problem:
+            return search(case, problem, is_over)
+    except torch.OutOfMemoryError:
+        return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem="does not fit the device's memory")
+
+
+def _table(path: Path, device: str, capability: int, versions: dict[str, str], again: bool) -> tuned.Table:
+    """What the file holds; nothing where there is none, or where a new beginning is wanted."""
+    fresh = tuned.Table(device=device, capability=capability, versions=versions, entries=(), path=path)
+    if not path.exists():
+        return fresh
+    try:
+        table = tuned.read(path, device)
+    except InputError:
+        if not again:
+            raise
+        return fresh
+    if dict(table.versions) == versions:
+        return table
+    if again:
+        return fresh
+    then, now = (
+        ", ".join(f"{name} {said[name]}" for name in sorted(said)) for said in (dict(table.versions), versions)
+    )
+    raise InputError(
+        f"{path}: was measured with {then}, this is {now}; begin anew with --again, or give another --output"
+    )

@@ -1,0 +1,263 @@
+"""What there is to choose for a model: the distinct products and page reads of its layers, as cases of `tune`.
+
+Of a checkpoint only config.json and headers are read. A case is found again by what `kernels.triton.configs` asks with,
+so each product is described by packing a few rows of a random weight of its kind. Linears that no packed kernel runs,
+and sizes at which there is nothing to choose, make no case.
+Shapes: N outputs, K inputs, M rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quantkit.benchmark.predict import quantized_linears
+from quantkit.benchmark.tune import Case
+from quantkit.errors import InputError, suggestion
+from quantkit.kernels.gpu import choices, configs, layout, spaces
+from quantkit.kernels.gpu.layout import PackedWeight
+from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, kv_scheme
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_PROBE_ROWS = 16
+_CHUNK = 512
+_NATURAL_ROWS = 16  # above them codes as they are go to the vendor's product
+_FP8_CHIP = 89  # from which on there is one of FP8
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """Rows times a weight.
+
+    Args:
+        scheme: how it is stored, and its inputs.
+        outputs, inputs, rows: N, K and M.
+    """
+
+    scheme: LinearScheme
+    outputs: int
+    inputs: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pages:
+    """Attention over pages.
+
+    Args:
+        kv_cache: name of the KV type.
+        query_heads, kv_heads, head_dim: of the model.
+        page_size: tokens of a page.
+        batch: sequences.
+        context: tokens of each, new ones included.
+        new: of each.
+    """
+
+    kv_cache: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    batch: int
+    context: int
+    new: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shapes:
+    """What a model is made of, as far as there is something to choose.
+
+    Args:
+        linears: N, K and scheme of each distinct linear.
+        query_heads, kv_heads, head_dim: of its attention.
+    """
+
+    linears: tuple[tuple[int, int, LinearScheme], ...]
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+# Hidden width, width of the MLP, heads of queries and of keys, channels of a head.
+_PRESETS = {
+    "1B": (2048, 8192, 32, 8, 64),
+    "8B": (4096, 14336, 32, 8, 128),
+    "70B": (8192, 28672, 64, 8, 128),
+}
+
+
+def preset(name: str, *, bits: int = 4, group: int | None = 128, symmetric: bool = True) -> Shapes:
+    """Layers of a Llama of that size.
+
+    Args:
+        name: 1B, 8B or 70B.
+        bits: of the weights, 4 or 8.
+        group: inputs that share a scale; None = one scale per output.
+        symmetric: without zero points.
+    Raises:
+        InputError: an unknown name or number of bits.
+    """
+    if name not in _PRESETS:
+        raise InputError(f"unknown shapes {name!r}{suggestion(name, _PRESETS)}; there are: {', '.join(_PRESETS)}")
+    kinds = {4: INT4, 8: INT8}
+    if bits not in kinds:
+        raise InputError(f"weights of {bits} bits are not tuned by --shapes; use 4 or 8, or give a checkpoint")
+    hidden, width, heads, kv_heads, dim = _PRESETS[name]
+    scheme = LinearScheme(weight=WeightScheme(dtype=kinds[bits], group_size=group, symmetric=symmetric))
+    sizes = (
+        (2 * width, hidden),
+        (hidden, width),
+        ((heads + 2 * kv_heads) * dim, hidden),
+        (hidden, heads * dim),
+    )
+    return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
+
+
+def of_model(path: Path) -> Shapes:
+    """Layers of a checkpoint, experts left out.
+
+    Raises:
+        ModelError, CheckpointError: there is no such model, or only transformers runs it.
+    """
+    config, linears = quantized_linears(path)
+    distinct = {(rows, width, scheme): None for name, rows, width, scheme in linears if not _EXPERT.search(name)}
+    ordered = sorted(distinct, key=lambda linear: -linear[0] * linear[1])
+    return Shapes(
+        linears=tuple(ordered),
+        query_heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def make_cases(
+    shapes: Iterable[Shapes],
+    *,
+    rows: Sequence[int],
+    batches: Sequence[int],
+    context: int,
+    kv_types: Sequence[str],
+    chip: int,
+) -> list[Case]:
+    """Everything to choose, what a single user waits for first.
+
+    Args:
+        shapes: of the models.
+        rows: M, one product for each.
+        batches: of decode steps.
+        context: tokens of each sequence.
+        kv_types: names of KV types.
+        chip: compute capability.
+    """
+    shapes = list(shapes)
+    products = {
+        count: [
+            _product_case(Product(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=count), chip)
+            for one in shapes
+            for outputs, inputs, scheme in one.linears
+        ]
+        for count in rows
+    }
+    first, *others = [products[count] for count in rows] or [[]]
+    decodes = [
+        _pages_case(one, kind, batch, context, 1, chip) for batch in batches for one in shapes for kind in kv_types
+    ]
+    prefills = [_pages_case(one, kind, 1, context, min(_CHUNK, context), chip) for one in shapes for kind in kv_types]
+    found = [*first, *decodes, *(case for group in others for case in group), *prefills]
+    return list({case.key: case for case in found if case is not None}.values())
+
+
+def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device) -> QuantizedTensor:
+    """A weight (N, K) of this scheme whose values have the spread of a trained one."""
+    values = torch.randn(rows, width, device=device) * width**-0.5
+    if not scheme.symmetric:
+        values += 0.25 * width**-0.5
+    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.bfloat16), torch.bfloat16)
+
+
+def _product_case(work: Product, chip: int) -> Case | None:
+    packed = _packed(work.scheme, work.inputs, chip)
+    if packed is None or (packed.natural and work.rows > _NATURAL_ROWS):
+        return None
+    default = choices.default_product(work.rows, packed.bits, chip, packed.span)
+    found = spaces.products(work.rows, bits=packed.bits, span=packed.span, natural=packed.natural, chip=chip)
+    if not set(found) - {default}:
+        return None
+    bucket = configs.row_bucket(work.rows)
+    if bucket is None:
+        raise InputError(f"products of {work.rows} rows are not tuned; {choices.ROW_BUCKETS[-1]} are the most")
+    return Case(
+        kernel="product",
+        kind=configs.weight_kind(packed),
+        sizes={"rows": bucket, "outputs": work.outputs, "inputs": work.inputs},
+        label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
+        default=default,
+        candidates=tuple(found),
+        chip=chip,
+        work=work,
+    )
+
+
+def _packed(scheme: LinearScheme, inputs: int, chip: int) -> PackedWeight | None:
+    """A few rows as the kernels have them, see `kernels.triton.rounded`; None where other kernels run."""
+    weight, rounded = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
+    alike = rounded is not None and rounded.group_size is None and rounded.dtype is scheme.weight.dtype
+    whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 4 == 0
+    if alike and whole and (scheme.weight.dtype is INT8 or (scheme.weight.dtype is FP8 and chip >= _FP8_CHIP)):
+        return layout.natural(weight)
+    return None if layout.find_span(weight) is None else layout.pack(weight, torch.device("cpu"))
+
+
+def _as_measured(scheme: LinearScheme) -> LinearScheme:
+    """The same with inputs rounded as they come: scales found by calibration are not in headers."""
+    if scheme.activation is None or scheme.activation.dynamic:
+        return scheme
+    return replace(scheme, activation=replace(scheme.activation, granularity="token", dynamic=True))
+
+
+def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:
+    work = Pages(
+        kv_cache=kv_cache,
+        query_heads=shapes.query_heads,
+        kv_heads=shapes.kv_heads,
+        head_dim=shapes.head_dim,
+        page_size=DEFAULT_PAGE_SIZE,
+        batch=batch,
+        context=context,
+        new=new,
+    )
+    scheme = kv_scheme(kv_cache) or KVScheme()
+    group = work.query_heads // work.kv_heads
+    kind = configs.cache_kind((scheme.key.describe(), scheme.value.describe()), work.head_dim, work.page_size, group)
+    label = f"{kv_cache} KV, {work.query_heads}/{work.kv_heads} heads of {work.head_dim}"
+    halved = INT4 in (scheme.key.dtype, scheme.value.dtype)
+    if new > 1:
+        default = choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved, chip)
+        return Case(
+            kernel="prefill",
+            kind=kind,
+            sizes={},
+            label=f"{label}, {new} new of {context} tokens",
+            default=default,
+            candidates=tuple(spaces.prefills(page_size=work.page_size, default=default)),
+            chip=chip,
+            work=work,
+        )
+    return Case(
+        kernel="decode",
+        kind=kind,
+        sizes={"heads": batch * work.kv_heads},
+        label=f"{label}, batch {batch} of {context} tokens",
+        default=choices.default_decode(work.head_dim, work.page_size, chip),
+        candidates=tuple(spaces.decodes(page_size=work.page_size, widest=work.head_dim, halved=halved)),
+        chip=chip,
+        work=work,
+    )

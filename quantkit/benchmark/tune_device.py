@@ -1,0 +1,177 @@
+"""`quantkit tune` without its command line: the GPU of this machine, its file, and which files are in force.
+
+The search is in `tune`, what is searched in `_tune_cases`, how it runs in `_tune_problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from quantkit.benchmark.tune import Outcome, Tuning, tune
+from quantkit.benchmark.tune_cases import Shapes, make_cases, of_model, preset
+from quantkit.benchmark.tune_problems import opener
+from quantkit.checkpoints.source import resolve
+from quantkit.errors import InputError
+from quantkit.kernels import gpu
+from quantkit.kernels.gpu import configs, tuned
+from quantkit.runtime.cache.sizing import pick_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """What is tuned.
+
+    Args:
+        model: directory or hub id of a checkpoint; None = none.
+        shapes: 1B, 8B or 70B, any number of them; 8B where there is no model either.
+        bits, group, symmetric: weights of `shapes`; no group = one scale per output.
+        rows: M of products.
+        batches: sequences of decode steps.
+        context: tokens of each.
+        kv_types: names of KV types; none = attention is left out.
+    """
+
+    model: str | None = None
+    shapes: tuple[str, ...] = ()
+    bits: int = 4
+    group: int | None = 128
+    symmetric: bool = True
+    rows: tuple[int, ...] = (1, 4, 16, 64)
+    batches: tuple[int, ...] = (1, 8, 32)
+    context: int = 4000
+    kv_types: tuple[str, ...] = ("auto", "fp8", "int8", "int4")
+
+    def read_shapes(self) -> list[Shapes]:
+        """Shapes of the model, from its headers, and of the names.
+
+        Raises:
+            InputError: an unknown name, or no such model.
+        """
+        names = self.shapes or (() if self.model else ("8B",))
+        found = [] if self.model is None else [of_model(resolve(self.model))]
+        return found + [preset(name, bits=self.bits, group=self.group, symmetric=self.symmetric) for name in names]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedFile:
+    """A file that was looked for.
+
+    Args:
+        path: where.
+        device: the GPU that it is for.
+        is_here: whether this machine has that GPU.
+        table: what it holds; None where it cannot be used, or is not there.
+        problem: why it cannot be used.
+    """
+
+    path: Path
+    device: str
+    is_here: bool
+    table: tuned.Table | None
+    problem: str = ""
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether launches here ask it."""
+        return self.is_here and self.table is not None
+
+
+def tune_device(
+    options: TuneOptions,
+    *,
+    device: str = "auto",
+    seconds: float = 300.0,
+    again: bool = False,
+    output: Path | None = None,
+    report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
+) -> Tuning:
+    """Measure on a GPU of this machine, and write its file.
+
+    Args:
+        options: what.
+        device: cuda, cuda:<i> or auto.
+        seconds, again, report: see `tune`.
+        output: the file; None = the user's for that GPU, which launches ask from then on.
+    Raises:
+        InputError: there is no CUDA device or no Triton, or what `tune` and `TuneOptions.read_shapes` raise.
+        OutputError: the file cannot be written.
+    """
+    place = find_gpu(device)
+    shapes = options.read_shapes()
+    name = torch.cuda.get_device_name(place)
+    cases = make_cases(
+        shapes,
+        rows=options.rows,
+        batches=options.batches,
+        context=options.context,
+        kv_types=options.kv_types,
+        chip=gpu.capability(place),
+    )
+    with torch.inference_mode(), torch.cuda.device(place):
+        found = tune(
+            cases,
+            opener(place, torch.bfloat16),
+            path=output or tuned.user_file(name),
+            device=name,
+            capability=gpu.capability(place),
+            versions=versions(),
+            seconds=seconds,
+            again=again,
+            report=report,
+        )
+    configs.forget()
+    return found
+
+
+def find_gpu(name: str) -> torch.device:
+    """The CUDA device that is meant.
+
+    Raises:
+        InputError: there is none, or no Triton.
+    """
+    place = pick_device(name)
+    if place.type != "cuda":
+        raise InputError("there is no CUDA device here to tune for; run this on the machine with the GPU")
+    if not gpu.is_installed():
+        raise InputError("Triton is not installed, so there is nothing to tune; pip install 'quantkit[cuda]'")
+    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+
+
+def versions() -> dict[str, str]:
+    """Of what a measurement depends on."""
+    found = {"torch": str(torch.__version__)}
+    for name in ("quantkit", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def find_files() -> list[TunedFile]:
+    """The files of this machine's GPUs, there or not, then those of other GPUs; the user's before shipped ones."""
+    here = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = [_look(path, name) for name in dict.fromkeys(here) for path in _places(name)]
+    known = {item.path for item in found}
+    for folder in (tuned.user_folder(), tuned.shipped_folder()):
+        found += [_look(path, None) for path in sorted(folder.glob("*.json")) if path not in known]
+    return found
+
+
+def _places(name: str) -> Sequence[Path]:
+    return tuned.user_file(name), tuned.shipped_file(name)
+
+
+def _look(path: Path, name: str | None) -> TunedFile:
+    if name is not None and not path.exists():
+        return TunedFile(path=path, device=name, is_here=True, table=None)
+    try:
+        table = tuned.read(path, name)
+    except InputError as error:
+        return TunedFile(path=path, device=name or path.stem, is_here=name is not None, table=None, problem=str(error))
+    return TunedFile(path=path, device=table.device, is_here=name is not None, table=table)

@@ -1,0 +1,151 @@
+"""Decoder layers in which every weight to quantize is an `nn.Linear` with the name that checkpoints give it.
+
+transformers 5 keeps the experts of a layer as two tensors, GPT-2 keeps its linears transposed, and some families have
+other module names than their files. A layer is rebuilt here, on the meta device, so that algorithms need to know none
+of this; it computes what it computed before. Not the tensors on disk: see `model_reader`.
+Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.models.families import Architecture, Experts
+
+
+class Expert(nn.Module):
+    """One expert of plain linears.
+
+    Args:
+        names: of its linears: gate and up, then down; those of the checkpoint.
+        hidden, width: H and I.
+        bias: whether they have biases.
+        gate: (T, I), (T, I) -> (T, I), the activation of gate and up.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, str, str],
+        hidden: int,
+        width: int,
+        bias: bool,
+        gate: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self._names, self._gate = names, gate
+        with torch.device("meta"):
+            self.add_module(names[0], nn.Linear(hidden, width, bias=bias))
+            self.add_module(names[1], nn.Linear(hidden, width, bias=bias))
+            self.add_module(names[2], nn.Linear(width, hidden, bias=bias))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(T, H) -> (T, H)."""
+        gate, up, down = (self.get_submodule(name) for name in self._names)
+        output: Tensor = down(self._gate(gate(hidden_states), up(hidden_states)))
+        return output
+
+
+class LinearExperts(nn.ModuleList):
+    """Stands in for a module that holds all experts of a layer in 3-D parameters, with the same call.
+
+    Args:
+        fused: the module; its activation is used, its parameters are not.
+        data: of the family.
+    """
+
+    def __init__(self, fused: nn.Module, data: Experts) -> None:
+        up, down = fused.get_parameter("gate_up_proj"), fused.get_parameter("down_proj")
+        hidden, width = (down.shape[2], down.shape[1]) if data.transposed else (down.shape[1], down.shape[2])
+        bias = "gate_up_proj_bias" in dict(fused.named_parameters())
+        names = tuple(name.rpartition(".")[2] for name in (*data.up, data.down))
+        assert len(names) == 3, f"an expert has gate, up and down, not {names}"
+        gate = _Gate(fused, interleaved=data.interleaved)
+        super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(up.shape[0])])
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module that it stands in for.
+
+        Args:
+            hidden_states: (..., H).
+            top_k_index: (T, k) experts of each token.
+            top_k_weights: (T, k) how much each counts, or (T, E).
+        Returns:
+            (..., H).
+        """
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if top_k_weights.shape != top_k_index.shape:
+            top_k_weights = top_k_weights.gather(1, top_k_index)
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self):
+            tokens, places = torch.where(top_k_index == number)
+            if len(tokens):
+                weighed = expert(flat[tokens]) * top_k_weights[tokens, places, None]
+                output.index_add_(0, tokens, weighed.to(output.dtype))
+        return output.view_as(hidden_states)
+
+
+class _Gate:
+    """The activation of a fused module, for gate and up apart."""
+
+    def __init__(self, fused: nn.Module, interleaved: bool) -> None:
+        self._fused, self._interleaved = fused, interleaved
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        apply: Any = getattr(self._fused, "_apply_gate", None)
+        if apply is not None:
+            both = torch.stack((gate, up), dim=-1).flatten(-2) if self._interleaved else torch.cat((gate, up), dim=-1)
+            found: Tensor = apply(both)
+            return found
+        fused: Any = self._fused
+        if self._interleaved:  # gpt-oss before transformers 5
+            gate, up = gate.clamp(max=fused.limit), up.clamp(min=-fused.limit, max=fused.limit)
+            activated: Tensor = (up + 1) * gate * torch.sigmoid(gate * fused.alpha)
+        else:
+            activated = fused.act_fn(gate) * up
+        return activated
+
+
+def rebuild_layer(layer: nn.Module, architecture: Architecture) -> None:
+    """Give a layer on the meta device plain linears under the names of the checkpoint.
+
+    Args:
+        layer: modified.
+        architecture: its family.
+    """
+    for name, module in list(layer.named_modules()):
+        if architecture.experts is not None and _is_fused(module):
+            _replace(layer, name, LinearExperts(module, architecture.experts))
+        elif type(module).__name__ == "Conv1D" and name in architecture.transposed:
+            width, rows = module.get_parameter("weight").shape
+            with torch.device("meta"):
+                _replace(layer, name, nn.Linear(width, rows))
+    _rename(layer, architecture.stored_modules)
+
+
+def _is_fused(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return all(name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+
+
+def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(layer.get_submodule(owner), leaf, module)
+
+
+def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
+    """Register modules under other names; the code of the layer still reaches them by those it knows."""
+    for name, other in stored.items():
+        owner, _, leaf = name.rpartition(".")
+        try:
+            parent = layer.get_submodule(owner)
+            module = parent.get_submodule(leaf)
+        except AttributeError:
+            continue  # in this version of transformers, or this layer, it has the stored name already
+        del parent._modules[leaf]
+        parent.__dict__[leaf] = module
+        owner, _, leaf = other.rpartition(".")
+        layer.get_submodule(owner).add_module(leaf, module)

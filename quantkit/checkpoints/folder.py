@@ -1,0 +1,185 @@
+"""What a model folder holds: its config, its weight files, its tokenizer files. Names only, no tensor bytes."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoints.header import TensorInfo, read_header
+from quantkit.errors import CheckpointError, ModelError
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MODELOPT_NAME = "hf_quant_config.json"
+
+_PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_METADATA = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "license*",
+    "licence*",
+    "notice*",
+    "use_policy*",
+)
+# Weights, code and pickles stay behind, whatever they are called.
+_NEVER_CARRIED = (
+    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
+    *("*.pkl", "*.pickle", "*.py", "*.pyc", "*.npy", "*.npz", "*.tmp", CONFIG_NAME),
+)
+
+
+def check_folder(path: Path) -> Path:
+    """`path` itself, if it is a directory.
+
+    Raises:
+        ModelError: it is missing or a file.
+    """
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights")
+    raise ModelError(f"no such model directory: {path}; check the path")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of config.json.
+
+    Raises:
+        ModelError: it is missing, unreadable, not JSON, or not an object.
+    """
+    path = folder / CONFIG_NAME
+    if path.is_file():
+        config = _read_object(path, ModelError)
+        beside = folder / _MODELOPT_NAME
+        if "quantization_config" not in config and beside.is_file():
+            # ModelOpt says in a file of its own what others say here.
+            config["quantization_config"] = {**_read_object(beside, ModelError), "quant_method": "modelopt"}
+        return config
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
+    if any(folder.glob("*.gguf")):
+        raise ModelError(f"{folder} holds GGUF files and no config.json; {_GGUF}")
+    raise ModelError(f"{path} is missing; a model directory has config.json, *.safetensors and tokenizer files")
+
+
+def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
+    """All tensors of a checkpoint, every file of it checked.
+
+    An index, where there is one, says which tensor is in which file; tensors that it does not name are not part
+    of the model. A model.safetensors that the index does not name is preferred to it, as transformers does.
+
+    Args:
+        folder: of the model.
+    Returns:
+        tensors: by name.
+        files: that hold them, sorted by name.
+        index: the index file, or None when a single file holds everything.
+    Raises:
+        ModelError: there are no safetensors files; says so when there are pickles or GGUF files.
+        CheckpointError: a file is missing, truncated, or inconsistent with itself or with the index.
+    """
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if index.is_file():
+        weight_map = _read_weight_map(index)
+        if not single.is_file() or SINGLE_NAME in weight_map.values():
+            return (*_indexed_tensors(folder, weight_map), index)
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    if not files:
+        raise ModelError(_no_weights(folder))
+    if single not in files and len(files) > 1:
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files ({files[0].name}, ...) but no {INDEX_NAME} to say which "
+            f"belong together; add the index, or keep one file called {SINGLE_NAME}"
+        )
+    file = single if single in files else files[0]
+    return read_header(file), (file,), None
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and _is_metadata(path.name.lower()))
+
+
+def _is_metadata(name: str) -> bool:
+    wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _METADATA)
+    return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_CARRIED)
+
+
+_GGUF = "quantkit compresses the original checkpoint: give the safetensors model that the GGUF file was made from"
+
+
+def _no_weights(folder: Path) -> str:
+    for pattern in _PICKLES:
+        found = sorted(folder.glob(pattern))
+        if found:
+            return (
+                f"{folder} has no safetensors files, only {found[0].name}; pickle is never loaded, because it can run "
+                "code; convert to safetensors with transformers where you trust the file: "
+                "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+            )
+    if any(folder.glob("*.gguf")):
+        return f"{folder} has no safetensors files, only GGUF; {_GGUF}"
+    return f"{folder} has no safetensors files; download the weights beside config.json"
+
+
+def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
+    """A JSON object from a file; `kind` is what to raise when it is none."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{path} is not valid JSON ({error}); download or copy it again") from error
+    if not isinstance(data, dict):
+        raise kind(f"{path} holds a JSON {type(data).__name__}, not an object; download or copy it again")
+    return data
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """File name by tensor name, all file names plain ones."""
+    weight_map = _read_object(index, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
+    for tensor, name in weight_map.items():
+        # A name is refused, a symlink is not: the snapshots of the hub's cache are links to ../../blobs.
+        if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{index} says that tensor {tensor!r} is in {name!r}; "
+                "only a safetensors file of the same folder can be named there"
+            )
+    return weight_map
+
+
+def _indexed_tensors(folder: Path, weight_map: dict[str, str]) -> tuple[dict[str, TensorInfo], tuple[Path, ...]]:
+    counts = Counter(weight_map.values())
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for name in sorted(counts):
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing; {INDEX_NAME} says that it holds {counts[name]} tensors; download or copy it again"
+            )
+        headers[name] = read_header(path)
+    for tensor, name in weight_map.items():
+        if tensor not in headers[name]:
+            raise CheckpointError(
+                f"{folder / name} does not hold tensor {tensor!r}, although {INDEX_NAME} says so; "
+                "index and files are of different downloads: download or copy them again"
+            )
+    tensors = {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+    return tensors, tuple(folder / name for name in sorted(counts))

@@ -1,0 +1,224 @@
+"""A checkpoint with one tensor for each linear, whatever its files hold.
+
+Experts that are stored as one 3-D tensor appear as a matrix for each, matrices that are stored transposed as (N, K),
+and names that lack the prefix of the causal LM have it. Nothing is copied: it is a view of the files. `restore` is the
+way back, for tensors that are written in the layout in which they came.
+Shapes: E experts, I width of an expert, H hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.header import read_header
+from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
+from quantkit.models.families import Architecture, Experts
+from quantkit.models.family import at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A linear's share of a stored tensor.
+
+    Args:
+        stored: name of that tensor.
+        expert: its index in the first dimension; None = the whole tensor.
+        outputs: which outputs, of all that the tensor has.
+        transposed: outputs are the last dimension.
+    """
+
+    stored: str
+    expert: int | None
+    outputs: slice
+    transposed: bool
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part as a view of the stored tensor (of one expert, if it has several): (N, K) or (N,)."""
+        if not self.transposed:
+            return whole[self.outputs]
+        return whole[..., self.outputs].mT if whole.dim() == 2 else whole[self.outputs]
+
+
+class ModelReader(CheckpointReader):
+    """See the module's description; every call works on the names of linears.
+
+    Args:
+        path: of the checkpoint.
+        architecture: its family.
+    Attributes:
+        notes: what a user should know about the view, a sentence each.
+    Raises:
+        ModelError, CheckpointError: as `CheckpointReader`.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path | str, architecture: Architecture) -> None:
+        super().__init__(path)
+        self._view(architecture)
+
+    @classmethod
+    def of_file(cls, file: Path, architecture: Architecture) -> ModelReader:
+        """The tensors of one file of a checkpoint."""
+        reader = cls.__new__(cls)
+        reader.path, reader.config, reader.files = file.parent, {}, (file,)
+        reader._index, reader._digests = None, None
+        reader._tensors = read_header(file)
+        reader._view(architecture)
+        return reader
+
+    def tensor(self, name: str) -> Tensor:
+        """See `CheckpointReader`."""
+        part = self._parts.get(name)
+        if part is None:
+            return super().tensor(name)
+        whole = self._whole(part.stored, part.expert)
+        return part.of(whole).clone(memory_format=torch.contiguous_format)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """See `CheckpointReader`; all of a part is read."""
+        return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
+
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+        """See `CheckpointReader`; a part comes in one piece."""
+        if name in self._parts:
+            yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
+        else:
+            yield from super().chunks(name, size)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors in the layout of the files.
+
+        Args:
+            tensors: by the names of this view. Where some parts of a stored tensor are missing, being codes under
+                names of their own, the others stay apart too.
+        Returns:
+            tensors by the names to write.
+        """
+        found = dict(tensors)
+        stored: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            stored.setdefault(part.stored, []).append(name)
+        whole = {name for name, parts in stored.items() if all(part in tensors for part in parts)}
+        for whole_name, names in stored.items():
+            if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
+                continue  # biases go with their weights
+            info = self._stored[whole_name]
+            value = torch.empty(info.shape, dtype=found[names[0]].dtype)
+            for name in names:
+                part = self._parts[name]
+                part.of(value if part.expert is None else value[part.expert]).copy_(found.pop(name))
+            found[whole_name] = value
+        return {self.stored_name(name): tensor for name, tensor in found.items()}
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a tensor of this view; parts of a stored tensor keep their names."""
+        names = self._architecture
+        for own, stored in _renamed(names):
+            if name.startswith(own):
+                return stored + name.removeprefix(own)
+        return name
+
+    def _whole(self, stored: str, expert: int | None) -> Tensor:
+        info = self._stored[stored]
+        if expert is not None:
+            size = info.num_bytes // info.shape[0]
+            info = TensorInfo(
+                dtype=info.dtype,
+                shape=info.shape[1:],
+                file=info.file,
+                offset=info.offset + expert * size,
+                num_bytes=size,
+            )
+        return self._read_tensor(info)
+
+    def _view(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        if architecture.stored_prefix is None:
+            self._tensors = _with_prefix(self._tensors, architecture)
+        self._tensors = _with_own_names(self._tensors, architecture)
+        self._parts: dict[str, _Part] = {}
+        self._stored: dict[str, TensorInfo] = {}
+        for stored, parts in _find_parts(self._tensors, architecture).items():
+            info = self._stored[stored] = self._tensors.pop(stored)
+            shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
+            for name, part in parts.items():
+                own = tuple(part.of(torch.empty(shape, device="meta")).shape)
+                size = torch.Size(own).numel() * info.dtype.itemsize
+                self._parts[name] = part
+                self._tensors[name] = TensorInfo(
+                    dtype=info.dtype, shape=own, file=info.file, offset=info.offset, num_bytes=size
+                )
+        self.names = tuple(sorted(self._tensors))
+
+
+def _with_prefix(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+    """Names as the causal LM has them, where a file was saved from the model inside it."""
+    prefix, _, inside = architecture.layers.partition(".")
+    if not inside or any(name.startswith(f"{prefix}.") for name in tensors):
+        return tensors
+    if not any(name.startswith(f"{inside}.") for name in tensors):
+        return tensors
+    return {name if name.startswith(f"{architecture.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
+
+
+def _renamed(architecture: Architecture) -> list[tuple[str, str]]:
+    """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
+    pairs = []
+    if architecture.stored_head is not None:
+        pairs.append((f"{architecture.head}.", f"{architecture.stored_head}."))
+    if architecture.stored_prefix is not None:
+        pairs.append((f"{architecture.backbone}." if architecture.backbone else "", architecture.stored_prefix))
+    return pairs
+
+
+def _with_own_names(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+    """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
+    pairs = _renamed(architecture)
+    own = (f"{architecture.head}.", *(prefix for prefix, _ in pairs if prefix))
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
+        found[name if match is None else match[0] + name.removeprefix(match[1])] = info
+    return found
+
+
+def _find_parts(tensors: Mapping[str, TensorInfo], architecture: Architecture) -> dict[str, dict[str, _Part]]:
+    """Parts by name, for each stored tensor that is not itself one."""
+    layer = re.compile(rf"{re.escape(architecture.layers)}\.\d+\.")
+    found: dict[str, dict[str, _Part]] = {}
+    for name, info in tensors.items():
+        match = layer.match(name)
+        if match is None:
+            continue
+        prefix, local = match.group(), name[match.end() :]
+        if local.removesuffix(".weight") in architecture.transposed and len(info.shape) == 2:
+            found[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
+        elif architecture.experts is not None and len(info.shape) >= 2:
+            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, architecture.experts)}
+            found |= {name: parts} if parts else {}
+    return found
+
+
+def _expert_parts(name: str, local: str, info: TensorInfo, data: Experts) -> Iterator[tuple[str, _Part]]:
+    """Linears of all experts out of a stacked tensor, by relative name; none if it is not stacked."""
+    for stacked, linears in ((data.stacked_up, data.up), (data.stacked_down, (data.down,))):
+        kind = {stacked: "weight", f"{stacked}_bias": "bias"}.get(local)
+        if kind is None or len(info.shape) != (3 if kind == "weight" else 2):
+            continue
+        outputs = info.shape[-1] if kind == "bias" or data.transposed else info.shape[1]
+        each = outputs // len(linears)
+        for expert in range(info.shape[0]):
+            for number, linear in enumerate(linears):
+                rows = slice(number * each, (number + 1) * each)
+                if data.interleaved:
+                    rows = slice(number, None, len(linears))
+                transposed = data.transposed or kind == "bias"
+                part = _Part(stored=name, expert=expert, outputs=rows, transposed=transposed)
+                yield f"{at(linear, expert)}.{kind}", part

@@ -1,0 +1,167 @@
+"""A transformers model without weights, and hidden states passed through it with recorders in place of its layers.
+
+What a layer is called with (rotary embeddings, masks) is only known to the model's own forward, which runs here as it
+is; nothing is computed in the layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import ModelError, first_line
+
+
+class _Recorded(Exception):
+    """Raised by the last recorder to end the forward pass before the final norm, which has no weights."""
+
+
+class _OtherShape(Exception):
+    """Raised by a recorder that is given something else than the first one was."""
+
+
+class Recorder(nn.Module):
+    """Stands in for a decoder layer, returns its input and keeps what else it was called with.
+
+    Args:
+        layer: whose place it takes.
+        last: whether it ends the forward pass.
+        length: of the tuple with the hidden states first that the model expects of its layers; 0 = no tuple.
+        shape: of the hidden states.
+        compute: what runs in place of passing through.
+    """
+
+    def __init__(
+        self, layer: nn.Module, last: bool, length: int, shape: tuple[int, int], compute: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self._compute = [compute]
+        self._layer, self._last, self._length = [layer], last, length  # in a list, so that it is not registered
+        self._names = list(inspect.signature(layer.forward).parameters)
+        self._shape = shape
+        self.hidden: Tensor | None = None
+        self.arguments: dict[str, Any] = {}
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Record and pass through."""
+        arguments = {**dict(zip(self._names, given, strict=False)), **named}
+        hidden = arguments.pop(self._names[0])
+        if hidden.dim() != 3 or tuple(hidden.shape[:2]) != self._shape:
+            raise _OtherShape(tuple(hidden.shape))
+        self.hidden, self.arguments = hidden, arguments
+        if self._last:
+            raise _Recorded
+        if self._compute[0] is not None:
+            return self._compute[0](*given, **named)
+        return (hidden, *[None] * (self._length - 1)) if self._length else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"][0], name)
+
+
+def pass_through(model: nn.Module, backbone: str, layers: str, **inputs: Tensor) -> list[Recorder]:
+    """Run a model up to its last layer without computing any.
+
+    Args:
+        model: parameters may be on the meta device but for those that are used before the layers.
+        backbone: name of the module that takes `inputs` and passes hidden states through the layers.
+        layers: name of the list of them.
+        inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T).
+    Returns:
+        a recorder for each layer.
+    Raises:
+        ModelError: the hidden states do not pass through all of these layers in order.
+    """
+    for length in range(4):  # a model may take the first of several outputs
+        try:
+            found = _pass(model, backbone, layers, length, inputs)
+        except (_OtherShape, IndexError):
+            continue
+        except ValueError as error:
+            if "to unpack" not in str(error):
+                raise
+            continue
+        if all(recorder.hidden is not None for recorder in found):
+            return found
+        break
+    raise ModelError(f"the model's forward does not pass its hidden states through {layers}")
+
+
+def pass_first(
+    model: nn.Module, backbone: str, layers: str, first: nn.Module, hidden: Tensor
+) -> tuple[Recorder, Recorder]:
+    """As `pass_through` up to the second layer, with the first one computed.
+
+    Args:
+        model, backbone, layers: likewise.
+        first: the first layer with weights.
+        hidden: (B, T, D).
+    Returns:
+        what the first and the second layer are called with.
+    """
+    found = _pass(model, backbone, layers, 0, {"inputs_embeds": hidden}, first)
+    return found[0], found[1]
+
+
+@torch.inference_mode()
+def _pass(
+    model: nn.Module, backbone: str, layers: str, length: int, inputs: dict[str, Tensor], first: nn.Module | None = None
+) -> list[Recorder]:
+    owner, _, leaf = layers.rpartition(".")
+    parent, originals = model.get_submodule(owner), model.get_submodule(layers)
+    assert isinstance(originals, nn.ModuleList), f"{layers} is no list"
+    shape = next(iter(inputs.values())).shape
+    last = len(originals) - 1 if first is None else 1
+    recorders = [
+        Recorder(layer, number == last, length, (shape[0], shape[1]), None if number else first)
+        for number, layer in enumerate(originals)
+    ]
+    setattr(parent, leaf, nn.ModuleList(recorders))
+    try:
+        model.get_submodule(backbone)(**inputs, use_cache=False)
+    except _Recorded:
+        pass
+    finally:
+        setattr(parent, leaf, originals)
+    return recorders
+
+
+def build_model(reader: CheckpointReader) -> nn.Module:
+    """The transformers model of a checkpoint's config, parameters on the meta device, buffers real.
+
+    The class that config.json names, where transformers has it; else its causal language model for such a config.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+        with init_empty_weights(include_buffers=False):
+            found = class_of(reader, config)
+            build = getattr(found, "_from_config", None) or found.from_config
+            model: nn.Module = build(config)
+            return model.eval()
+    except Exception as error:  # whatever transformers raises on a config it cannot use
+        reason = first_line(error)
+        raise ModelError(f"{reader.path}: transformers cannot build this model from config.json: {reason}") from error
+
+
+def class_of(reader: CheckpointReader, config: Any) -> Any:
+    """The class that config.json names, if it is one for such a config; else the automatic one of causal LMs."""
+    import transformers
+
+    for name in reader.config.get("architectures") or ():
+        found = getattr(transformers, str(name), None)
+        if getattr(found, "config_class", None) is type(config):
+            return found
+    return transformers.AutoModelForCausalLM

@@ -1,0 +1,224 @@
+"""A checkpoint as a map from tensor names to bytes on disk; what is not asked for is not read.
+
+No memory map: pages of a mapped file count as resident memory of the process for as long as it is open, and a run's
+memory must be bounded by one layer. Every call opens the file, reads its bytes into memory of its own, and closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, metadata_files, read_config
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.errors import CheckpointError, suggestion
+
+__all__ = ["CheckpointReader", "TensorInfo"]
+
+_CHUNK_BYTES = 1 << 22
+
+if sys.byteorder != "little":
+    raise ImportError("quantkit.checkpoints needs a little-endian machine: safetensors stores little-endian numbers")
+
+
+class CheckpointReader:
+    """The tensors and files of one model directory.
+
+    A worked example, for a (5, 2) tensor "w":
+
+        reader.tensor("w")                              all of it, (5, 2)
+        reader.rows("w", 1, 3)                          rows 1 and 2, (2, 2)
+        reader.gather_rows("w", torch.tensor([4, 4]))   row 4 twice, (2, 2)
+
+    Args:
+        path: directory with config.json and safetensors files.
+    Raises:
+        ModelError: no such directory, no usable config.json, or no safetensors weights.
+        CheckpointError: a weight file or the index is missing, truncated or inconsistent.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path: Path = check_folder(Path(path))
+        self.config: dict[str, Any] = read_config(self.path)
+        self._tensors, self.files, self._index = find_tensors(self.path)
+        self.names: tuple[str, ...] = tuple(sorted(self._tensors))
+        self._digests: dict[str, str] | None = None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.num_bytes for info in self._tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and place of a tensor.
+
+        Raises:
+            CheckpointError: no such tensor; suggests the nearest name.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r}{suggestion(name, self.names)}; see `reader.names`"
+            )
+        return self._tensors[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in memory of its own.
+
+        Raises:
+            CheckpointError: no such tensor, or its file cannot be read.
+        """
+        return self._read_tensor(self.info(name))
+
+    def _read_tensor(self, info: TensorInfo) -> Tensor:
+        with _opened(info.file) as file:
+            return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first dimension; only their bytes are read.
+
+        Args:
+            name: of a tensor (N, ...).
+            start, stop: 0 <= start <= stop <= N.
+        Returns:
+            (stop - start, ...) in memory of its own.
+        Raises:
+            CheckpointError: no such tensor or rows, or its file cannot be read.
+        """
+        info = self.info(name)
+        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+            raise CheckpointError(f"tensor {name!r} of shape {info.shape} has no rows {start} to {stop}")
+        width = _row_bytes(info)
+        with _opened(info.file) as file:
+            data = _read(file, info, start * width, (stop - start) * width)
+        return data.view(info.dtype).view(stop - start, *info.shape[1:])
+
+    def gather_rows(self, name: str, indices: Tensor) -> Tensor:
+        """Rows by number, e.g. the embeddings of some tokens; only those rows are read, in the order of the file.
+
+        Beside the result, memory stays within a few MiB and a few bytes per index.
+
+        Args:
+            name: of a tensor (N, ...).
+            indices: whole numbers in [0, N), any shape; may repeat.
+        Returns:
+            (*indices.shape, ...) in memory of its own.
+        Raises:
+            CheckpointError: no such tensor or row, or its file cannot be read.
+        """
+        info = self.info(name)
+        wanted = indices.detach().reshape(-1).to("cpu", torch.int64)
+        if wanted.numel() and not (info.shape and int(wanted.min()) >= 0 and int(wanted.max()) < info.shape[0]):
+            raise CheckpointError(
+                f"tensor {name!r} of shape {info.shape} has no rows {int(wanted.min())} to {int(wanted.max())}"
+            )
+        width = _row_bytes(info)
+        # Bytes, not elements: indexing must not depend on what torch can do with 8-bit floats.
+        result = torch.empty(len(wanted), width, dtype=torch.uint8)
+        limit = max(1, _CHUNK_BYTES // max(1, width))
+        with _opened(info.file) as file:
+            for first, last, places in _runs(wanted, limit):
+                block = _read(file, info, first * width, (last - first) * width).view(last - first, width)
+                result[places] = block[wanted[places] - first]
+        return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
+
+    def chunks(self, name: str, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
+        """The raw bytes of a tensor, in pieces of at most `size`.
+
+        Raises:
+            CheckpointError: no such tensor, or its file cannot be read.
+        """
+        info = self.info(name)
+        with _opened(info.file) as file:
+            for start in range(0, info.num_bytes, size):
+                yield _read(file, info, start, min(size, info.num_bytes - start)).numpy().tobytes()
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
+
+        Read once, in pieces, and remembered.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        if self._digests is None:
+            names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
+            present = sorted(path for path in names if path is not None and path.is_file())
+            self._digests = {path.name: _sha256(path) for path in present}
+        return dict(self._digests)
+
+    def metadata_files(self) -> list[Path]:
+        """Files to carry into a compressed checkpoint: tokenizer, generation config, licence; never weights or code."""
+        return metadata_files(self.path)
+
+
+def _row_bytes(info: TensorInfo) -> int:
+    return math.prod(info.shape[1:]) * info.dtype.itemsize
+
+
+def _runs(wanted: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Consecutive rows that are wanted, in ascending order, at most `limit` places at a time.
+
+    For wanted = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
+
+    Args:
+        wanted: (T,) int64 row numbers.
+        limit: > 0.
+    Yields:
+        first, last: rows [first, last) to read.
+        places: positions in `wanted` whose row is one of them.
+    """
+    order = torch.argsort(wanted, stable=True)
+    rows = wanted[order]
+    # A step of more than one row starts a new run.
+    breaks = (rows.diff() > 1).nonzero().view(-1) + 1
+    for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
+        for begin in range(start, stop, limit):
+            end = min(begin + limit, stop)
+            yield int(rows[begin]), int(rows[end - 1]) + 1, order[begin:end]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[io.FileIO]:
+    """An unbuffered file whose system errors name it and say what to do."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; check the disk and its permissions") from error
+
+
+def _read(file: io.FileIO, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
+    """Bytes [start, start + num_bytes) of a tensor, as uint8."""
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    view = memoryview(data.numpy().data)
+    file.seek(info.offset + start)
+    done = 0
+    # One call reads at most 2 GiB on Linux.
+    while done < num_bytes and (count := file.readinto(view[done:])):
+        done += count
+    if done < num_bytes:
+        raise CheckpointError(
+            f"{info.file} ended {num_bytes - done} bytes early: it changed while it was read; run the command again"
+        )
+    return data
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with _opened(path) as file:
+        while piece := file.read(_CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()

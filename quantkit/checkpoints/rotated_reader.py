@@ -1,0 +1,137 @@
+"""A checkpoint as a model that computes the same with a rotated residual stream: outliers spread over all channels.
+
+Norm weights are folded into the linears behind them, then the hidden states h become h Q: what writes to the residual
+stream (embedding, attention output, down) is multiplied by Q, what reads it (q, k, v, gate, up, head) likewise, and the
+two cancel. Within attention the value heads are rotated and the output projection takes it back. A view of the files:
+layers are rotated when they are read, embedding and head a few rows at a time. A head that was tied to the embedding
+gets weights of its own.
+Not here: rotations that the runtime would have to apply (of queries and keys, or inside the MLP).
+Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
+Shapes: D hidden width, N outputs, K inputs, d head width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.errors import ModelError
+from quantkit.models.families import Architecture
+from quantkit.numerics.hadamard import random_rotation
+
+
+class RotatedReader(ModelReader):
+    """See the module's description.
+
+    Args:
+        path: of the checkpoint.
+        architecture: its family.
+        seed: of the rotations.
+        heads: rotate value heads too.
+    Raises:
+        ModelError: the family cannot be rotated; says why.
+    """
+
+    def __init__(self, path: Path | str, architecture: Architecture, *, seed: int, heads: bool) -> None:
+        super().__init__(path, architecture)
+        self._names = architecture
+        self._head = f"{architecture.stored_head or architecture.head}.weight"
+        self._embedding, self._final_norm = f"{architecture.embedding}.weight", f"{architecture.final_norm}.weight"
+        parts = architecture.parts
+        self._readers = {**dict.fromkeys(parts.qkv, parts.input_norm), **dict.fromkeys(parts.up, parts.mlp_norm)}
+        self._check(path)
+        self._tied = self._head not in self._tensors
+        if self._tied:
+            self._tensors[self._head] = self._tensors[self._embedding]
+            self.names = tuple(sorted(self._tensors))
+            self.config = {**self.config, "tie_word_embeddings": False}
+            size = self.info(self._head).num_bytes / 1e6
+            self.notes = (f"the output head, tied to the embedding in the source, gets {size:.1f} MB of its own",)
+        self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
+        width = int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+        self._heads = random_rotation(width, seed + 1) if heads and len(parts.qkv) == 3 else None
+
+    def tensor(self, name: str) -> Tensor:
+        """See `CheckpointReader`."""
+        if name in (self._embedding, self._head):
+            return self.rows(name, 0, self.info(name).shape[0])
+        value = super().tensor(name)
+        return self._rotated(name, value.float()).to(value.dtype)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """See `CheckpointReader`."""
+        if name not in (self._embedding, self._head):
+            return self.tensor(name)[start:stop].clone()
+        value = super().rows(self._embedding if self._tied else name, start, stop)
+        scaled = value.float() if name == self._embedding else value.float() * self._norm(self._final_norm)
+        return self._stream.apply(scaled).to(value.dtype)
+
+    def gather_rows(self, name: str, indices: Tensor) -> Tensor:
+        """See `CheckpointReader`; of the embedding only."""
+        assert name == self._embedding, "rows are gathered from the embedding only"
+        value = super().gather_rows(name, indices)
+        return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
+
+    def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
+        """See `CheckpointReader`."""
+        shape, width = self.info(name).shape, self.info(name).num_bytes // self.info(name).shape[0]
+        step = max(1, size // width) if name in (self._embedding, self._head) else shape[0]
+        for start in range(0, shape[0], step):
+            block = self.rows(name, start, min(start + step, shape[0]))
+            yield block.view(-1).view(torch.uint8).numpy().tobytes()
+
+    def _rotated(self, name: str, value: Tensor) -> Tensor:
+        """A tensor (N, K) or (N,) float32 of the rotated model."""
+        names, parts = self._names, self._names.parts
+        found = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
+        if found is None:
+            return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
+        prefix, module, kind = found.groups()
+        if module in (parts.input_norm, parts.mlp_norm):
+            return torch.full_like(value, 1 - names.norm_offset)
+        if module in self._readers and kind == "weight":
+            value = self._stream.apply(value * self._norm(f"{prefix}{self._readers[module]}.weight"))
+        if self._heads is not None and module == parts.qkv[-1]:
+            value = self._heads.apply_blocks(value.T.contiguous()).T if kind == "weight" else self._by_head(value)
+        if module in (parts.output, parts.down):
+            if self._heads is not None and module == parts.output and kind == "weight":
+                value = self._heads.apply_blocks(value)
+            value = self._stream.apply(value.view(len(value), -1).T.contiguous()).T.reshape(value.shape)
+        return value.contiguous()
+
+    def _by_head(self, bias: Tensor) -> Tensor:
+        assert self._heads is not None
+        return self._heads.apply_blocks(bias.unsqueeze(0)).squeeze(0)
+
+    def _norm(self, name: str) -> Tensor:
+        return super().tensor(name).float() + self._names.norm_offset
+
+    def _check(self, path: Path | str) -> None:
+        """Refuse what a rotation would change."""
+        names, parts = self._names, self._names.parts
+        parallel = self.config.get(names.parallel) if isinstance(names.parallel, str) else names.parallel
+        reason = None
+        if names.norm != "rms":
+            reason = "its norms subtract the mean"
+        elif parts.attention_norm or parts.output_norm or not parts.input_norm or not parts.mlp_norm:
+            reason = "a norm stands between a linear and the residual stream"
+        elif parallel or names.experts is not None:
+            reason = "attention and MLP side by side, and experts, are not offered"
+        else:
+            known = {*self._readers, parts.input_norm, parts.mlp_norm, parts.output, parts.down}
+            if names.qk_norm is not None:
+                known |= {names.qk_norm.query, names.qk_norm.key}
+            layer = re.compile(rf"{re.escape(names.layers)}\.\d+\.(.+)\.(weight|bias)$")
+            outside = (self._embedding, self._head, self._final_norm)
+            for name in self.names:
+                found = layer.match(name)
+                if name not in outside and (found is None or found.group(1) not in known):
+                    reason = f"it is not known what {name} does to the residual stream"
+                    break
+        if reason is not None:
+            raise ModelError(f"{path}: the step rotate cannot take this model: {reason}; leave the step out")

@@ -1,0 +1,225 @@
+"""Writing a checkpoint: every file appears whole or not at all, and equal inputs give equal bytes.
+
+A file is written under a temporary name beside its place, flushed to the disk, and renamed. Tensors go out one at a
+time in pieces, so memory holds no second copy of them. Not a serializer of models: names and order are the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.folder import INDEX_NAME
+from quantkit.checkpoints.header import make_header
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.sizes import human_bytes
+from quantkit.errors import OutputError, QuantkitError, ResourceError
+
+_PIECE_BYTES = 1 << 22
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = _METADATA) -> str:
+    """Write tensors as one safetensors file, in place of what was there.
+
+    Args:
+        path: of the file; its folder must exist.
+        tensors: by name, on any device, contiguous or not; not modified.
+        metadata: strings for the header.
+    Returns:
+        SHA-256 of the file, hexadecimal.
+    Raises:
+        ResourceError: the disk is full; says how much is needed and free.
+        OutputError: the place cannot be written.
+        CheckpointError: a dtype that safetensors cannot hold.
+    """
+    header, order = make_header(
+        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata
+    )
+    num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return _write_pieces(path, header, (piece for name in order for piece in _pieces(tensors[name])), num_bytes)
+
+
+def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, stored: Callable[[str], str] = str) -> str:
+    """Copy tensors from a checkpoint into one safetensors file, byte for byte, a few MiB at a time.
+
+    Args:
+        reader: the source.
+        names: of its tensors.
+        path: of the file; its folder must exist.
+        stored: what each is called in the file.
+    Returns:
+        SHA-256 of the file, hexadecimal.
+    Raises:
+        CheckpointError: the source cannot be read.
+        ResourceError, OutputError: as `write_shard`.
+    """
+    sources = {stored(name): name for name in names}
+    infos = {name: reader.info(source) for name, source in sources.items()}
+    header, order = make_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
+    num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
+    return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(sources[name])), num_bytes)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON with an indent of two, keys in the given order, and a newline at the end.
+
+    Args:
+        path: of the file; its folder must exist.
+        value: what `json` can serialise.
+    Raises:
+        ResourceError, OutputError: as `write_shard`.
+    """
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text.
+
+    Args:
+        path: of the file; its folder must exist.
+        text: all of it.
+    Raises:
+        ResourceError, OutputError: as `write_shard`.
+    """
+    content = text.encode()
+    with _atomic(path, len(content)) as file:
+        file.write(content)
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Write model.safetensors.index.json, tensors sorted by name.
+
+    Args:
+        folder: of the checkpoint.
+        weight_map: file name by tensor name.
+        total_size: bytes of all tensors.
+    Raises:
+        ResourceError, OutputError: as `write_shard`.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_NAME, index)
+
+
+def promote(partial: Path, output: Path, overwrite: bool) -> None:
+    """Give a finished folder its final name; at no moment is there a half-written one under that name.
+
+    What was there is moved aside first and deleted last; if the renaming fails it is moved back.
+
+    Args:
+        partial: the finished folder, on the same file system as `output`.
+        output: its final name.
+        overwrite: whether something may be there already.
+    Raises:
+        OutputError: `output` exists and may not be replaced, or cannot be renamed.
+    """
+    old = output.with_name(f".{output.name}.old")
+    try:
+        if os.path.lexists(output):
+            if not overwrite:
+                raise OutputError(f"{output} exists already; choose another --output or give --overwrite")
+            _remove(old)
+            output.rename(old)
+        try:
+            partial.rename(output)
+        except OSError:
+            if os.path.lexists(old) and not os.path.lexists(output):
+                old.rename(output)
+            raise
+        _sync_folder(output.parent)
+        # Also what an earlier run moved aside before it was killed.
+        _remove(old)
+    except OSError as error:
+        raise translate_os_error(error, output) from error
+
+
+def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = None) -> QuantkitError:
+    """What a failed write means, in one line.
+
+    Args:
+        error: what the system said.
+        path: what was being written.
+        needed_bytes: its full size, if known.
+    Returns:
+        ResourceError when the disk or the quota is full, OutputError otherwise; to be raised by the caller.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        reason = error.strerror or str(error)
+        return OutputError(f"cannot write {path}: {reason}; choose another --output or mend its folder's permissions")
+    needed = "" if needed_bytes is None else f"needs {human_bytes(needed_bytes)}, "
+    limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{human_bytes(_free_bytes(path))} free"
+    return ResourceError(
+        f"no space left writing {path}: {needed}{limit}; "
+        "free space or choose another --output, then run the same command again to resume"
+    )
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, a few MiB at a time."""
+    # Flattened first: a single number has no last dimension to view as bytes.
+    data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
+
+
+def _write_pieces(path: Path, header: bytes, pieces: Iterable[bytes | memoryview], num_bytes: int) -> str:
+    digest = hashlib.sha256(header)
+    with _atomic(path, num_bytes) as file:
+        file.write(header)
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends, and leaves nothing behind when it fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        raise translate_os_error(error, path, num_bytes) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder last, not only the contents of its files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _free_bytes(path: Path) -> int:
+    """Free bytes where `path` would lie."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    return shutil.disk_usage(folder).free

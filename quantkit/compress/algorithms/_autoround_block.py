@@ -1,0 +1,172 @@
+"""A decoder layer ready to be differentiated: weights as leaves, data by sample, the error of its output.
+
+The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses; while a layer is tuned its parameters
+are replaced by ordinary copies. What is differentiated is only the layer itself: the gradient that arrives at a decoded
+weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.scheme import ActivationScheme
+
+# Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
+_LOSS_SCALE = 1024.0
+# Shapes of batches whose arguments are kept.
+_MOST_SHAPES = 64
+
+
+class Examples:
+    """Inputs of a layer as the quantized model makes them, with the outputs of the original one.
+
+    Args:
+        layer: with the hidden states of both models. Outputs are computed once where hidden states are kept in memory,
+            else whenever they are needed.
+    """
+
+    def __init__(self, layer: LayerContext) -> None:
+        assert layer.store is not None and layer.original_store is not None, "tuning needs data of both models"
+        self._layer, self._store, self._original = layer, layer.store, layer.original_store
+        self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
+        self.places = [(number, row) for number, batch in enumerate(self._store) for row in range(batch.shape[0])]
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self._store)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Inputs and outputs (B, T, D) of one batch of the store."""
+        target = self._target(number) if self._targets is None else self._targets[number]
+        return self._place(self._store[number]), self._place(target)
+
+    def sample(self, place: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Input and output (1, T, D) of one sequence, given by batch and row; see `places`."""
+        number, row = place
+        rows = slice(row, row + 1)
+        target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
+        return self._place(self._store[number][rows]), self._place(target)
+
+    def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
+        return self._layer.original_forward(self._original[number][rows])
+
+    def _place(self, hidden: Tensor) -> Tensor:
+        """As an ordinary tensor on the layer's device."""
+        return hidden.to(self._layer.device, copy=True)
+
+
+class TunedBlock:
+    """The layer with weights that gradients are computed for; made by `tunable`.
+
+    Args:
+        layer: its block has ordinary parameters.
+        linears: relative names of the linears that are tuned.
+    """
+
+    def __init__(self, layer: LayerContext, linears: tuple[str, ...]) -> None:
+        self._layer, self._arguments = layer, dict[tuple[int, int], dict[str, Any]]()
+        self.weights = {name: layer.linear(name).weight for name in linears}
+
+    def backward(self, hidden: Tensor, target: Tensor) -> float:
+        """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
+        with torch.enable_grad():
+            error = (self._forward(hidden).float() - target.float()).square().sum()
+            size = target.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+            (error * (_LOSS_SCALE / size)).backward()  # type: ignore[no-untyped-call]
+            return float(error.detach() / size)
+
+    @torch.no_grad()
+    def error(self, examples: Examples, batches: range) -> float:
+        """Squared error of the output over these batches, relative to the output."""
+        wrong = total = 0.0
+        for number in batches:
+            hidden, target = examples.batch(number)
+            wrong += (self._forward(hidden).float() - target.float()).square().sum().item()
+            total += target.float().square().sum().item()
+        return wrong / total if total > 0 else 0.0
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        shape = (hidden.shape[0], hidden.shape[1])
+        if shape not in self._arguments:
+            if len(self._arguments) >= _MOST_SHAPES:
+                self._arguments.clear()
+            self._arguments[shape] = _ordinary(self._layer.arguments(hidden))
+        output: Tensor | tuple[Tensor, ...] = self._layer.block(hidden, **self._arguments[shape])
+        return output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[TunedBlock, Mapping[str, Tensor]]]:
+    """While open, the layer can be differentiated; afterwards it has its weights back.
+
+    Args:
+        layer: not to be used otherwise meanwhile.
+        linears: relative names of those to tune.
+    Yields:
+        The block, and the (N, K) weights of these linears as they were.
+    """
+    kept, buffers = dict(layer.block.named_parameters()), dict(layer.block.named_buffers())
+    tuned = {f"{name}.weight" for name in linears}
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
+        for name, value in kept.items():
+            _register(layer.block, name, nn.Parameter(value.detach().clone(), requires_grad=name in tuned))
+        for name, buffer in buffers.items():
+            _set_buffer(layer.block, name, buffer.clone())
+        for name, scheme in layer.schemes.items():
+            # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
+            if scheme.activation is not None and not scheme.activation.is_calibrated:
+                hooks.callback(layer.linear(name).register_forward_pre_hook(_quantizer(scheme.activation)).remove)
+        try:
+            yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
+        finally:
+            for name, value in kept.items():
+                _register(layer.block, name, value)
+            for name, buffer in buffers.items():
+                _set_buffer(layer.block, name, buffer)
+
+
+class _QuantizedInputs(torch.autograd.Function):
+    """Inputs as the runtime will quantize them; the identity for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scheme: ActivationScheme) -> Tensor:
+        return fake_quantize_inputs(values, scheme)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _quantizer(scheme: ActivationScheme) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_QuantizedInputs.apply(args[0], scheme), *args[1:])  # type: ignore[no-untyped-call]
+
+    return before
+
+
+def _register(block: nn.Module, name: str, value: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    block.get_submodule(owner).register_parameter(leaf, value)
+
+
+def _set_buffer(block: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    block.get_submodule(owner)._buffers[leaf] = value
+
+
+def _ordinary(value: Any) -> Any:
+    """`value` with every tensor in it copied to one that autograd takes."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _ordinary(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_ordinary(item) for item in value)
+    return value

@@ -1,0 +1,161 @@
+"""AutoRound: tune rounding and ranges of a whole decoder layer by signed gradient descent on the error of its output.
+
+The target is what the original layer makes of the original model's hidden states, the input what the layers before
+make of them once quantized: each layer also makes up for the errors of those before it. Against the paper: it starts
+from ranges searched by the importance of the inputs, takes many small steps (one sequence each) in place of few large
+ones, may move a code by more than one place, and keeps the result only if the error has become smaller.
+Not here: gradients of rounding (`_autoround_weight`), the layer as autograd sees it (`_autoround_block`).
+Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._autoround_block import Examples, TunedBlock, tunable
+from quantkit.compress.algorithms._autoround_weight import TunedWeight
+from quantkit.compress.algorithms.base import LayerSizes, StepBytes
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import Magnitude
+from quantkit.numerics.affine import round_to_nearest, search_parameters
+
+# Batches of the store on which the error before and after is measured.
+_JUDGED = 4
+
+# Steps that are fewer are not made longer than this: it was measured to be worse.
+_MOST_RATE = 0.005
+
+Tuned = dict[str, TunedWeight]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoRound:
+    """Signed gradient descent on rounding and ranges, a whole layer at a time.
+
+    Args:
+        iterations: steps per layer.
+        batch_size: sequences per step. With the same data in all, many steps of one are better than few of eight.
+        learning_rate: of the first step, in codes and in parts of the range, falling to zero;
+            0 = 4 / iterations, at most 0.005.
+    """
+
+    iterations: int = 1600
+    batch_size: int = 1
+    learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.batch_size < 1:
+            raise ValueError(f"iterations {self.iterations} and batch_size {self.batch_size} must be positive numbers")
+        if not 0 <= self.learning_rate <= 1:
+            raise ValueError(f"learning_rate {self.learning_rate} is not in [0, 1]")
+
+    @property
+    def needs_original(self) -> bool:
+        """The outputs of the original model are the target."""
+        return True
+
+    def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
+        """An offset, a decoded copy and a gradient of each weight, and the outputs that are aimed at; see `Step`."""
+        return StepBytes(statistics=sizes.weights * (4 + 2 * sizes.element_bytes), hidden_states=sizes.states_bytes)
+
+    def apply(self, layer: LayerContext) -> None:
+        """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
+        importance = _importance(layer)
+        _round_the_rest(layer)
+        names = tuple(name for _, pending in layer.pending() for name in pending)
+        if not names:
+            return
+        with tunable(layer, names) as (block, weights):
+            tuned = {name: _start(layer, name, weights[name], importance[name]) for name in names}
+            self._tune(layer, block, tuned)
+            results = {name: weight.result() for name, weight in tuned.items()}
+        del tuned, block
+        for name, result in results.items():
+            layer.commit(name, result)
+        release_freed_memory()
+
+    def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> None:
+        examples = Examples(layer)
+        judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
+        _decode(block, tuned)
+        before = block.error(examples, judged)
+        after = math.nan
+        if self._descend(layer, block, tuned, examples):
+            after = block.error(examples, judged)
+        if not after <= before:  # also when it is not a number
+            layer.notes.append(f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead")
+            for weight in tuned.values():
+                weight.reset()
+
+    def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
+        """All steps; False when the error is no number."""
+        first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
+        places = _shuffled(examples.places, _seed(layer))
+        for iteration in range(self.iterations):
+            for _ in range(self.batch_size):
+                if not math.isfinite(block.backward(*examples.sample(next(places)))):
+                    return False
+            rate = first * (1 - iteration / self.iterations)
+            for name, weight in block.weights.items():
+                if weight.grad is not None:  # an expert may have seen no token
+                    tuned[name].step(weight.grad, weight.data, rate)
+                    weight.grad = None
+        return True
+
+
+def _importance(layer: LayerContext) -> dict[str, Tensor]:
+    """Mean square (K,) of the inputs of each linear that is to be quantized."""
+    sets = layer.pending()
+    seen = {names[0]: Magnitude(layer.weight(names[0]).shape[1], layer.device) for _, names in sets}
+    layer.observe(seen)
+    return {name: seen[names[0]].mean_square for _, names in sets for name in names}
+
+
+def _round_the_rest(layer: LayerContext) -> None:
+    """Linears whose numbers are not tuned get their codes first, so that the others make up for them too."""
+    for _, names in layer.pending():
+        for name in names:
+            scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
+            if scheme.dtype.kind == "int" and scheme.block_rows == 1:
+                continue
+            largest = layer.tensor_largest(name)
+            found = layer.ranges.get(name) or search_parameters(
+                layer.weight(name), scheme, dtype, tensor_largest=largest
+            )
+            layer.commit(name, round_to_nearest(layer.weight(name), scheme, *found, dtype, largest))
+            layer.notes.append(f"autoround: {name} is {scheme.describe()}, which is not tuned; rounded to nearest")
+
+
+def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -> TunedWeight:
+    """Ranges that a step has left, else those that lose least by the importance of the inputs."""
+    scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
+    found = layer.ranges.get(name) or search_parameters(weight, scheme, dtype, importance=importance)
+    return TunedWeight(weight, scheme, *found, dtype)
+
+
+def _decode(block: TunedBlock, tuned: Tuned) -> None:
+    for name, weight in block.weights.items():
+        tuned[name].decode(weight.data)
+
+
+def _seed(layer: LayerContext) -> int:
+    """Of this layer's draws: the run's seed and the layer's name decide, not what happened before."""
+    return int.from_bytes(hashlib.sha256(f"{layer.seed}/{layer.name}".encode()).digest()[:6], "big")
+
+
+def _shuffled(places: list[tuple[int, int]], seed: int) -> Iterator[tuple[int, int]]:
+    """All places in random order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for number in torch.randperm(len(places), generator=generator).tolist():
+            yield places[number]
+
+
+STEP = AutoRound

@@ -1,0 +1,154 @@
+"""AWQ: scale up the weights that see large inputs before rounding, by a search on the error of the parent's output.
+
+After the scales, the range of each group is searched on the error of its own outputs (clipping). What is left behind
+are ranges, not codes: a GPTQ step may follow, else plain rounding uses them.
+Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
+Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.algorithms._ranges import InputStatistics, search_range
+from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.models.families import LinearSet
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest, search_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AWQ:
+    """Activation-aware scales, then a search for the best range of each group.
+
+    Args:
+        grid: resolution of the search over the exponent between 0 and 1.
+        duo_scaling: divide by the weights' own mean size to the power of 1 - exponent.
+        clip: search the range of each group after scaling; false takes the covering range.
+        max_tokens: calibration tokens on which the parent's output error is measured.
+    """
+
+    grid: int = 20
+    duo_scaling: bool = True
+    clip: bool = True
+    max_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.grid < 1 or self.max_tokens < 1:
+            raise ValueError(f"grid {self.grid} and max_tokens {self.max_tokens} must be positive numbers")
+
+    def apply(self, layer: LayerContext) -> None:
+        """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
+        sets = layer.pending()
+        statistics = {group.linears[0]: InputStatistics(layer, names[0]) for group, names in sets}
+        layer.observe(statistics)
+        for group, _ in sets:
+            if can_fold(layer, group):
+                self._scale(layer, group, statistics[group.linears[0]])
+        for group, names in sets:
+            for name in names:
+                layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
+
+    def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
+        """Find the set's scales, fold them in, and keep its statistics in step.
+
+        The search rounds with covering ranges, which is quick; that scaling is worth it at all is then
+        checked with searched ones.
+        """
+        size = shared_by_heads(layer, group, seen.magnitude.mean)
+        weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
+        calls = layer.capture(group.parent, self.max_tokens)
+        reference = [_output(layer, group.parent, call) for call in calls]
+        originals = {name: layer.weight(name).clone() for name in group.linears}
+
+        def error(scales: Tensor, final: bool) -> float:
+            for name, original in originals.items():
+                layer.weight(name).copy_(self._rounded(layer, name, original, scales, seen if final else None))
+            return sum(
+                (_output(layer, group.parent, call) - wanted).float().square().sum().item()
+                for call, wanted in zip(calls, reference, strict=True)
+            )
+
+        ratio, _ = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
+        scales = self._candidate(size, weights, ratio)
+        pays = error(scales, final=True) < error(torch.ones_like(scales), final=True)
+        for name, original in originals.items():
+            layer.weight(name).copy_(original)
+        if pays:
+            fold(layer, group, scales)
+            seen.divisor = scales
+
+    def _candidate(self, size: Tensor, weights: Tensor, ratio: float) -> Tensor:
+        scales = size.clamp_min(1e-6) ** ratio
+        if self.duo_scaling:
+            scales = scales / (weights ** (1 - ratio) + 1e-4)
+        return spread(scales)
+
+    def _range(self, layer: LayerContext, name: str, seen: InputStatistics) -> tuple[Tensor, Tensor | None]:
+        if self.clip:
+            return search_range(layer, name, seen)
+        weight, scheme = layer.weight(name), layer.schemes[name].weight
+        return minmax_parameters(weight, scheme, layer.scale_dtype[name], layer.tensor_largest(name))
+
+    def _rounded(
+        self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
+    ) -> Tensor:
+        """`original` scaled, rounded and scaled back; with statistics in searched ranges, else in covering ones."""
+        scheme = layer.schemes.get(name)
+        if scheme is None or name in layer.quantized:
+            return original
+        scaled, dtype = original.float() * scales, layer.scale_dtype[name]
+        if seen is None or not self.clip:
+            ranges = minmax_parameters(scaled, scheme.weight, dtype)
+        else:
+            importance = seen.mean_square(scales)  # without the Gram matrices: quicker, and near enough to compare
+            ranges = search_parameters(scaled, scheme.weight, dtype, importance=importance)
+        return round_to_nearest(scaled, scheme.weight, *ranges, dtype).dequantize().div_(scales)
+
+
+def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
+    """The ratio i / grid in [0, 1) with the least error: every fifth of the way, then ever nearer to the best.
+
+    Args:
+        error: function of a ratio, smooth enough that its best lies beside the best of the coarse points.
+        grid: number of points between 0 and 1.
+    Returns:
+        ratio, its error.
+    """
+    step = max(1, grid // 5)
+    found = {i: error(i / grid) for i in range(0, grid, step)}
+    while step > 1:
+        step //= 2
+        best = min(found, key=lambda i: found[i])
+        for i in (best - step, best + step):
+            if 0 <= i < grid and i not in found:
+                found[i] = error(i / grid)
+    best = min(found, key=lambda i: found[i])
+    return best / grid, found[best]
+
+
+def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
+    """(K,) mean over all rows of the set of |w| relative to the largest in its group."""
+    total = torch.zeros(layer.weight(group.linears[0]).shape[1], device=layer.device)
+    rows = 0
+    for name in group.linears:
+        weight = layer.weight(name).float().abs()
+        scheme = layer.schemes.get(name)
+        width = weight.shape[1] if scheme is None else scheme.weight.group_width(weight.shape[1])
+        groups = weight.view(weight.shape[0], -1, width)
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view_as(weight).sum(0)
+        rows += weight.shape[0]
+    return total / rows
+
+
+def _output(layer: LayerContext, parent: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+    output: Tensor | tuple[Tensor, ...] = layer.block.get_submodule(parent)(*call[0], **call[1])
+    return output[0] if isinstance(output, tuple) else output
+
+
+STEP = AWQ

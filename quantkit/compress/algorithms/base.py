@@ -1,0 +1,106 @@
+"""The seam of all algorithms: a step rewrites a layer's weights or sets its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:  # planning asks steps for their memory, without torch
+    from pathlib import Path
+
+    from quantkit.checkpoints.model_reader import ModelReader
+    from quantkit.compress.calibration.layer import LayerContext
+    from quantkit.models.families import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What the memory that compressing takes depends on.
+
+    Args:
+        weights: numbers in the linears of the largest layer.
+        tallest: numbers in the largest linear.
+        width: inputs K of the widest linear.
+        element_bytes: of the dtype of weights and hidden states.
+        states_bytes: hidden states of one model that are kept in memory; 0 where they are on disk, or there is no data.
+    """
+
+    weights: int
+    tallest: int
+    width: int
+    element_bytes: int
+    states_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """What a step holds in memory at its highest, beside the layer and the hidden states.
+
+    Args:
+        statistics: of inputs, and what is tuned or solved.
+        hidden_states: more of these than those that the run keeps.
+    """
+
+    statistics: int = 0
+    hidden_states: int = 0
+
+
+class Step(Protocol):
+    """One algorithm with its options, as a frozen dataclass called STEP in its own file.
+
+    The fields are the options that a recipe may set; their defaults and the class docstring's `Args:` are
+    their documentation. Steps run in the order of the recipe, on one layer after another.
+
+    A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
+    those of the quantized one, and the layer as it was, as `layer.original_store` and `layer.original`; it costs twice
+    the memory. A property `reorders_groups` says that groups are formed in another order than that of the inputs. A
+    method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none.
+    One step of a recipe may also be an `Opener`.
+    """
+
+    def apply(self, layer: LayerContext) -> None:
+        """Improve one layer.
+
+        Args:
+            layer: modified: either its weights (SmoothQuant, AWQ) or, by `layer.commit`, its codes (GPTQ).
+        """
+        ...
+
+
+@runtime_checkable
+class Opener(Protocol):
+    """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
+
+    def open(self, path: Path, architecture: Architecture) -> ModelReader:
+        """The checkpoint as that model.
+
+        Args:
+            path: of the checkpoint.
+            architecture: its family.
+        Raises:
+            ModelError: it cannot be done with this model; says why.
+        """
+        ...
+
+
+def needs_original(steps: Sequence[Step]) -> bool:
+    """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
+    return any(getattr(step, "needs_original", False) for step in steps)
+
+
+def predicted_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+    """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
+
+    Args:
+        steps: of a recipe, which run one after another.
+        sizes: of the model.
+    """
+    extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
+    models = 2 if needs_original(steps) else 1
+    return {
+        "layer": models * sizes.weights * sizes.element_bytes,
+        "hidden_states": models * sizes.states_bytes + max((e.hidden_states for e in extra), default=0),
+        "statistics": max((e.statistics for e in extra), default=0),
+        "working_copies": 3 * 4 * sizes.tallest,
+    }

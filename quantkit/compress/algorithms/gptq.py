@@ -1,0 +1,363 @@
+"""GPTQ: quantize one input column after another and let the columns still to come make up for the error.
+
+The loop is in the form of LDLQ, which gives the same codes from a Cholesky factor of the Hessian itself, where GPTQ's
+own form inverts it first. Not here: ranges of rounding (numerics.affine), statistics (calibration.observers).
+Shapes: N outputs, K inputs, G groups of g inputs. Matrices are kept transposed, a row per input column, so that the
+inner loop touches contiguous memory.
+Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers;
+Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms.base import LayerSizes, StepBytes
+from quantkit.compress.calibration.asymmetric import observe_beside_original
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import CrossGram, Gram
+from quantkit.errors import ModelError
+from quantkit.models.families import LinearSet, find_expert
+from quantkit.numerics.affine import from_codes, make_tensor, minmax_parameters, search_parameters, to_codes
+from quantkit.numerics.scales import round_scale
+from quantkit.numerics.scheme import WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+ActOrder = Literal["none", "weight", "group"]
+
+# Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
+_RUN = 32
+# Elements of the products of codes and factor held at once while scales are fitted; a quarter of the factor if more.
+_FIT_ELEMENTS = 1 << 22
+_DAMPING_FACTOR = 3.0
+_DAMPING_LIMIT = 100.0
+# Weights that go through the loop as one matrix, in float32: 1 GiB.
+_TALLEST = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTQ:
+    """Column-by-column rounding with error compensation.
+
+    Args:
+        block_size: columns settled before the rest of the matrix is updated, in one product.
+        damping: added to the Hessian's diagonal, as a fraction of its mean; raised step by step if it is singular.
+        act_order: "weight" settles the columns with the largest inputs first and keeps the groups in place,
+            "group" also forms the groups in that order (the format must store an index), "none" goes left to right.
+        scale_search: ranges by least squared error; false takes the covering range. Weighting the errors by the
+            inputs was measured to be worse: the loop moves them to other columns anyway.
+        true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
+            better at 3 bits and fewer, a quarter slower.
+        upstream: share, 0 to 1, of what the layers before have got wrong that this one's target makes up for; above
+            0 the original model runs beside the quantized one, for twice the memory and a half more time.
+        refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
+            chosen again; each time costs one more run of the loop.
+    """
+
+    block_size: int = 128
+    damping: float = 0.01
+    act_order: ActOrder = "weight"
+    scale_search: bool = True
+    true_sequential: bool = False
+    refit: int = 1
+    upstream: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size {self.block_size} is not a positive number")
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping {self.damping} is not in (0, 1]")
+        if self.refit < 0 or not 0 <= self.upstream <= 1:
+            raise ValueError(f"refit {self.refit} must not be negative, upstream {self.upstream} not outside [0, 1]")
+
+    @property
+    def reorders_groups(self) -> bool:
+        """Whether the format must be able to store which group each input belongs to."""
+        return self.act_order == "group"
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether the inputs of the original model are looked at too."""
+        return self.upstream > 0
+
+    def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
+        """The Gram matrix of the widest inputs, its factor, and with `upstream` the cross Gram; see `Step`."""
+        return StepBytes(statistics=(3 if self.upstream else 2) * 4 * sizes.width**2)
+
+    def apply(self, layer: LayerContext) -> None:
+        """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
+        sets = layer.pending()
+        rounds = [[entry] for entry in sets] if self.true_sequential else fitting_rounds(layer, sets)
+        for entries in rounds:
+            grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
+            layer.observe(grams)
+            errors = self._observe_errors(layer, [names[0] for _, names in entries])
+            for _, names in entries:
+                error = errors.pop(names[0]).finish() if names[0] in errors else None
+                self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
+
+    def _observe_errors(self, layer: LayerContext, names: list[str]) -> dict[str, CrossGram]:
+        """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
+        if not self.upstream:
+            return {}
+        errors = {
+            name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
+        }
+        if errors:
+            observe_beside_original(layer, errors)
+        return errors
+
+    def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
+        """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
+        order = self._order(hessian.diagonal())
+        factor, raised = cholesky_factor(hessian, order, self.damping)
+        del hessian  # used up; for wide inputs it is the largest thing in memory
+        if raised:
+            listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
+            layer.notes.append(f"{listed}: damping raised to {raised:.3g}, the Hessian is nearly singular")
+        for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
+            same = [name for name in names if layer.schemes[name].weight == scheme]
+            self._quantize_tall(layer, same, scheme, factor, order, error)
+        release_freed_memory()
+
+    def _quantize_tall(
+        self,
+        layer: LayerContext,
+        names: list[str],
+        scheme: WeightScheme,
+        factor: Tensor,
+        order: Tensor,
+        error: Tensor | None,
+    ) -> None:
+        """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
+        each = max(1, _TALLEST // layer.weight(names[0]).numel())
+        for start in range(0, len(names), each):
+            members = names[start : start + each]
+            weights = [layer.weight(name) for name in members]
+            if error is not None:
+                weights = [corrected(weight, error, factor, order, self.upstream) for weight in weights]
+            largest = [layer.tensor_largest(name) for name in members]
+            found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
+            for name, part in zip(members, found, strict=True):
+                layer.commit(name, part)
+
+    def _order(self, importance: Tensor) -> Tensor:
+        """(K,) column indices in the order in which they are settled."""
+        if self.act_order == "none":
+            return torch.arange(importance.shape[0], device=importance.device)
+        return torch.argsort(importance, descending=True, stable=True)
+
+    def _solve(
+        self,
+        weights: list[Tensor],
+        factor: Tensor,
+        order: Tensor,
+        scheme: WeightScheme,
+        scale_dtype: torch.dtype,
+        largest: list[Tensor | None],
+    ) -> list[QuantizedTensor]:
+        """Codes of (N, K) weights of one scheme and input, which are not modified."""
+        width = weights[0].shape[1]
+        columns = order if self.act_order == "group" and scheme.group_size else None
+        index = torch.arange(width, device=order.device) // scheme.group_width(width)
+        if columns is not None:
+            index = torch.empty_like(index).scatter_(0, columns, index)
+        choose = search_parameters if self.scale_search else minmax_parameters
+        ranges = [
+            choose(w if columns is None else w[:, columns], scheme, scale_dtype, tensor_largest=of_tensor)
+            for w, of_tensor in zip(weights, largest, strict=True)
+        ]
+        codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
+        for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
+            ranges = [
+                (fit_scales(weight, code, found, factor, order, index, scale_dtype), found[1])
+                for weight, code, found in zip(weights, codes, ranges, strict=True)
+            ]
+            codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
+        return [
+            make_tensor(code, scale, zero, scheme, scale_dtype, of_tensor, None if columns is None else index)
+            for code, (scale, zero), of_tensor in zip(codes, ranges, largest, strict=True)
+        ]
+
+
+def fitting_rounds(
+    layer: LayerContext, sets: list[tuple[LinearSet, tuple[str, ...]]]
+) -> list[list[tuple[LinearSet, tuple[str, ...]]]]:
+    """Sets whose statistics are gathered at once; those of many experts would not fit, so they come in turns.
+
+    Args:
+        layer: its weights are what the statistics may take as much memory as.
+        sets: as `LayerContext.pending` gives them.
+    """
+    limit = sum(parameter.nbytes for parameter in layer.block.parameters())
+    rounds: list[list[tuple[LinearSet, tuple[str, ...]]]] = [[]]
+    taken = 0
+    for entry in sets:
+        first = entry[1][0]
+        size = 4 * layer.weight(first).shape[1] ** 2
+        if rounds[-1] and find_expert(first) is not None and taken + size > limit:
+            rounds.append([])
+            taken = 0
+        rounds[-1].append(entry)
+        taken += size
+    return rounds
+
+
+def settle_columns(
+    weights: list[Tensor],
+    factor: Tensor,
+    order: Tensor,
+    group_index: Tensor,
+    ranges: list[tuple[Tensor, Tensor | None]],
+    scheme: WeightScheme,
+    block_size: int = 128,
+) -> list[Tensor]:
+    """The GPTQ loop: settle columns in `order`, each making up for the errors of those before it.
+
+    With H = L L' and e the error of a row of weights, its output error |L'e|^2 is a sum over columns; term i is least
+    where the weight wanted at i is w_i plus the sum over settled j of L_ji e_j / L_ii. Weights that share their inputs
+    go through the loop as one tall matrix.
+
+    Args:
+        weights: (N_i, K) each, any float dtype; not modified.
+        factor: (K, K) lower triangular, from `cholesky_factor` with the same order.
+        order: (K,) column settled first, second, ...
+        group_index: (K,) group of each column.
+        ranges: scale and zero point (N_i, G) float32 of each weight.
+        scheme: number type.
+        block_size: columns per block.
+    Returns:
+        (N_i, K) codes in the number type's storage dtype, one per weight.
+    """
+    backwards = order.flip(0)  # the last row is settled first, so `factor` can be used as it comes
+    sizes = [weight.shape[0] for weight in weights]
+    rows = torch.empty(len(order), sum(sizes), device=factor.device)  # (K, N): weights, once settled their errors
+    for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
+        part.copy_(weight.T[backwards])
+    scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
+    zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
+    groups = group_index[backwards].tolist()
+    pivots = factor.diagonal().tolist()
+    codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=factor.device)
+    for stop in range(rows.shape[0], 0, -block_size):
+        start = max(stop - block_size, 0)
+        owed = factor[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
+        for run_stop in range(stop, start, -_RUN):
+            run_start = max(run_stop - _RUN, start)
+            for row in range(run_stop - 1, run_start - 1, -1):
+                step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
+                wanted = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
+                code = to_codes(wanted, step, offset, scheme.dtype)
+                codes[row] = code
+                rows[row] -= from_codes(code, step, offset)
+                owed[run_start - start : row - start].addr_(factor[row, run_start:row], rows[row])
+            run = slice(run_start, run_stop)
+            owed[: run_start - start].addmm_(factor[run, start:run_start].T, rows[run])
+    forwards = torch.argsort(backwards)
+    return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
+
+
+def corrected(weight: Tensor, error: Tensor, factor: Tensor, order: Tensor, strength: float) -> Tensor:
+    """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
+
+    Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
+
+    Args:
+        weight: (N, K) W; not modified.
+        error: (K, K) mean of (o - x) x'.
+        factor: (K, K) lower triangular, with its `order`; see `cholesky_factor`.
+        strength: share of the correction.
+    Returns:
+        (N, K) float32.
+    Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
+    loop spreads the same correction over its columns.
+    """
+    backwards = order.flip(0)
+    wanted = (weight.float() @ error)[:, backwards]  # (N, K)
+    moved = torch.empty_like(wanted)
+    moved[:, backwards] = torch.cholesky_solve(wanted.T, factor).T
+    return moved.mul_(strength).add_(weight)
+
+
+def fit_scales(
+    weight: Tensor,
+    codes: Tensor,
+    ranges: tuple[Tensor, Tensor | None],
+    factor: Tensor,
+    order: Tensor,
+    group_index: Tensor,
+    scale_dtype: torch.dtype,
+) -> Tensor:
+    """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
+
+    With H = L L', the output error of a row is |L'(w - D s)|^2, where column j of D holds the codes of group j: least
+    squares with one unknown per group.
+
+    Args:
+        weight, codes: (N, K); not modified.
+        ranges: scale and zero point (N, G) float32 that the codes were made with.
+        factor: (K, K) lower triangular L, with its `order`; see `cholesky_factor`.
+        group_index: (K,) group of each column.
+        scale_dtype: dtype in which scales are stored.
+    Returns:
+        (N, G) float32 with values of `scale_dtype`; a scale whose fit changes sign keeps its value.
+    """
+    scale, zero = ranges
+    backwards = order.flip(0)
+    index = group_index[backwards]
+    groups, width = scale.shape[1], len(order)
+    members = torch.argsort(index, stable=True).view(groups, -1)  # (G, g) where a group's columns are in the factor
+    parts = factor[members.flatten()].view(groups, -1, width)  # (G, g, K): a group's codes only meet its own rows
+    step = max(1, max(_FIT_ELEMENTS, factor.numel() // 4) // (groups * width))
+    fitted = torch.empty_like(scale)
+    for start in range(0, len(scale), step):
+        rows = slice(start, start + step)
+        values = codes[rows, backwards].float()
+        if zero is not None:
+            values -= zero[rows][:, index]
+        coded = torch.bmm(values[:, members].transpose(0, 1), parts).transpose(0, 1)  # (R, G, K)
+        target = (weight[rows, backwards].float() @ factor).unsqueeze(2)  # (R, K, 1)
+        normal = coded @ coded.transpose(1, 2)  # (R, G, G)
+        normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+        fitted[rows] = torch.linalg.solve_ex(normal, coded @ target)[0].squeeze(2)
+    usable = torch.isfinite(fitted) & (fitted * scale > 0)
+    return round_scale(torch.where(usable, fitted, scale), scale_dtype)
+
+
+def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
+
+    Args:
+        hessian: (K, K) float32, symmetric; used up (its memory is overwritten).
+        order: (K,) columns in the order in which they are settled.
+        damping: fraction of the mean diagonal that is added.
+    Returns:
+        (K, K) lower triangular L, and the damping that was needed if it had to be raised, else 0.
+    Raises:
+        ModelError: no damping makes it positive definite; the inputs are not finite.
+    """
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean().item()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
+    backwards = order.flip(0)
+    lower = hessian.index_select(0, backwards)
+    torch.index_select(lower, 1, backwards, out=hessian)
+    info = torch.empty((), dtype=torch.int32, device=hessian.device)
+    amount, added = damping, 0.0
+    while amount < _DAMPING_LIMIT:
+        diagonal.add_((amount - added) * mean)
+        added = amount
+        # L' in column-major order is L in row-major order: no third (K, K) matrix is needed.
+        torch.linalg.cholesky_ex(hessian, upper=True, out=(lower.T, info))
+        if not info.item() and torch.isfinite(lower.diagonal()).all():
+            return lower.tril_(), amount if amount != damping else 0.0
+        amount *= _DAMPING_FACTOR
+    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+
+
+STEP = GPTQ

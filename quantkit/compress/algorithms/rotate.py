@@ -1,0 +1,38 @@
+"""Rotate: the same model with a rotated residual stream, so that no channel of weights or activations stands out.
+
+The work is done where tensors are read (`quantkit.checkpoints.rotated_reader`); the other steps see the rotated model.
+Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.rotated_reader import RotatedReader
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.models.families import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotate:
+    """Randomised Hadamard rotations folded into the weights; nothing is left to do at run time.
+
+    Args:
+        heads: rotate the value heads too.
+        seed: of the random signs.
+    """
+
+    heads: bool = True
+    seed: int = 0
+
+    def open(self, path: Path, architecture: Architecture) -> ModelReader:
+        """The checkpoint as the rotated model; see `Step`."""
+        return RotatedReader(path, architecture, seed=self.seed, heads=self.heads)
+
+    def apply(self, layer: LayerContext) -> None:
+        """Nothing: the layer was rotated when it was read."""
+
+
+STEP = Rotate

@@ -1,0 +1,61 @@
+"""SmoothQuant: move outliers from activations, where a token shares one scale, into the weights.
+
+Only inputs that come out of a norm are smoothed, as in the paper; the others have no outlier channels to speak of.
+Source: Xiao et al. 2022, SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import Magnitude
+from quantkit.models.families import LinearSet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmoothQuant:
+    """Per-channel scale max|x|^alpha / max|w|^(1 - alpha), folded into the norm before.
+
+    Args:
+        alpha: 0 leaves all difficulty to the activations, 1 moves all of it into the weights.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is not in [0, 1]")
+
+    def apply(self, layer: LayerContext) -> None:
+        """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""
+        sets = [group for group, _ in layer.pending() if _follows_norm(layer, group) and can_fold(layer, group)]
+        observers = {
+            group.linears[0]: Magnitude(layer.weight(group.linears[0]).shape[1], layer.device) for group in sets
+        }
+        if not observers:
+            layer.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
+            return
+        layer.observe(observers)
+        for group in sets:
+            largest = shared_by_heads(layer, group, observers[group.linears[0]].largest)
+            fold(layer, group, self._scales(largest, largest_weight(layer, group)))
+
+    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        return spread(inputs.clamp_min(1e-5) ** self.alpha / weights.clamp_min(1e-5) ** (1 - self.alpha))
+
+
+def largest_weight(layer: LayerContext, group: LinearSet) -> Tensor:
+    """(K,) largest |w| of each input over all linears of the set."""
+    return torch.stack([layer.weight(name).float().abs().amax(0) for name in group.linears]).amax(0)
+
+
+def _follows_norm(layer: LayerContext, group: LinearSet) -> bool:
+    return group.source is not None and not isinstance(layer.block.get_submodule(group.source), nn.Linear)
+
+
+STEP = SmoothQuant

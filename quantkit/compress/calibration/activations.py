@@ -1,0 +1,123 @@
+"""The hidden states that enter the current decoder layer, in memory or on disk, and saved after each layer.
+
+States are kept in batches (B, T, D) of samples of equal length. In memory mode they are also written to the state
+folder once per layer, so that an interrupted run can go on; in disk mode they live only there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from quantkit.checkpoints.writer import write_shard
+from quantkit.errors import CheckpointError, ResumeError
+
+Mode = Literal["ram", "disk"]
+
+
+class ActivationStore:
+    """Hidden states before one layer; `advance` turns them into those before the next.
+
+    Args:
+        folder: where states are saved; one sub-folder per layer. None keeps nothing on disk (memory mode only).
+        mode: "ram" or "disk".
+        batches: states before the first layer, each (B, T, D); consumed as they are stored.
+    """
+
+    def __init__(self, folder: Path | None, mode: Mode, batches: Iterator[Tensor]) -> None:
+        self._folder, self._mode, self._layer = folder, mode, 0
+        self._memory: list[Tensor] = []
+        self.digests: list[str] = []
+        for batch in batches:
+            self._append(finite(batch, "the embedding"))
+
+    @classmethod
+    def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
+        """The states that an interrupted run saved before `layer`.
+
+        Raises:
+            ResumeError: a file is missing or not what was written.
+        """
+        store = cls(folder, mode, iter(()))
+        store._layer, store.digests = layer, digests
+        for number, digest in enumerate(digests):
+            path = store._path(number)
+            data = path.read_bytes() if path.exists() else b""
+            if hashlib.sha256(data).hexdigest() != digest:
+                found = "not what was written" if data else "missing"
+                raise ResumeError(f"saved state {path} is {found}; start over with --no-resume")
+            if mode == "ram":
+                store._memory.append(load(data)["hidden"])
+        return store
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether states are at hand, not read from disk each time."""
+        return self._mode == "ram"
+
+    def __len__(self) -> int:
+        return len(self.digests) if self._mode == "disk" else len(self._memory)
+
+    def __getitem__(self, number: int) -> Tensor:
+        if self._mode == "ram":
+            return self._memory[number]
+        hidden: Tensor = load(self._path(number).read_bytes())["hidden"]
+        return hidden
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[number] for number in range(len(self)))
+
+    def advance(self, forward: Callable[[Tensor], Tensor]) -> None:
+        """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
+        digests: list[str] = []
+        for number in range(len(self)):
+            states = finite(forward(self[number]).cpu(), f"layer {self._layer}")
+            if self._mode == "ram":
+                self._memory[number] = states
+            digests += self._save(number, states, self._layer + 1)
+        self._layer, self.digests = self._layer + 1, digests
+
+    def forget_previous(self) -> None:
+        """Delete the files of the layer before; to be called once progress has been recorded."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder / str(self._layer - 1), ignore_errors=True)
+
+    def _append(self, batch: Tensor) -> None:
+        number = len(self)
+        if self._mode == "ram":
+            self._memory.append(batch)
+        self.digests += self._save(number, batch, 0)
+
+    def _save(self, number: int, states: Tensor, layer: int) -> list[str]:
+        if self._folder is None:
+            return []
+        path = self._path(number, layer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return [write_shard(path, {"hidden": states})]
+
+    def _path(self, number: int, layer: int | None = None) -> Path:
+        assert self._folder is not None, "disk mode needs a folder"
+        return self._folder / str(self._layer if layer is None else layer) / f"{number:05d}.safetensors"
+
+
+def finite(states: Tensor, source: str) -> Tensor:
+    """Hidden states as they are.
+
+    Args:
+        states: of any shape.
+        source: what made them, for the message.
+    Raises:
+        CheckpointError: one of them is not a number, or infinite.
+    """
+    if not torch.isfinite(states).all():
+        raise CheckpointError(
+            f"hidden states after {source} are not finite: the model's weights are broken, or float16 has overflowed"
+        )
+    return states

@@ -1,0 +1,122 @@
+"""Looking at the inputs of a layer's modules, and at those of experts whichever tokens are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from quantkit.models.families import find_expert
+
+# An expert that saw fewer tokens than this is starved: its own statistics would be mostly noise.
+STARVED_TOKENS = 64
+
+
+class _Enough(Exception):
+    """Raised inside a forward pass once there is nothing more to see."""
+
+
+def probe(
+    block: nn.Module,
+    modules: Sequence[str],
+    look: Callable[..., None],
+    run: Callable[[], object],
+    *,
+    all_tokens: bool = False,
+) -> None:
+    """Call `look(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
+
+    Args:
+        block: the layer; what it computes stays the same.
+        modules: each is reached once, unless it belongs to an expert.
+        look: see above.
+        run: runs the block.
+        all_tokens: experts are shown every token, not those that are routed to them.
+    """
+    waiting = set(modules)
+
+    def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        look(name, args, kwargs)
+        waiting.discard(name)
+        if not waiting:
+            raise _Enough
+
+    inside = [name for name in modules if all_tokens and find_expert(name)]
+    handles = hook_modules(block, [name for name in modules if name not in inside], seen)
+    if inside:
+        handles.append(show_all_tokens(block, inside, seen))
+    _run(run, handles)
+
+
+def probe_until(
+    block: nn.Module, modules: Sequence[str], last: str, look: Callable[..., None], run: Callable[[], object]
+) -> None:
+    """Call `look(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        raise _Enough
+
+    handles = hook_modules(block, modules, look)
+    _run(run, [*handles, block.get_submodule(last).register_forward_hook(after)])
+
+
+def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
+    """Run until a hook has enough, and remove the hooks."""
+    try:
+        run()
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hook_modules(block: nn.Module, modules: Sequence[str], look: Callable[..., None]) -> list[RemovableHandle]:
+    """Have `look(name, args, kwargs)` called before each of these modules (relative names); the caller removes them."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: look(name, args, kwargs)
+
+    return [block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules]
+
+
+def show_all_tokens(block: nn.Module, modules: Sequence[str], look: Callable[..., None]) -> RemovableHandle:
+    """Have experts look at every token, just before tokens are routed to some of them.
+
+    Args:
+        block: the layer; what it computes stays the same.
+        modules: linears of experts whose inputs are wanted.
+        look: called with (name, args, kwargs) before each of them, for all tokens at once.
+    """
+    place = find_expert(modules[0])
+    assert place is not None
+    experts = dict.fromkeys(f"{place.container}.{found.number}" for name in modules if (found := find_expert(name)))
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        tokens = args[0].reshape(-1, args[0].shape[-1])
+        for expert in experts:
+            handles = hook_modules(block, [name for name in modules if name.startswith(f"{expert}.")], look)
+            try:
+                block.get_submodule(expert)(tokens)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    return block.get_submodule(place.owner).register_forward_pre_hook(before)
+
+
+def describe_starved(counts: Mapping[int, int], all_tokens: bool) -> list[str]:
+    """A note when some experts are starved.
+
+    Args:
+        counts: tokens routed to each expert.
+        all_tokens: whether statistics are of all tokens all the same.
+    """
+    starved = [number for number, count in counts.items() if count < STARVED_TOKENS]
+    if not starved:
+        return []
+    listed = ", ".join(map(str, starved[:8])) + (", ..." if len(starved) > 8 else "")
+    treated = "their statistics are of all tokens" if all_tokens else "they are rounded to nearest"
+    return [f"{len(starved)} of {len(counts)} experts saw fewer than {STARVED_TOKENS} tokens ({listed}); {treated}"]

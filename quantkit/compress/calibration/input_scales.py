@@ -1,0 +1,115 @@
+"""Calibrated scales of inputs: one number per tensor, found from the data once the layer has its final weights.
+
+Linears of one module that read the same input (q, k and v; gate and up) share the scale, as engines join them.
+Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.inputs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.errors import DataError
+from quantkit.numerics.inputs import fake_quantize_inputs, input_scale
+from quantkit.numerics.scheme import ActivationScheme
+
+RangeMethod = Literal["absmax", "mse"]
+
+# Values kept of each batch, and in all, to measure errors on; whole rows, so that no channel is missed.
+_BATCH_VALUES, _VALUES = 1 << 16, 1 << 20
+# Fractions of the largest magnitude that are tried, down to a 32nd.
+_FRACTIONS = tuple(2 ** (-i / 6) for i in range(31))
+
+
+class InputRange:
+    """The largest magnitude of a linear's inputs, and some rows spread evenly over each batch.
+
+    Args:
+        keep: whether to keep rows.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._kept: list[Tensor] = []
+        self._count = 0
+        self._largest: Tensor | None = None
+
+    def update(self, inputs: Tensor) -> None:
+        """Take in (T, K) inputs of any float dtype; they are not modified."""
+        if inputs.numel() == 0:
+            return
+        largest = inputs.abs().amax().float()
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        if self._keep and self._count < _VALUES:
+            rows = min(inputs.shape[0], max(1, _BATCH_VALUES // inputs.shape[1]))
+            places = torch.linspace(0, inputs.shape[0] - 1, rows, device=inputs.device).long()
+            self._kept.append(inputs[places].flatten().float())
+            self._count += self._kept[-1].numel()
+
+    @property
+    def largest(self) -> float:
+        """Of all inputs; 0 when there were none."""
+        return 0.0 if self._largest is None else self._largest.item()
+
+    @property
+    def values(self) -> Tensor:
+        """(n,) float32, those that were kept."""
+        return torch.cat(self._kept)
+
+
+def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
+    """Find the scale of every input that needs one, and put it beside the codes of the linears that read it.
+
+    Args:
+        layer: whose linears all have codes; modified.
+        method: "absmax" holds every value seen; "mse" cuts off what costs the others more than it is worth.
+    Raises:
+        DataError: an input was zero throughout, or never came.
+    """
+    sets = _inputs(layer)
+    observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
+    if not observers:
+        return
+    layer.observe(observers)
+    for names in sets:
+        scheme = layer.schemes[names[0]].activation
+        assert scheme is not None, f"{names[0]} has no activations to quantize"
+        largest = _choose(observers[names[0]], scheme, method)
+        if not 0 < largest < float("inf"):
+            instead = "leave activations out" if scheme.dynamic else "set activations.dynamic=true"
+            raise DataError(
+                f"{layer.name}.{names[0]}: the largest input in all calibration data is {largest}, which gives no "
+                f"scale; use other data (calibration.data), or {instead}"
+            )
+        for name in names:
+            scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
+            layer.input_scales[name] = scale
+            layer.quantized[name] = replace(layer.quantized[name], input_scale=scale)
+
+
+def _inputs(layer: LayerContext) -> list[list[str]]:
+    """Linears whose input has a calibrated scale, those that share one together."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for number, group in enumerate(layer.sets):
+        for name in group.linears:
+            activation = layer.schemes[name].activation if name in layer.schemes else None
+            if activation is not None and activation.is_calibrated:
+                found.setdefault((number, name.rpartition(".")[0]), []).append(name)
+    return list(found.values())
+
+
+def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
+    """The magnitude that the scale is to hold."""
+    if method == "absmax" or seen.largest == 0 or scheme.dynamic:
+        return seen.largest
+    values = seen.values
+    errors = {}
+    for fraction in _FRACTIONS:
+        largest = fraction * seen.largest
+        scale = input_scale(torch.tensor(largest, device=values.device), scheme, torch.float32)
+        errors[largest] = (fake_quantize_inputs(values, scheme, scale) - values).square().mean().item()
+    return min(errors, key=lambda largest: errors[largest])

@@ -1,0 +1,230 @@
+"""What the KV cache of one layer is to be: keys and values observed as the layer caches them, scales, and outliers.
+
+They are seen after the position embedding and any norm on keys, with the layer's weights as they will be written, in
+the place of the cache object that transformers hands to a layer. Nothing is rounded here; that is the runtime's. A
+model that caches a latent in place of keys and values is refused by the pipeline.
+Shapes: B samples, H key/value heads, T tokens, D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.calibration.cache_statistics import CacheStatistics
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.numerics.dtype import FP8, INT4
+from quantkit.numerics.kv_cache import (
+    FP8_TOKEN,
+    INT4_CHANNEL,
+    INT8_TOKEN,
+    CacheGoal,
+    LayerCache,
+    Scales,
+    scheme_to_dict,
+)
+from quantkit.numerics.scheme import CacheScheme, KVScheme
+from quantkit.results import CacheRecord
+
+MOST_NOISE = 0.1
+"""Of an ordinary channel's energy: what rounding may put upon keys before they count as ridden by outliers."""
+
+_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+_LEAVE = CacheScheme()
+_REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
+
+
+class _Seen(Exception):
+    """Raised as soon as the layer has handed over its keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibratedCache:
+    """What was found for one layer.
+
+    Args:
+        cache: how its keys and values are kept.
+        record: the same for the run's records.
+        note: one sentence where it differs from what was asked.
+    """
+
+    cache: LayerCache
+    record: CacheRecord
+    note: str | None = None
+
+
+def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CalibratedCache:
+    """Scales and number types of one layer's cache; to be called once its weights are final.
+
+    Args:
+        layer: its store has the hidden states; none are needed where the goal needs no data.
+        goal: what the recipe asks for.
+    Raises:
+        ModelError: the layer hands its keys and values to no cache.
+        CheckpointError: a key or value is not finite, or all that a scale is for are zero.
+    """
+    if not goal.needs_data:
+        cache = LayerCache(scheme=goal.scheme)
+        return CalibratedCache(cache=cache, record=CacheRecord(scheme=scheme_to_dict(goal.scheme)))
+    found = observe_cache(layer, rotate=goal.scheme.rotation != "none")
+    key_scale, value_scale = (
+        _scales(layer.name, what, scheme, numbers, goal)
+        for what, scheme, numbers in (
+            ("keys", goal.scheme.key, found.keys),
+            ("values", goal.scheme.value, found.values),
+        )
+    )
+    asked = noise(found, goal.scheme.key)
+    scheme = choose_scheme(found, goal)
+    record = CacheRecord(
+        scheme=scheme_to_dict(scheme),
+        key_scale=_listed(key_scale, goal.scheme.key),
+        value_scale=_listed(value_scale, goal.scheme.value),
+        largest_key=found.keys.peak.max().item(),
+        typical_key=found.keys.typical().min().sqrt().item(),
+        noise_asked=asked,
+        noise=noise(found, scheme.key, rotated=scheme.rotation != "none"),
+    )
+    return CalibratedCache(
+        cache=LayerCache(scheme=scheme, key_scale=key_scale, value_scale=value_scale),
+        record=record,
+        note=None if scheme == goal.scheme else _note(layer, found, goal.scheme, record, scheme),
+    )
+
+
+def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatistics:
+    """Statistics of the keys and values that a layer caches, over all calibration data.
+
+    Args:
+        layer: with its final weights.
+        rotate: keys are also looked at as a Hadamard rotation leaves them.
+    Raises:
+        ModelError, CheckpointError: see `calibrate_cache`.
+    """
+    from transformers import DynamicCache
+
+    found = CacheStatistics(rotate=rotate)
+
+    class Recorder(DynamicCache):  # type: ignore[misc]
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            found.update(key_states, value_states)
+            raise _Seen
+
+    assert layer.store is not None, "this recipe has no calibration data"
+    argument = _argument(layer)
+    for hidden in layer.store:
+        try:
+            layer.forward(hidden, **{argument: Recorder()})
+        except _Seen:
+            continue
+        raise ModelError(
+            f"{layer.name} hands its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
+        )
+    for what, numbers in (("keys", found.keys), ("values", found.values)):
+        if not torch.isfinite(numbers.peak).all():
+            raise CheckpointError(f"{layer.name}: its {what} are not finite; the model's weights are broken")
+    return found
+
+
+def noise(found: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None = None) -> float:
+    """What rounding adds to an ordinary key channel, as a share of that channel's mean square; of the worst head.
+
+    The rule for outliers: keys are ridden by outliers where this is above `MOST_NOISE`. An outlier, be it a large bias
+    of the key projection or a few channels far above the rest, widens the range that a token's channels share, and so
+    the step; the step's mean square over 12 is the noise, which falls on all channels alike. What is ordinary is the
+    median over a head's channels of their mean square, which few outliers do not move. With ranges per channel each
+    channel bears its own noise, and the median of those counts. Floats have a relative error of their own, and a step
+    only where numbers are so small beside the largest that they are subnormal.
+
+    Args:
+        found: of one layer.
+        scheme: of the keys.
+        rotated: whether they are rotated before rounding; None = as the statistics were asked to look.
+    """
+    if scheme.dtype is None:
+        return 0.0
+    keys, turned = found.keys, found.rotate if rotated is None else rotated
+    typical = keys.typical()  # (H,)
+    if scheme.dtype is FP8:
+        peak = keys.peak.square() if scheme.is_fixed else keys.mean_square_peak()
+        subnormal = peak / FP8.maximum**2 * 2.0**-18 / 12
+        return (2.0**-6 / 24 + subnormal / typical).max().item()
+    if scheme.granularity == "channel":
+        return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
+    if scheme.symmetric:
+        steps = (found.rotated if turned else keys).mean_square_peak() / float(scheme.dtype.maximum) ** 2
+    else:
+        steps = (found.rotated if turned else keys).mean_square_range() / scheme.dtype.full_range**2
+    return (steps / 12 / typical).max().item()
+
+
+def choose_scheme(found: CacheStatistics, goal: CacheGoal) -> KVScheme:
+    """What was asked for, or, where outliers ride the keys, the first remedy that brings their noise down.
+
+    Remedies are tried in the order that costs least: ranges per channel instead of per token, 8 bits, not quantized;
+    a recipe that names one gets that one, and unquantized keys where it does not help either.
+    """
+    if not goal.outliers or noise(found, goal.scheme.key) <= MOST_NOISE:
+        return goal.scheme
+    names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
+    for name in names:
+        remedy = _REMEDIES[name]
+        if remedy == goal.scheme.key or (name == "channel" and goal.scheme.key.dtype is not INT4):
+            continue
+        if noise(found, remedy, rotated=False) <= MOST_NOISE:
+            return KVScheme(key=remedy, value=goal.scheme.value)
+    return KVScheme(value=goal.scheme.value)
+
+
+def _argument(layer: LayerContext) -> str:
+    """What the layer calls its cache."""
+    known = inspect.signature(layer.block.forward).parameters
+    return next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
+
+
+def _scales(layer: str, what: str, scheme: CacheScheme, numbers: Any, goal: CacheGoal) -> Scales:
+    """Fixed scales of keys or values, one or one per head; 1.0 where the scheme has none."""
+    if not scheme.is_fixed:
+        return 1.0
+    peaks = numbers.peak if scheme.granularity == "head" else numbers.peak.max().reshape(1)
+    if not bool((peaks > 0).all()):
+        head = int(peaks.argmin())
+        where = f" of head {head}" if scheme.granularity == "head" else ""
+        raise CheckpointError(
+            f"{layer}: all {what}{where} are zero on the calibration data, so they have no scale; "
+            "give other data, or set kv_cache.granularity=token"
+        )
+    best = numbers.best_clip(peaks) if goal.clip == "mse" else torch.ones_like(peaks)
+    scales = (peaks * best / FP8.maximum).float().tolist()
+    return scales[0] if scheme.granularity == "tensor" else tuple(scales)
+
+
+def _listed(scales: Scales, scheme: CacheScheme) -> tuple[float, ...]:
+    if not scheme.is_fixed:
+        return ()
+    return scales if isinstance(scales, tuple) else (scales,)
+
+
+def _note(layer: LayerContext, found: CacheStatistics, asked: KVScheme, record: CacheRecord, scheme: KVScheme) -> str:
+    head, channel = divmod(int(found.keys.channel_peak.argmax()), found.keys.channel_peak.shape[1])
+    rotated = ", rotated" if asked.rotation != "none" else ""
+    bias = _largest_bias(layer)
+    said = f", bias of the key projection up to {bias:.3g}" if bias is not None else ""
+    return (
+        f"KV cache: keys are ridden by outliers: as {asked.key.describe()}{rotated} their noise would be "
+        f"{record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
+        f"channel {channel}, ordinary {record.typical_key:.3g}{said}); kept {scheme.key.describe()}, "
+        f"noise {record.noise:.2g}"
+    )
+
+
+def _largest_bias(layer: LayerContext) -> float | None:
+    for name, parameter in layer.block.named_parameters():
+        if name.endswith("k_proj.bias"):
+            return parameter.abs().max().item()
+    return None

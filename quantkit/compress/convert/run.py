@@ -1,0 +1,306 @@
+"""From one checkpoint to another, one decoder layer in memory at a time; what is written is read back and compared.
+
+A directory is written under another name and renamed when all has been checked, so there is never half an output.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.folder import CONFIG_NAME
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
+from quantkit.compress.convert.gguf import write_gguf
+from quantkit.compress.convert.source import DENSE, Source, open_source
+from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
+from quantkit.errors import AuditError, OutputError, SchemeError
+from quantkit.numerics.tensor import QuantizedTensor
+
+MANIFEST = "quantkit.json"
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What was done.
+
+    Args:
+        source: the checkpoint that was read.
+        source_format: its format.
+        output: what was written, a directory or a file.
+        format: of the output.
+        num_linears: quantized linears, all compared with their source after writing.
+        source_bytes, output_bytes: of all tensors.
+        stored: number of linears by what they are stored as.
+        notes: what a user should know about the output.
+    """
+
+    source: str
+    source_format: str
+    output: str
+    format: str
+    num_linears: int
+    source_bytes: int
+    output_bytes: int
+    stored: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+
+def convert(
+    checkpoint: str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    type_name: str | None = None,
+    importance: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total, name: None,
+) -> Conversion:
+    """Write the codes of a checkpoint in another format.
+
+    Args:
+        checkpoint: directory in any readable format; for "gguf" also of an ordinary model.
+        to: name of the format to write.
+        output: directory to create, a file for "gguf".
+        type_name: for "gguf" and an ordinary model, what its matrices are rounded to: see `gguf.TYPES`.
+        importance: for the types q4_k and q6_k, mean square of each input (K,) by full module name.
+        overwrite: replace an existing checkpoint there.
+        progress: called before each layer with layers done, layers in all, and the layer's name.
+    Raises:
+        SchemeError: the format would lose something; says what and which formats would not.
+        ModelError, CheckpointError: the checkpoint cannot be read.
+        OutputError: the output is taken or cannot be written.
+    """
+    source, place = open_source(Path(checkpoint)), Path(output)
+    check_place(place, source.reader.path, overwrite=overwrite)
+    if to == "gguf":
+        return _to_gguf(source, place, type_name, importance, overwrite, progress)
+    if type_name is not None or importance is not None:
+        raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
+    target = make_target(source, to)
+    with working_folder(place) as folder, torch.inference_mode():
+        weight_map = _write_layers(source, target, folder, progress)
+        size = sum(info.num_bytes for info in _infos(folder, weight_map))
+        write_index(folder, weight_map, size)
+        write_json(folder / CONFIG_NAME, _config(source, target))
+        for path in source.reader.metadata_files():
+            shutil.copyfile(path, folder / path.name)
+        _carry_manifest(source, target, folder)
+        _check_config(target, CheckpointReader(folder))
+        promote(folder, place, overwrite=overwrite)
+    stored: dict[str, int] = {}
+    for scheme in target.linears.values():
+        stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
+    return Conversion(
+        source=str(checkpoint),
+        source_format=source.name,
+        output=str(output),
+        format=target.name,
+        num_linears=len(target.linears),
+        source_bytes=source.reader.num_bytes,
+        output_bytes=size,
+        stored=stored,
+    )
+
+
+def _to_gguf(
+    source: Source,
+    place: Path,
+    type_name: str | None,
+    importance: Mapping[str, Tensor] | None,
+    overwrite: bool,
+    progress: Progress,
+) -> Conversion:
+    with working_folder(place) as folder, torch.inference_mode():
+        file = folder / place.name
+        written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
+        promote(file, place, overwrite=overwrite)
+    return Conversion(
+        source=str(source.reader.path),
+        source_format=source.name,
+        output=str(place),
+        format="gguf",
+        num_linears=written.num_linears,
+        source_bytes=source.reader.num_bytes,
+        output_bytes=written.num_bytes,
+        stored=written.stored,
+        notes=written.notes,
+    )
+
+
+def check_place(output: Path, source: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is taken, or that is the source, in it or around it.
+
+    Raises:
+        OutputError: says what to do.
+    """
+    target, model = output.resolve(), source.resolve()
+    if target == model or target in model.parents or model in target.parents:
+        raise OutputError(f"output {output} and the checkpoint in {source} overlap; choose another --output")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"output {output} exists already; choose another --output or give --overwrite")
+    is_model = output.is_file() or (output / CONFIG_NAME).is_file() or not any(output.iterdir())
+    if not is_model:
+        raise OutputError(f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away")
+
+
+@contextmanager
+def working_folder(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, deleted at the end unless it was renamed.
+
+    Raises:
+        OutputError, ResourceError: it cannot be written.
+    """
+    folder = output.with_name(f".{output.name}.converting")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as error:
+        raise translate_os_error(error, folder) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_equal(module: str, found: QuantizedTensor, expected: QuantizedTensor) -> None:
+    """Codes, scales, zero points and group order are the same, bit for bit.
+
+    Raises:
+        AuditError: names what differs.
+    """
+    for name in ("codes", "scale", "zero_point", "group_index"):
+        left, right = getattr(found, name), getattr(expected, name)
+        same = (left is None) == (right is None)
+        if same and left is not None:
+            same = left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
+        if not same:
+            raise AuditError(f"{module}: {name} read back from the output differs from the source")
+
+
+def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
+    """One file per layer, and one for the rest; file name by tensor name."""
+    weight_map: dict[str, str] = {}
+    units = list(source.layers())
+    for number, (layer, modules) in enumerate(units):
+        progress(number, len(units), layer or "the rest")
+        shard = f"model-{number + 1:05d}-of-{len(units):05d}.safetensors"
+        quantized = [module for module in modules if module in target.linears]
+        if not quantized:
+            names = [_full(module, local) for module in modules for local in source.modules[module]]
+            copy_tensors(source.reader, names, folder / shard)
+        else:
+            names = _write_unit(source, target, modules, folder / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    progress(len(units), len(units), "done")
+    return weight_map
+
+
+def _write_unit(source: Source, target: Target, modules: list[str], path: Path) -> list[str]:
+    """Write one layer and compare what is read back; names of its tensors."""
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, QuantizedTensor] = {}
+    for module in modules:
+        if module not in target.linears:
+            tensors |= {
+                _full(module, local): source.reader.tensor(_full(module, local)) for local in source.modules[module]
+            }
+            continue
+        try:
+            scheme = target.linears[module]
+            weight = as_written(source.weight(module), scheme, target.format)
+            target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
+            local = _encode(source, target, module, weight)
+        except SchemeError as error:
+            raise SchemeError(f"{module}: {error}") from None
+        weights[module] = weight
+        if "bias" in source.modules[module]:
+            local["bias"] = source.reader.tensor(f"{module}.bias")
+        tensors |= {f"{module}.{name}": tensor for name, tensor in local.items()}
+    write_shard(path, tensors)
+    _compare(target, weights, tensors, path)
+    return sorted(tensors)
+
+
+def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
+    if target.name != DENSE:
+        return target.format.encode(weight, target.linears[module])
+    # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
+    return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
+
+
+def _compare(target: Target, weights: dict[str, QuantizedTensor], tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for module, weight in weights.items():
+            local = [name.removeprefix(f"{module}.") for name in tensors if name.startswith(f"{module}.")]
+            found = {name: file.get_tensor(f"{module}.{name}") for name in local}
+            for name, tensor in found.items():
+                if not torch.equal(_bits(tensor), _bits(tensors[f"{module}.{name}"])):
+                    raise AuditError(f"{module}.{name} in {path.name} differs from what was written")
+            if target.format.keeps_codes:
+                check_equal(module, target.format.decode(found, target.linears[module]), weight)
+
+
+def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
+    name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+
+
+def _config(source: Source, target: Target) -> dict[str, Any]:
+    kept = {key: value for key, value in source.reader.config.items() if key != "quantization_config"}
+    described = target.format.config(target.linears, target.left_alone, group_order=target.group_order)
+    scales = kv_cache_scheme(source)
+    if scales is not None and "quantization_config" in described:
+        described["quantization_config"]["kv_cache_scheme"] = scales
+    return {**kept, **described}
+
+
+def _check_config(target: Target, reader: CheckpointReader) -> None:
+    """The config as a loader will read it gives each linear the scheme that it was written with."""
+    scheme = target.format.recognise(reader.config)
+    for name, linear in target.linears.items() if target.format.keeps_codes else ():
+        if scheme is None or scheme.find(name) != linear:
+            raise AuditError(f"config.json describes {name} differently from how it was written")
+    for name in target.left_alone if scheme is not None else ():
+        if scheme is not None and scheme.find(name) is not None:
+            raise AuditError(f"config.json does not leave {name} alone")
+
+
+def _carry_manifest(source: Source, target: Target, folder: Path) -> None:
+    """quantkit.json of the source, if it has a readable one, with the new format noted."""
+    try:
+        manifest = json.loads((source.reader.path / MANIFEST).read_bytes())
+        manifest["result"]["format"] = target.name
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    manifest.pop("files", None)  # of the source's shards
+    write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
+
+
+def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
+    from quantkit.checkpoints.header import read_header
+
+    for name in sorted(set(weight_map.values())):
+        yield from read_header(folder / name).values()
+
+
+def _full(module: str, local: str) -> str:
+    return f"{module}.{local}" if module else local
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

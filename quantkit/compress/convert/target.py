@@ -1,0 +1,204 @@
+"""Whether a format can hold what a checkpoint has, known before the first tensor is written, and what can if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.convert.source import DENSE, Source
+from quantkit.errors import ModelError, SchemeError
+from quantkit.formats import REGISTRY
+from quantkit.formats.base import Format
+from quantkit.models import families as architectures
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What to write.
+
+    Args:
+        name: of the format.
+        format: itself.
+        linears: scheme of each linear as it will be written: that of the source, or the same codes with zero points
+            of 0 where the format always has zero points.
+        left_alone: full names of linears that stay as they are.
+        group_order: whether groups of some linear follow another order than that of the inputs.
+    """
+
+    name: str
+    format: Format
+    linears: dict[str, LinearScheme]
+    left_alone: tuple[str, ...]
+    group_order: bool
+
+
+def make_target(source: Source, name: str) -> Target:
+    """Check a checkpoint against a format.
+
+    Args:
+        source: the checkpoint, quantized.
+        name: of the format.
+    Raises:
+        SchemeError: the format would lose something; says what, for which module, and which formats would not.
+    """
+    format_: Format = REGISTRY.load(name)
+    name = name.replace("_", "-")
+    if not source.linears:
+        raise SchemeError(
+            f"{source.reader.path} is not quantized, so it has no codes to convert; use `quantkit quantize`, "
+            "or convert it with --to gguf"
+        )
+    try:
+        return _check(source, name, format_)
+    except SchemeError as error:
+        hint = nearest_that_works(source, name)
+        raise SchemeError(f"{source.reader.path} does not fit format {name}: {error}; {hint}") from None
+
+
+def nearest_that_works(source: Source, refused: str) -> str:
+    """Which formats hold all that a checkpoint has, as the end of a message.
+
+    Args:
+        source: the checkpoint.
+        refused: name of a format that does not.
+    """
+    others = [other for other in REGISTRY.names() if other not in (refused, source.name) and _works(source, other)]
+    codes = [other for other in others if other != DENSE]
+    if codes:
+        return f"these hold all of it: {', '.join(codes)}"
+    return "no other format holds the codes" + ("; dense holds their values" if DENSE in others else "")
+
+
+def kv_cache_scheme(source: Source) -> Any:
+    """What config.json says about calibrated scales of the KV cache; None when it says nothing."""
+    section = source.reader.config.get("quantization_config")
+    return section.get("kv_cache_scheme") if isinstance(section, Mapping) else None
+
+
+def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:
+    """The weight as a target's scheme has it: zero points of 0 added, scales in a dtype of the format.
+
+    Args:
+        weight: as decoded from the source.
+        scheme: of the target, which holds the same codes.
+        format_: of the target.
+    Raises:
+        SchemeError: a scale that no dtype of the format holds exactly.
+    """
+    zero = weight.zero_point
+    if zero is None and not scheme.weight.symmetric:
+        zero = torch.zeros(weight.scale.shape, dtype=torch.int8)
+    if zero is not None and scheme.weight.dtype.kind == "int":
+        low, high = int(scheme.weight.dtype.minimum), int(scheme.weight.dtype.maximum)
+        if not low <= int(zero.min()) <= int(zero.max()) <= high:
+            raise SchemeError(f"a zero point of {int(zero.max())} is outside {scheme.weight.dtype.name}")
+    # A format that keeps values only takes groups as they were decoded, which may be finer than config.json says.
+    numbers = scheme.weight if format_.keeps_codes else weight.scheme
+    return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
+
+
+def _check(source: Source, name: str, format_: Format) -> Target:
+    linears, reordered = {}, False
+    for module, scheme in source.linears.items():
+        try:
+            linears[module] = _adapt(scheme, source.shape(module), format_)
+            if source.is_reordered(module):
+                reordered = True
+                if not format_.holds_group_index:
+                    raise SchemeError("its groups are in activation order, which this format cannot store")
+            dtype = source.scale_dtype(module)
+            if dtype is not None and dtype.is_floating_point and dtype not in format_.scale_dtypes:
+                scale = source.scale(module)
+                assert scale is not None
+                _storable(scale, format_)
+        except SchemeError as error:
+            raise SchemeError(f"{module}: {error}") from None
+    _check_fused(source, linears)
+    if kv_cache_scheme(source) is not None and name != source.name:
+        raise SchemeError("it has calibrated scales of the KV cache, which only compressed-tensors says in config.json")
+    left_alone = tuple(_left_alone(source))
+    format_.config(linears, left_alone, group_order=reordered)
+    return Target(name=name, format=format_, linears=linears, left_alone=left_alone, group_order=reordered)
+
+
+def _works(source: Source, name: str) -> bool:
+    try:
+        _check(source, name, REGISTRY.load(name))
+    except SchemeError:
+        return False
+    return True
+
+
+def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format) -> LinearScheme:
+    """The scheme under which the format holds these codes: a symmetric weight is one whose zero points are 0."""
+    size = shape or (0, 0)
+    try:
+        format_.check(scheme, size)
+        return scheme
+    except SchemeError:
+        if not scheme.weight.symmetric or scheme.weight.dtype.kind != "int":
+            raise
+        adapted = replace(scheme, weight=replace(scheme.weight, symmetric=False))
+        try:
+            format_.check(adapted, size)
+        except SchemeError:
+            adapted = scheme
+        if adapted is scheme:
+            raise
+        return adapted
+
+
+def _storable(scale: Tensor, format_: Format) -> Tensor:
+    """The same scales in a dtype that the format takes.
+
+    Raises:
+        SchemeError: none of them holds all values.
+    """
+    if scale.dtype in format_.scale_dtypes:
+        return scale
+    for dtype in format_.scale_dtypes:
+        cast = scale.to(dtype)
+        if torch.equal(cast.to(torch.float64), scale.to(torch.float64)):
+            return cast
+    dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in format_.scale_dtypes)
+    raise SchemeError(
+        f"its scales are {str(scale.dtype).removeprefix('torch.')} and would be rounded to {dtypes}; "
+        "quantize the model with this --format from the start"
+    )
+
+
+def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
+    """Linears that engines fuse have one scheme, and a head tied to the embedding is not quantized."""
+    config = source.reader.config
+    names = config.get("architectures")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
+    try:
+        architecture = architectures.find(config)
+    except ModelError:
+        return  # a family that quantkit does not know is converted as it is
+    for layer, modules in source.layers():
+        here = {name.removeprefix(f"{layer}.") for name in modules} if layer else set()
+        for names in (names for group in architecture.sets_of_layer(here.__contains__) for names in group.fused):
+            if layer and len({linears.get(f"{layer}.{name}") for name in names}) > 1:
+                raise SchemeError(f"{layer}: {', '.join(names)} are fused by inference engines and need one scheme")
+    if config.get("tie_word_embeddings") and architecture.head in linears:
+        raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
+
+
+def _left_alone(source: Source) -> list[str]:
+    """Linears that are not quantized: matrices called `weight` inside layers, and the head."""
+    names = ["lm_head"]
+    for layer, modules in source.layers():
+        for module in modules if layer else ():
+            weight = f"{module}.weight"
+            plain = module not in source.linears and weight in source.reader
+            if plain and len(source.reader.info(weight).shape) == 2:
+                names.append(module)
+    return names

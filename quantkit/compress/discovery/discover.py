@@ -1,0 +1,257 @@
+"""Models that no file in `architectures` describes: what they are made of, found by running them on random numbers.
+
+The layers are those that hidden states pass through; linears that read the same tensor are one set; the norm or linear
+that produced it takes a smoothing scale, if folding one in leaves the layer's output as it was. Each kind of layer is
+looked at once, with random float32 weights, so that memory is bounded by one layer and the result depends on
+config.json and the versions of the libraries alone. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.passing import build_model
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.compress.discovery.fused_sets import Gates
+from quantkit.compress.discovery.layout import Layout, find_layout
+from quantkit.compress.discovery.stacked_experts import find_experts
+from quantkit.compress.discovery.survey import Survey, survey
+from quantkit.errors import ModelError, first_line
+from quantkit.models.families import Architecture
+
+# Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
+_SHAPE = (2, 24)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Discovery:
+    """What was found of a model.
+
+    Args:
+        name: class of the model.
+        architecture: names of its parts, and the sets of each layer.
+        surveys: what was found in each kind of layer.
+        kinds: number of its survey for each layer.
+    """
+
+    name: str
+    architecture: Architecture
+    surveys: tuple[Survey, ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def summary(self) -> str:
+        """One line for the user."""
+        distinct = {(item.sets, item.dropped): item for item in self.surveys}.values()
+        counts = sorted({sum(len(group.linears) for group in item.sets) for item in distinct})
+        linears = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        pairs, failed = (sum(numbers) for numbers in zip(*[(i.pairs, len(i.dropped)) for i in distinct], strict=True))
+        dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
+        text = (
+            f"no description of {self.name}: found {len(self.kinds)} layers at {self.architecture.layers}, {linears} "
+            f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
+        )
+        return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """All of it as plain data, for the manifest."""
+        names = ("backbone", "layers", "embedding", "final_norm", "head", "stored_prefix", "stored_head", "transposed")
+        experts = self.architecture.experts
+        return {
+            "model": self.name,
+            "summary": self.summary,
+            "modules": {name: getattr(self.architecture, name) for name in names},
+            "experts": None if experts is None else asdict(experts),
+            "kinds": [asdict(item) for item in self.surveys],
+            "kind_of_layer": list(self.kinds),
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of it decides the bits of a compression."""
+        return {
+            "modules": self.record["modules"],
+            "experts": self.record["experts"],
+            "sets": [[asdict(group) for group in item.sets] for item in self.surveys],
+            "kind_of_layer": list(self.kinds),
+        }
+
+
+def discover(reader: CheckpointReader) -> Discovery:
+    """Find out what a model is made of.
+
+    Args:
+        reader: of its checkpoint; only names and shapes of tensors are used.
+    Raises:
+        ModelError: it is no model of decoder layers, or none of its linears can be quantized; one line says why.
+    """
+    name = str((reader.config.get("architectures") or ["this model"])[0])
+    model: Any = build_model(reader)
+    try:
+        layout = find_layout(model)
+    except ModelError as error:
+        raise ModelError(f"{reader.path}: {error}") from error
+    config = model.config.get_text_config()
+    gates = Gates(
+        most=int(getattr(config, "num_attention_heads", 0) or 0),
+        experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
+    )
+    bare = _architecture(name, reader, layout, model)
+    del model
+    skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
+    kinds, firsts = _kinds(skeleton)
+    surveys = tuple(_survey_layer(skeleton, index, gates) for index in firsts)
+    if not any(item.sets for item in surveys):
+        raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
+    sets = tuple(surveys[kind].sets for kind in kinds)
+    architecture = replace(bare, linear_sets=sets[0], layer_sets=sets)
+    return Discovery(name=name, architecture=architecture, surveys=surveys, kinds=kinds)
+
+
+def _kinds(skeleton: Skeleton) -> tuple[tuple[int, ...], list[int]]:
+    """Number of its kind for each layer, and the first layer of each kind."""
+    kinds: list[int] = []
+    firsts: dict[str, int] = {}
+    for index in range(skeleton.num_layers):
+        signature = _signature(skeleton.blank_layer(index))
+        firsts.setdefault(signature, index)
+        kinds.append(list(firsts).index(signature))
+    return tuple(kinds), list(firsts.values())
+
+
+def _signature(layer: nn.Module) -> str:
+    """What a layer is made of: modules, shapes, and settings but for its own number."""
+    parts: list[str] = []
+    for name, module in layer.named_modules():
+        shapes = [f"{key}{tuple(p.shape)}" for key, p in module.named_parameters(recurse=False)]
+        settings = [
+            f"{key}={value}"
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, str)) and "layer" not in key
+        ]
+        parts.append(f"{name}:{type(module).__name__}:{shapes}:{settings}")
+    return "\n".join(parts)
+
+
+@torch.inference_mode()
+def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
+    block = skeleton.blank_layer(index)
+    generator = torch.Generator().manual_seed(index)
+    _fill(block, generator)
+    hidden = torch.randn(*_SHAPE, skeleton.hidden_size, generator=generator)
+
+    def run() -> list[Tensor]:
+        output = block(hidden.clone(), **skeleton.arguments(index, hidden))
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        return [item for item in outputs if isinstance(item, Tensor)]
+
+    try:
+        if index == 0 and skeleton.num_layers > 1:
+            _check_alone(skeleton, block, hidden)
+        return survey(block, run, hidden, head_dim=skeleton.head_dim, gates=gates)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a layer raises that does not run by itself
+        where = f"{skeleton.reader.path}: {skeleton.layer_name(index)} cannot be run by itself"
+        raise ModelError(f"{where} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
+    """The second layer must see nothing of the first but its output, or layers could not be worked on one by one.
+
+    Raises:
+        ModelError: it sees more.
+    """
+    expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
+    first, second = skeleton.first_two(block, hidden)
+    assert first.hidden is not None and second.hidden is not None
+    output = block(first.hidden.clone(), **skeleton.arguments(0, hidden))
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
+        raise ModelError(f"{skeleton.reader.path}: its layers hand on more than hidden states, or other ones")
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether all tensors in two nests are the same up to float precision; what else is in them does not count."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-5)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return isinstance(left, Tensor) == isinstance(right, Tensor)
+
+
+def _fill(block: nn.Module, generator: torch.Generator) -> None:
+    """Random weights: matrices that keep the size of what passes through, norms near one, small biases."""
+    for name, parameter in list(block.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            values /= parameter.shape[-1] ** 0.5
+        else:
+            values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
+        owner, _, leaf = name.rpartition(".")
+        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+
+
+def _architecture(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Architecture:
+    """The names of a model's parts, in the model and in its files."""
+    layers = model.get_submodule(layout.layers)
+    transposed = {
+        key for layer in layers.children() for key, m in layer.named_modules() if type(m).__name__ == "Conv1D"
+    }
+    stored_prefix = _stored_prefix(reader, layout, layers)
+    own = f"{layout.backbone}." if layout.backbone else ""
+    prefix = own if stored_prefix is None else stored_prefix
+    return Architecture(
+        hf_names=(name,),
+        backbone=layout.backbone,
+        layers=layout.layers,
+        embedding=layout.embedding,
+        final_norm=layout.final_norm,
+        head=layout.head,
+        stored_prefix=stored_prefix,
+        stored_head=_stored_head(reader, layout.head),
+        linear_sets=(),
+        transposed=tuple(sorted(transposed)),
+        experts=find_experts(reader, f"{prefix}{layout.layers.removeprefix(own)}.", layers),
+        native=False,
+    )
+
+
+def _stored_prefix(reader: CheckpointReader, layout: Layout, layers: nn.Module) -> str | None:
+    """What the files have in front of the names of the backbone's tensors; None = the backbone's name and a dot.
+
+    transformers has moved language models inside their wrappers more than once; files keep the names of their day.
+    """
+    own = f"{layout.backbone}." if layout.backbone else ""
+    local = layout.layers.removeprefix(own)
+    wanted = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
+    found: Counter[str] = Counter()
+    for name in reader.names:
+        start = name.rfind(f"{local}.0.")
+        prefix, rest = name[: max(start, 0)], name[max(start, 0) :]
+        if (not prefix or prefix.endswith(".")) and reader.info(name).shape == wanted.get(rest):
+            found[prefix] += 1
+    if not found or found[own] == max(found.values()):
+        return None
+    return found.most_common(1)[0][0]
+
+
+def _stored_head(reader: CheckpointReader, head: str) -> str | None:
+    """What the files call the head, where that is not its name; None also when it is tied to the embedding."""
+    if f"{head}.weight" in reader:
+        return None
+    leaf = head.rpartition(".")[2]
+    found = [name for name in reader.names if name.endswith(f".{leaf}.weight")]
+    return found[0].removesuffix(".weight") if len(found) == 1 else None

@@ -1,0 +1,164 @@
+"""Which linears of one decoder layer read the same tensor, and which are left alone, seen in one run of it.
+
+Left alone are linears that were not called, that have no more outputs than the model has heads (gates), or whose
+outputs go straight into a softmax or a choice of the largest, or into a sigmoid if there are as many as experts
+(routers). Inputs are compared as numbers: what is
+equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.compress.discovery.recorder import Recording
+
+NOT_CALLED = "not called"
+_EXPERT = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gates:
+    """Which linears are gates and routers by the number of their outputs alone.
+
+    Args:
+        most: at most this many, the model's attention heads: a gate.
+        experts: numbers of experts; exactly as many and put through a sigmoid: a router.
+    """
+
+    most: int
+    experts: frozenset[int] = frozenset()
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """Linears that read the same tensor.
+
+    Args:
+        linears: relative names in running order.
+        rows: what they read, (T, K).
+        order: place of the first call.
+        beside: other modules with a weight (N, K) that read the same.
+    """
+
+    linears: list[str]
+    rows: Tensor
+    order: int
+    beside: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The names without numbers of experts: alike for the same linears of every expert."""
+        return tuple(sorted({template(name) for name in self.linears}))
+
+
+def template(name: str) -> str:
+    """A name with `.*` in place of the number of an expert; the last part of a name is no such number."""
+    return _EXPERT.sub(".*", name)
+
+
+def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
+    """Sets of linears in running order, and why the others are left alone.
+
+    Args:
+        block: the layer.
+        seen: what its modules did in one run.
+        gates: which linears are no features by the number of their outputs.
+    """
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    alone = {name: reason for name, module in linears.items() if (reason := _left_alone(name, module, seen, gates))}
+    called = sorted((name for name in linears if name not in alone), key=lambda name: seen.modules[name].order)
+    drafts: list[Draft] = []
+    for name in called:
+        rows = seen.modules[name].rows
+        assert rows is not None
+        _add(drafts, name, _whole_input(seen, name, called, rows), seen.modules[name].order)
+    _add_unseen_experts(linears, drafts, alone)
+    for draft in drafts:
+        draft.beside = [name for name in _readers(block, seen, draft.rows) if name not in draft.linears]
+    return drafts, alone
+
+
+def same(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether two tensors hold the same rows, however they are batched."""
+    if left is None or right is None or not left.dim() or not left.numel() or left.numel() != right.numel():
+        return False
+    return left.shape[-1] == right.shape[-1] and torch.equal(left.reshape(right.shape), right)
+
+
+def _left_alone(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str | None:
+    found = seen.modules.get(name)
+    if found is None or found.rows is None or not found.rows.shape[0]:
+        return NOT_CALLED
+    outputs = module.weight.shape[0]
+    if outputs <= gates.most:
+        return f"a gate: {outputs} outputs"
+    weighs = [*seen.choices, *(seen.squashed if outputs in gates.experts else ())]
+    if any(same(given, None if found.output is None else found.output.float()) for given in weighs):
+        return "a router: its outputs are chosen from"
+    return None
+
+
+def _add(drafts: list[Draft], name: str, rows: Tensor, order: int) -> None:
+    for draft in drafts:
+        if same(draft.rows, rows):
+            draft.linears.append(name)
+            return
+    drafts.append(Draft(linears=[name], rows=rows, order=order))
+
+
+def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
+    """What a module before the experts reads, if each expert reads rows of it; else what this linear reads."""
+    alike = [other for other in called if template(other) == template(name)]
+    if len(alike) < 2:
+        return rows
+    before = [what for what in seen.modules.values() if what.order < seen.modules[alike[0]].order]
+    for what in sorted(before, key=lambda what: what.order, reverse=True):
+        if what.rows is not None and what.rows.shape[1] == rows.shape[1]:
+            known = set(_row_bytes(what.rows))
+            if all(known.issuperset(_row_bytes(seen.modules[other].rows)) for other in alike):
+                return what.rows
+    return rows
+
+
+def _row_bytes(rows: Tensor | None) -> list[bytes]:
+    return [] if rows is None else [row.numpy().tobytes() for row in rows.float().cpu()]
+
+
+def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alone: dict[str, str]) -> None:
+    """Experts that no token of the run went to are treated as those that some did."""
+    made: dict[tuple[str, tuple[str, ...]], Draft] = {}
+    for name in [name for name, reason in alone.items() if reason == NOT_CALLED and template(name) != name]:
+        like = next((draft for draft in drafts if template(name) in draft.key), None)
+        if like is None:
+            continue
+        del alone[name]
+        if sum(template(other) == template(name) for other in like.linears) > 1:  # all experts are one set
+            like.linears.append(name)
+            continue
+        key = (expert(name), like.key)
+        if key not in made:
+            empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
+            made[key] = Draft(linears=[], rows=empty, order=like.order)
+            drafts.append(made[key])
+        made[key].linears.append(name)
+
+
+def expert(name: str) -> str:
+    """The name up to the number of the expert."""
+    found = _EXPERT.search(name)
+    return name[: found.end()] if found else name
+
+
+def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
+    """Modules with a weight (N, K) of their own that read these rows."""
+    found = []
+    for name, what in seen.modules.items():
+        weight = dict(block.get_submodule(name).named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.dim() == 2 and weight.shape[1] == rows.shape[-1] and same(what.rows, rows):
+            found.append(name)
+    return found

@@ -1,0 +1,169 @@
+"""Where the parts of a language model are: its decoder layers, embedding, final norm, head, and what runs them.
+
+Found in a transformers model without weights, by asking it for its embedding and head and by passing hidden states
+through the lists of modules near the embedding. A language model inside a multimodal wrapper is found in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.checkpoints.passing import pass_through
+from quantkit.errors import ModelError, first_line
+
+# Token ids of the trial run, one per row of a table of as many embeddings.
+_IDS = torch.arange(12).view(2, 6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Module names of a language model, from the outermost module on.
+
+    Args:
+        backbone: takes hidden states and passes them through the layers.
+        layers: the list of decoder layers.
+        embedding: of tokens.
+        final_norm: after the last layer; empty when there is none with weights.
+        head: output projection.
+    """
+
+    backbone: str
+    layers: str
+    embedding: str
+    final_norm: str
+    head: str
+
+
+def find_layout(model: Any) -> Layout:
+    """Find the parts of a language model.
+
+    Args:
+        model: a transformers model on the meta device, buffers real; parameters outside its layers are replaced.
+    Raises:
+        ModelError: it is no causal language model, or no list of layers is one that hidden states pass through; one
+            line says which.
+    """
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{kind} is an encoder with a decoder; only models of decoder layers alone can be compressed")
+    table = output = None
+    if model.can_generate():
+        table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is None or not isinstance(table, nn.Module):
+        raise ModelError(f"{kind} is no causal language model: transformers knows no next-token head of it")
+    embedding, head = _name_of(model, table), _name_of(model, output)
+    _fill_table(table)
+    reasons: list[str] = []
+    for layers in _candidates(model, embedding):
+        backbone = _backbone(model, layers)
+        try:
+            _blank(model.get_submodule(backbone), (layers, embedding), backbone)
+            called = _try(model, backbone, layers, table)
+        except Exception as error:  # whatever a model raises that is not called as it expects
+            reasons.append(f"{layers}: {first_line(error)}")
+            continue
+        return Layout(
+            backbone=backbone,
+            layers=layers,
+            embedding=embedding,
+            final_norm=_final_norm(model, layers, embedding, called),
+            head=head,
+        )
+    why = "; ".join(reasons) or "it has no list of modules with linears beside its embedding"
+    raise ModelError(f"{kind}: no decoder layers found that hidden states pass through ({why})")
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+    return names[0]
+
+
+def _candidates(model: nn.Module, embedding: str) -> Iterator[str]:
+    """Lists of modules with linears, those around the embedding first, then the least nested, then the longest."""
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside and _has_matrices(module):
+            lists.append(name)
+    owner = embedding.rpartition(".")[0]
+    while True:
+        near = [name for name in lists if not owner or name.startswith(f"{owner}.")]
+        if near:
+            yield from sorted(near, key=lambda name: (name.count("."), -_length(model, name)))
+            return
+        if not owner:
+            return
+        owner = owner.rpartition(".")[0]
+
+
+def _has_matrices(layers: nn.ModuleList) -> bool:
+    return any(p.dim() >= 2 for p in layers.parameters()) and all(isinstance(m, nn.Module) for m in layers)
+
+
+def _length(model: nn.Module, name: str) -> int:
+    module = model.get_submodule(name)
+    return len(module) if isinstance(module, nn.ModuleList) else 0
+
+
+def _backbone(model: nn.Module, layers: str) -> str:
+    """The innermost module around the layers that takes hidden states in place of token ids."""
+    name: str = layers.rpartition(".")[0]
+    while name and "inputs_embeds" not in inspect.signature(model.get_submodule(name).forward).parameters:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _fill_table(table: nn.Module) -> None:
+    """A few random embeddings in place of all; a padding token would be another row of them."""
+    width = table.get_parameter("weight").shape[1]
+    rows = torch.randn(_IDS.numel(), width, generator=torch.Generator().manual_seed(0))
+    table.__dict__["padding_idx"] = None
+    table.register_parameter("weight", nn.Parameter(rows, requires_grad=False))
+
+
+def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
+    """Zeros that take no memory in place of parameters without values; what comes before the layers may use them."""
+    known = tuple(f"{other.removeprefix(f'{name}.')}." for other in but)
+    for key, parameter in list(backbone.named_parameters()):
+        if parameter.is_meta and not key.startswith(known):
+            owner, _, leaf = key.rpartition(".")
+            zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+            backbone.get_submodule(owner).register_parameter(leaf, nn.Parameter(zeros, requires_grad=False))
+
+
+def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[nn.Module]:
+    """Pass token ids and their embeddings through; the modules that were called on the way.
+
+    Raises:
+        ModelError: the layers do not see the same in both cases.
+    """
+    called: set[nn.Module] = set()
+    handles = [m.register_forward_hook(lambda m, args, out: called.add(m)) for m in model.modules()]
+    try:
+        by_ids = pass_through(model, backbone, layers, input_ids=_IDS)[0].hidden
+        with torch.inference_mode():
+            hidden = table(_IDS)
+        by_hidden = pass_through(model, backbone, layers, inputs_embeds=hidden)[0].hidden
+    finally:
+        for handle in handles:
+            handle.remove()
+    if by_ids is None or by_hidden is None or by_ids.shape != by_hidden.shape or not torch.allclose(by_ids, by_hidden):
+        raise ModelError("its layers see more of the token ids than their embeddings")
+    return called
+
+
+def _final_norm(model: nn.Module, layers: str, embedding: str, called: set[nn.Module]) -> str:
+    """The last module beside the layers with a weight per channel that was not called before them."""
+    owner = layers.rpartition(".")[0]
+    found = ""
+    for name, module in model.get_submodule(owner).named_children():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.dim() == 1 and module not in called:
+            found = f"{owner}.{name}" if owner else name
+    return found

@@ -1,0 +1,152 @@
+"""Where a smoothing scale of a set can go, tried out: fold one in and see whether the layer still computes the same.
+
+Scales are random powers of two. Multiplying by one is exact, so a fold that is right changes no bit of the output, and
+one that is wrong has nowhere to hide. Every fold is tried on weights as they are and on ones so large that a clamp on
+the way would act.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.compress.calibration.folding import folded
+from quantkit.compress.discovery.fused_sets import Draft, same
+from quantkit.compress.discovery.recorder import Recording
+from quantkit.errors import ModelError
+from quantkit.models.families import LinearSet
+
+# Relative change of the output up to which it counts as the same: a right fold changes nothing but the order of sums.
+TOLERANCE = 1e-6
+_GAINS = (1.0, 64.0)
+_MOST_CANDIDATES = 6
+_LARGEST_EXPONENT = 2
+
+
+@dataclass(kw_only=True, slots=True)
+class Trial:
+    """One layer on which folds are tried. The layer is changed while a trial runs and put back after it.
+
+    Args:
+        block: the layer, with float32 weights.
+        run: calls it once and returns every tensor that it hands on.
+        head_dim: width of an attention head.
+    """
+
+    block: nn.Module
+    run: Callable[[], Sequence[Tensor]]
+    head_dim: int
+    expected: dict[float, list[Tensor]] = field(default_factory=dict)
+
+    def change(self, groups: Sequence[LinearSet]) -> float:
+        """Largest relative change of the layer's output when a scale is folded into each set.
+
+        Raises:
+            ModelError: the layer's output is not finite, whatever its weights.
+        """
+        self._expect()
+        values = dict(_fold(self.block, groups, self.head_dim))
+        worst = 0.0
+        with _replaced(self.block, values):
+            for gain, expected in self.expected.items():
+                with _gained(self.block, gain):
+                    worst = max(worst, *(_distance(a, b) for a, b in zip(self.run(), expected, strict=True)))
+        return worst
+
+    def _expect(self) -> None:
+        for gain in _GAINS if not self.expected else ():
+            with _gained(self.block, gain):
+                found = [tensor.clone() for tensor in self.run()]
+            if all(bool(torch.isfinite(tensor).all()) for tensor in found):
+                self.expected[gain] = found
+        if not self.expected:
+            raise ModelError("a decoder layer with random weights computes values that are not finite")
+
+
+def candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
+    """Modules that may have produced what a set reads, the likeliest first.
+
+    Args:
+        block: the layer.
+        seen: what its modules did in one run.
+        draft: the set.
+        head_dim: width of an attention head.
+    Returns:
+        relative name, and whether its outputs are value heads that several query heads share.
+    """
+    width = block.get_parameter(f"{draft.linears[0]}.weight").shape[1]
+    producers: list[tuple[str, bool]] = []
+    others: list[tuple[str, bool]] = []
+    linears = [what.order for name, what in seen.modules.items() if isinstance(block.get_submodule(name), nn.Linear)]
+    for name, what in sorted(seen.modules.items(), key=lambda item: item[1].order, reverse=True):
+        if what.order >= draft.order or name in draft.linears:
+            continue
+        parameters = dict(block.get_submodule(name).named_parameters(recurse=False))
+        weight = parameters.get("weight")
+        if weight is None or any(p.dim() == 0 or p.shape[0] != weight.shape[0] for p in parameters.values()):
+            continue
+        outputs = weight.shape[0]
+        if weight.dim() == 1 and outputs == width:
+            if same(what.output, draft.rows):
+                producers.append((name, False))
+            elif not any(what.order < order < draft.order for order in linears):
+                others.append((name, False))  # something without weights stands between
+        elif weight.dim() == 2 and isinstance(block.get_submodule(name), nn.Linear):
+            if outputs == width:
+                # Whether heads are shared is not seen where there are as many of each: the scale is one per channel.
+                others.append((name, False))
+            elif width % outputs == 0 and outputs % head_dim == 0:
+                others.append((name, True))
+    return (producers + others)[:_MOST_CANDIDATES]
+
+
+def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Iterator[tuple[str, Tensor]]:
+    for group in groups:
+        width = block.get_parameter(f"{group.linears[0]}.weight").shape[1]
+        outputs = block.get_parameter(f"{group.source}.weight").shape[0]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{group.source} {group.linears[0]}".encode()))
+        exponents = torch.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1, (outputs,), generator=generator)
+        scales = torch.exp2(exponents.float())
+        if outputs != width:
+            heads = scales.view(-1, 1, head_dim)
+            scales = heads.expand(-1, width // outputs, -1).reshape(-1)
+        yield from folded(block, group, scales, head_dim)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    size: float = expected.double().norm().item()
+    wrong: float = (found.double() - expected.double()).norm().item()
+    return wrong / size if size > 0 else wrong
+
+
+@contextmanager
+def _replaced(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """While open, these parameters have these values."""
+    kept = {name: block.get_parameter(name).data for name in values}
+    try:
+        for name, value in values.items():
+            block.get_parameter(name).data = value
+        yield
+    finally:
+        for name, value in kept.items():
+            block.get_parameter(name).data = value
+
+
+@contextmanager
+def _gained(block: nn.Module, gain: float) -> Iterator[None]:
+    """While open, the weights of all linears are `gain` times as large, a power of two."""
+    weights = [module.weight for module in block.modules() if isinstance(module, nn.Linear)]
+    try:
+        for weight in weights if gain != 1 else ():
+            weight.data.mul_(gain)
+        yield
+    finally:
+        for weight in weights if gain != 1 else ():
+            weight.data.div_(gain)

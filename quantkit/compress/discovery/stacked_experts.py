@@ -1,0 +1,119 @@
+"""Experts that a model keeps as two 3-D parameters, taken apart into linears: which names, which rows, tried out.
+
+How the outputs of gate and up lie in one tensor is not said anywhere: each way is tried with random numbers, and the
+one that computes what the module itself computes is taken.
+Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.experts import LinearExperts
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import ModelError
+from quantkit.models.families import Experts
+
+_TOKENS = 8
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Experts | None:
+    """The experts of a model's layers; None when no layer has any in 3-D parameters.
+
+    Args:
+        reader: of the checkpoint; only names are used.
+        prefix: of the layers' tensors in its files, up to a layer's number.
+        layers: the list of them, on the meta device.
+    Raises:
+        ModelError: they cannot be taken apart.
+    """
+    for index, layer in enumerate(layers.children()):
+        for name, module in layer.named_modules():
+            parameters = dict(module.named_parameters(recurse=False))
+            if all(key in parameters and parameters[key].dim() == 3 for key in ("gate_up_proj", "down_proj")):
+                gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
+                own = f"{name}.{{expert}}"
+                data = [
+                    Experts(
+                        up=(f"{own}.{gate}", f"{own}.{up}"),
+                        down=f"{own}.{down}",
+                        stacked_up=f"{name}.gate_up_proj",
+                        stacked_down=f"{name}.down_proj",
+                        transposed=transposed,
+                        interleaved=interleaved,
+                    )
+                    for transposed, interleaved in itertools.product((False, True), repeat=2)
+                ]
+                return _first_that_works(name, module, data)
+    return None
+
+
+def _stored_names(reader: CheckpointReader, owner: str) -> tuple[str, str, str]:
+    """What the files call gate, up and down of an expert; the usual names where they keep all experts in one tensor."""
+    pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
+    leaves = sorted(match.group(1) for name in reader.names if (match := pattern.fullmatch(name)))
+    if not leaves:
+        return _NAMES
+    for names in (_NAMES, ("w1", "w3", "w2")):
+        if set(names) == set(leaves):
+            return names
+    raise ModelError(
+        f"experts of {owner} consist of {', '.join(leaves)}; only gate_proj, up_proj and down_proj are known"
+    )
+
+
+def _first_that_works(name: str, module: nn.Module, options: list[Experts]) -> Experts:
+    up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
+    fused = copy.deepcopy(module).eval()
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in list(fused.named_parameters(recurse=False)):
+        values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+        fused.register_parameter(key, nn.Parameter(values, requires_grad=False))
+    for data in options:
+        wide, width = (up[2], down[1]) if data.transposed else (up[1], down[2])
+        hidden = up[1] if data.transposed else up[2]
+        if wide == 2 * width and down[2 if data.transposed else 1] == hidden and _same(fused, data, hidden):
+            return data
+    raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
+
+
+def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
+    """Whether experts of plain linears compute what the module computes."""
+    apart = LinearExperts(fused, data)
+    for name, value in _apart(fused, data):
+        owner, _, leaf = name.rpartition(".")
+        apart.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(_TOKENS, hidden, generator=generator)
+    count = fused.get_parameter("down_proj").shape[0]
+    weights, chosen = torch.rand(_TOKENS, count, generator=generator).topk(min(2, count), dim=-1)
+    with torch.inference_mode():
+        try:
+            expected: Tensor = fused(states, chosen, weights)
+        except (TypeError, RuntimeError, IndexError):  # it is called otherwise
+            return False
+        return torch.allclose(apart(states, chosen, weights), expected, rtol=1e-4, atol=1e-5)
+
+
+def _apart(fused: nn.Module, data: Experts) -> Iterator[tuple[str, Tensor]]:
+    gate, up, down = (name.rpartition(".")[2] for name in (*data.up, data.down))
+    parameters = dict(fused.named_parameters(recurse=False))
+    for kind, suffix in (("weight", ""), ("bias", "_bias")):
+        if f"gate_up_proj{suffix}" not in parameters:
+            continue
+        both, one = parameters[f"gate_up_proj{suffix}"].data, parameters[f"down_proj{suffix}"].data
+        if data.transposed and kind == "weight":
+            both, one = both.mT, one.mT
+        half = both.shape[1] // 2
+        parts = (both[:, ::2], both[:, 1::2]) if data.interleaved else (both[:, :half], both[:, half:])
+        for expert in range(both.shape[0]):
+            yield f"{expert}.{gate}.{kind}", parts[0][expert].contiguous()
+            yield f"{expert}.{up}.{kind}", parts[1][expert].contiguous()
+            yield f"{expert}.{down}.{kind}", one[expert].contiguous()

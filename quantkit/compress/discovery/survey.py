@@ -1,0 +1,134 @@
+"""What a decoder layer is made of, found by running it: sets of linears, their sources and their parents.
+
+The layer is an ordinary module with weights, its own or random ones; no family is known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
+from quantkit.compress.discovery.recorder import Recording, record
+from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, candidates
+from quantkit.models.families import LinearSet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """What was found in one layer.
+
+    Args:
+        sets: linears that read the same tensor, in running order, with the sources that were verified.
+        left_alone: linears that are not to be quantized, and why.
+        pairs: smoothing pairs that were tried: one per set to whose input something seemed to lead.
+        dropped: those that failed, each as one phrase.
+    """
+
+    sets: tuple[LinearSet, ...]
+    left_alone: dict[str, str]
+    pairs: int
+    dropped: tuple[str, ...]
+
+
+def survey(
+    block: nn.Module, run: Callable[[], Sequence[Tensor]], hidden: Tensor, *, head_dim: int, gates: Gates
+) -> Survey:
+    """Find the sets of a layer and try out where their smoothing scales can go.
+
+    Args:
+        block: the layer with float32 weights; changed while this runs and put back after it.
+        run: calls it once on `hidden` and returns every tensor that it hands on.
+        hidden: (B, T, D), random.
+        head_dim: width of an attention head.
+        gates: which linears are no features by the number of their outputs.
+    Raises:
+        ModelError: the layer's output is not finite.
+    """
+    seen = record(block, run)
+    drafts, alone = draft_sets(block, seen, gates)
+    trial = Trial(block=block, run=run, head_dim=head_dim)
+    found: list[tuple[int, LinearSet]] = []
+    dropped: list[str] = []
+    pairs = 0
+    for alike in _by_key(drafts):
+        plain = [_plain(block, seen, draft, alike[0], hidden) for draft in alike]
+        options = [_with_source(plain, *option) for option in candidates(block, seen, alike[0], head_dim)]
+        groups, failure = _choose(trial, [option for option in options if option])
+        pairs += bool(groups or failure)
+        dropped += [failure] if failure else []
+        found += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
+    sets = tuple(group for _, group in sorted(found, key=lambda item: item[0]))
+    return Survey(sets=sets, left_alone=alone, pairs=pairs, dropped=tuple(dropped))
+
+
+def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
+    """Sets of the same linears of every expert together, and every other set by itself."""
+    alike: dict[tuple[str, ...], list[Draft]] = {}
+    for draft in drafts:
+        alike.setdefault(draft.key, []).append(draft)
+    return list(alike.values())
+
+
+def _plain(block: nn.Module, seen: Recording, draft: Draft, first: Draft, hidden: Tensor) -> LinearSet:
+    """A set without a source; `first` is the same set of an expert that was called."""
+    parent = _same_expert(_parent(seen, first.linears, hidden), first.linears[0], draft.linears[0])
+    return LinearSet(linears=tuple(draft.linears), source=None, parent=parent, beside=tuple(draft.beside))
+
+
+def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list[LinearSet]:
+    """The sets with a source each; nothing when they would have to share one, which only one of them could use."""
+    first = plain[0].linears[0]
+    sources = [_same_expert(source, first, group.linears[0]) for group in plain]
+    if len(set(sources)) < len(sources):
+        return []
+    return [replace(group, source=name, grouped_heads=grouped) for group, name in zip(plain, sources, strict=True)]
+
+
+def _choose(trial: Trial, options: Sequence[list[LinearSet]]) -> tuple[list[LinearSet], str]:
+    """The first option that changes nothing; when none does, what the likeliest of them changes."""
+    failure = ""
+    for option in options:
+        change = trial.change(option)
+        if change <= TOLERANCE:
+            return option, ""
+        source, linear = option[0].source or "", option[0].linears[0]
+        failure = failure or f"{template(source)} -> {template(linear)} would change the output by {change:.1g}"
+    return [], failure
+
+
+def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
+    """Smallest module that contains the linears and returns hidden states; the linear itself or the layer if none."""
+    owner = _common_owner(linears)
+    own = seen.modules[linears[0]].output
+    alone = len(linears) == 1
+    if alone and expert(linears[0]) != linears[0] and own is not None and own.shape[-1] == hidden.shape[-1]:
+        return linears[0]  # one expert's share of the hidden states
+    if alone and _is_hidden(own, hidden):
+        around = seen.modules[owner].output if owner in seen.modules else None
+        if not owner or same(own, around):
+            return linears[0]
+    while owner:
+        if owner in seen.modules and _is_hidden(seen.modules[owner].output, hidden):
+            return owner
+        owner = owner.rpartition(".")[0]
+    return linears[0] if alone else ""
+
+
+def _common_owner(names: Sequence[str]) -> str:
+    """The innermost module that contains all of them; empty for the layer itself."""
+    owners = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    return ".".join(parts[0] for parts in common)
+
+
+def _is_hidden(output: Tensor | None, hidden: Tensor) -> bool:
+    return output is not None and output.shape[-1:] == hidden.shape[-1:] and output.numel() == hidden.numel()
+
+
+def _same_expert(name: str, first: str, other: str) -> str:
+    """A name inside the expert of `first` as the same of the expert of `other`; any other name is itself."""
+    return expert(other) + name.removeprefix(expert(first)) if name.startswith(expert(first)) else name

@@ -1,0 +1,67 @@
+"""From calibration data to the hidden states before the first layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.compress.calibration.dataset import Samples, load_samples
+from quantkit.compress.pipeline.plan import Plan
+from quantkit.errors import ModelError, first_line
+
+# Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
+_BATCH_TOKENS = 2048
+
+
+def read_samples(plan: Plan) -> Samples | None:
+    """Calibration samples of a plan; None when its recipe needs none.
+
+    Raises:
+        ModelError: the model has no usable tokenizer.
+        DataError: the data cannot be used.
+    """
+    calibration = plan.recipe.calibration
+    if calibration is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
+        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    samples = load_samples(
+        plan.bundled_text if calibration.data == "bundled" else calibration.data,
+        tokenizer,
+        samples=calibration.samples,
+        sequence_length=calibration.sequence_length,
+        vocab_size=plan.reader.info(f"{plan.architecture.embedding}.weight").shape[0],
+        seed=plan.recipe.seed,
+        field=calibration.field,
+        split=calibration.split,
+    )
+    limit = plan.reader.config.get("max_position_embeddings")
+    if limit is None or calibration.sequence_length <= limit:
+        return samples
+    text = f"sequence_length {calibration.sequence_length} is beyond the {limit} positions that the model was made for"
+    return replace(samples, warnings=(*samples.warnings, text))
+
+
+def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
+    """Hidden states before the first layer, batches (B, T, D) of samples of equal length, on the CPU.
+
+    Only the embedding rows of tokens that occur are read.
+    """
+    used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
+    name = f"{plan.architecture.embedding}.weight"
+    table = plan.reader.gather_rows(name, used)
+    row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
+    row_of[used] = torch.arange(len(used))
+    ordered = sorted(samples.token_ids, key=len, reverse=True)  # errors are measured on the first batches
+    for length, group in itertools.groupby(ordered, key=len):
+        ids = torch.tensor(list(group))  # (B, T)
+        for batch in torch.split(ids, max(1, _BATCH_TOKENS // length)):
+            yield plan.skeleton.embed(batch, table, row_of)

@@ -1,0 +1,161 @@
+"""The KV cache of a recipe in the life of a checkpoint: refused early, calibrated per layer, written, read back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.calibration.kv_cache import calibrate_cache
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.recipe import Recipe
+from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
+from quantkit.models.families import Architecture
+from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
+from quantkit.results import CacheRecord, LayerRecord
+
+_LATENT = "kv_lora_rank"
+_KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
+_ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
+_SCALED_FORMAT = "compressed-tensors"
+_NO_ENTRY = ("gguf",)
+
+
+def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse what cannot be done, before any work.
+
+    Args:
+        recipe: with what it says about the KV cache.
+        config: contents of the model's config.json.
+    Raises:
+        ModelError: the model, or a layer of it, caches something else than keys and values.
+        SchemeError: the format cannot hold what the cache needs.
+    """
+    goal = recipe.kv_cache
+    if goal is None:
+        return
+    inner = config.get("text_config")
+    described = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
+    others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
+    if others:
+        raise ModelError(
+            f"some layers of this model keep a state instead of keys and values ({', '.join(others)}), which kv_cache "
+            "does not describe; leave kv_cache out of the recipe"
+        )
+    latent = described.get(_LATENT)
+    if latent:
+        raise ModelError(
+            f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "
+            "not describe; leave kv_cache out of the recipe"
+        )
+    if goal.has_fixed_scales and recipe.format != _SCALED_FORMAT:
+        raise SchemeError(
+            f"format {recipe.format!r} has no place for scales of the KV cache: set format={_SCALED_FORMAT}, "
+            "or kv_cache.granularity=token, which needs none"
+        )
+    if recipe.format in _NO_ENTRY:
+        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={_SCALED_FORMAT}")
+
+
+def find_cache(goal: CacheGoal, architecture: Architecture, layer: LayerContext) -> CacheRecord:
+    """Decide on the KV cache of a layer whose weights are final.
+
+    Args:
+        goal: what the recipe asks for.
+        architecture: of the model.
+        layer: modified: gets the scales to write, and a note where the decision differs from the goal.
+    """
+    found = calibrate_cache(layer, goal)
+    if found.note is not None:
+        layer.notes.append(found.note)
+    if goal.has_fixed_scales:
+        layer.cache_scales = cache_tensors(attention_module(layer.block, architecture), found.cache)
+    return found.record
+
+
+def attention_module(block: nn.Module, architecture: Architecture) -> str:
+    """Relative name of the module of a layer that attends.
+
+    Raises:
+        ModelError: it cannot be told.
+    """
+    name: str = architecture.parts.output.rpartition(".")[0]
+    modules = dict(block.named_modules())
+    if name and name in modules:
+        return name
+    numbered = [other for other, module in modules.items() if other and hasattr(module, "layer_idx")]
+    if len(numbered) != 1:
+        raise ModelError(
+            f"which module of a layer attends cannot be told ({numbered}); leave kv_cache out of the recipe"
+        )
+    return str(numbered[0])
+
+
+def check_scales(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """The scales in a shard are those that calibration found, each a positive number.
+
+    Raises:
+        AuditError: names the tensor.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in expected.items():
+            found = file.get_tensor(name)
+            if not torch.equal(found, tensor) or found.dtype != tensor.dtype:
+                raise AuditError(f"{name} in {path.name} is not the scale that was calibrated")
+            if not bool(((found > 0) & torch.isfinite(found)).all()):
+                raise AuditError(f"{name} is zero, negative or not finite")
+
+
+def with_cache(
+    recipe: Recipe, config: Mapping[str, Any], described: dict[str, Any], records: Sequence[LayerRecord]
+) -> dict[str, Any]:
+    """The config.json to write: what is described, and the KV cache, which takes the place of one in the source.
+
+    Args:
+        recipe: as given.
+        config: contents of the source's config.json.
+        described: entries that the format adds.
+        records: one per layer.
+    """
+    if recipe.kv_cache is None:
+        return {**config, **described}
+    config = {key: value for key, value in config.items() if key != CONFIG_KEY}
+    layers = [scheme_from_dict(record.kv_cache.scheme) for record in records if record.kv_cache is not None]
+    return {**config, **describe_cache(described, recipe.kv_cache.scheme, layers)}
+
+
+def check_cache_written(
+    folder: Path, recipe: Recipe, config: Mapping[str, Any], records: Sequence[LayerRecord]
+) -> None:
+    """A finished checkpoint says of its cache what was decided, and holds the scales that the records have.
+
+    Args:
+        folder: of the checkpoint.
+        recipe: as given.
+        config: contents of its config.json.
+        records: one per layer.
+    Raises:
+        AuditError: it does not.
+    """
+    if recipe.kv_cache is None:
+        return
+    schemes = read_cache_schemes(config, len(records))
+    reader = CheckpointReader(folder)
+    for index, record in enumerate(records):
+        kept = record.kv_cache
+        if kept is None or schemes is None or schemes[index] != scheme_from_dict(kept.scheme):
+            raise AuditError(f"config.json describes the KV cache of {record.name} differently from what was decided")
+        for side, scales in (("k", kept.key_scale), ("v", kept.value_scale)):
+            names = [n for n in reader.names if n.startswith(f"{record.name}.") and n.endswith(f".{side}_scale")]
+            stored = [value for name in names for value in reader.tensor(name).flatten().tolist()]
+            if len(stored) != len(scales) or not all(map(math.isclose, stored, scales)):
+                raise AuditError(f"{record.name}: the stored {side}_scale is {stored}, calibrated was {list(scales)}")

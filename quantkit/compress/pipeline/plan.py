@@ -1,0 +1,326 @@
+"""Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.checkpoints.source import resolve
+from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original
+from quantkit.compress.algorithms.base import predicted_bytes as steps_bytes
+from quantkit.compress.discovery.discover import Discovery
+from quantkit.compress.pipeline.kv_cache import check_cache
+from quantkit.compress.pipeline.loaders import check_loaders
+from quantkit.compress.pipeline.model import find_model
+from quantkit.compress.recipe import Recipe
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
+from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
+from quantkit.models.families import Architecture, LinearSet, split_experts
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
+
+FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One compression, checked and ready to run.
+
+    Args:
+        model: as given, "demo" for the bundled model.
+        reader, skeleton, architecture, recipe, format: its parts.
+        layers: per decoder layer, scheme of each linear to quantize by relative name.
+        left_alone: full names of linears that are not quantized, the head included.
+        scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
+        source_dtype: widest of the decoder layers' weights as stored.
+        compute_dtype: of the layer under compression and the hidden states.
+        output: directory of the finished checkpoint.
+        device: where layers are computed.
+        warnings: what loaders will not do with the result; one sentence each.
+        discovery: what was found of a model that no file describes.
+    """
+
+    model: str
+    reader: ModelReader
+    skeleton: Skeleton
+    architecture: Architecture
+    recipe: Recipe
+    format: Format
+    layers: tuple[dict[str, LinearScheme], ...]
+    left_alone: tuple[str, ...]
+    scale_dtype: dict[str, torch.dtype]
+    source_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    output: Path
+    device: torch.device
+    warnings: tuple[str, ...] = ()
+    discovery: Discovery | None = None
+
+    @property
+    def linears(self) -> dict[str, LinearScheme]:
+        """Scheme of each linear to quantize by full name."""
+        return {
+            f"{self.skeleton.layer_name(index)}.{name}": scheme
+            for index, schemes in enumerate(self.layers)
+            for name, scheme in schemes.items()
+        }
+
+    @property
+    def all_tokens(self) -> bool:
+        """Whether statistics of experts are of all tokens."""
+        return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
+
+    def sets(self, index: int) -> tuple[LinearSet, ...]:
+        """Linears of a layer whose statistics are of the same tensor."""
+        sets = self.skeleton.linear_sets(index)
+        return sets if self.all_tokens else split_experts(sets)
+
+    @property
+    def group_order(self) -> bool:
+        """Whether some step forms groups in another order than that of the inputs."""
+        return any(getattr(step, "reorders_groups", False) for step in self.recipe.steps)
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether some step compares with the original model, whose hidden states are then kept too."""
+        return needs_original(self.recipe.steps)
+
+    @property
+    def rest(self) -> list[str]:
+        """Names of the tensors outside the decoder layers, which are copied as they are."""
+        prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
+        return [name for name in self.reader.names if not name.startswith(prefixes)]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.skeleton.head_dim
+
+    @property
+    def bundled_text(self) -> Path:
+        """The text that `calibration.data: bundled` means for this model."""
+        if self.reader.path.resolve() == DEMO_MODEL.resolve():
+            return DEMO_TEXT
+        return GENERAL_TEXT
+
+
+def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
+    """Check model, recipe and format against each other.
+
+    Args:
+        model: directory or hub id; None = the bundled demo model.
+        recipe: what to do.
+        output: directory; None = `<model>-<recipe>` in the current one.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+    Raises:
+        ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
+    """
+    source = CheckpointReader(DEMO_MODEL if model is None else resolve(model))
+    name = "demo" if model is None else model
+    short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
+    if "quantization_config" in source.config:
+        raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
+    check_cache(recipe, source.config)
+    architecture, discovery = find_model(source)
+    reader = _open(source.path, architecture, recipe, described=discovery is None)
+    place = pick_device(device)
+    dtype = _source_dtype(reader, architecture)
+    compute = pick_compute_dtype(dtype, place)
+    skeleton = Skeleton(reader, architecture, compute, place)
+    skeleton.check_tensors()
+    layers, left_alone = _assign(skeleton, recipe)
+    format_ = FORMATS.load(recipe.format)
+    _check_format(skeleton, layers, format_)
+    warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
+    _check_steps(recipe, format_)
+    target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
+    _check_output(target, reader.path)
+    full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
+    return Plan(
+        model=name,
+        reader=reader,
+        skeleton=skeleton,
+        architecture=architecture,
+        recipe=recipe,
+        format=format_,
+        layers=layers,
+        left_alone=left_alone,
+        scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
+        source_dtype=dtype,
+        compute_dtype=compute,
+        output=target,
+        device=place,
+        warnings=warnings if discovery is None else (discovery.summary, *warnings),
+        discovery=discovery,
+    )
+
+
+def _open(path: Path, architecture: Architecture, recipe: Recipe, *, described: bool) -> ModelReader:
+    """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
+    for step, name in zip(recipe.steps, recipe.step_names, strict=True):
+        if isinstance(step, Opener):
+            if not described:
+                raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
+            return step.open(path, architecture)
+    return ModelReader(path, architecture)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a user means.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
+    return device
+
+
+def stored_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
+    """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
+    return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
+
+
+def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
+    """The source's dtype where the device is fast in it, else float32.
+
+    On CPUs float16 products have no fast path, and bfloat16 ones only where the instruction set has them.
+    """
+    if device.type == "cuda":
+        return source
+    if source == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _check_output(output: Path, source: Path) -> None:
+    """The output must not be the source, nor lie inside it or around it: replacing it would destroy the model."""
+    target, model = output.resolve(), source.resolve()
+    if target == model or target in model.parents or model in target.parents:
+        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
+
+
+def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+    """Widest dtype of the decoder layers' weights, which must all be float types."""
+    names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
+    if not names:
+        raise ModelError(
+            f"{reader.path}: the checkpoint has no decoder layers, no tensor under {architecture.layers}.*"
+        )
+    for name in names:
+        if reader.info(name).dtype not in FLOAT_SOURCES:
+            raise ModelError(
+                f"{reader.path}: tensor {name} is {reader.info(name).dtype}; "
+                "weights must be float32, bfloat16 or float16 to be compressed"
+            )
+    return reduce(torch.promote_types, (reader.info(name).dtype for name in names))
+
+
+def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
+    """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
+    scheme, every = recipe.scheme, list[str]()
+    layers: list[dict[str, LinearScheme]] = []
+    left_alone: list[str] = []
+    for index in range(skeleton.num_layers):
+        prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
+        found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
+        for names in (names for group in sets for names in group.fused):
+            if len({found[name] for name in names}) > 1:
+                listed = ", ".join(names if len(names) <= 4 else (*names[:3], f"... {names[-1]}"))
+                raise RecipeError(
+                    f"{prefix}: {listed} are fused by inference engines and need one scheme; "
+                    "widen the pattern in overrides or ignore to cover all of them"
+                )
+        every += [f"{prefix}.{name}" for name in found]
+        layers.append({name: item for name, item in found.items() if item is not None})
+        left_alone += [f"{prefix}.{name}" for name, item in found.items() if item is None]
+        left_alone += [f"{prefix}.{name}" for group in sets for name in group.beside]
+    for rule in scheme.rules:
+        if not any(rule.matches(name) for name in every):
+            raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
+    if not any(layers) and recipe.kv_cache is None:
+        raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
+    return tuple(layers), tuple(dict.fromkeys((*left_alone, *skeleton.other_linears(), skeleton.architecture.head)))
+
+
+def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:
+    checked: set[tuple[LinearScheme, tuple[int, int]]] = set()
+    for index, schemes in enumerate(layers):
+        shapes = skeleton.linear_shapes(index)
+        for name, scheme in schemes.items():
+            if (scheme, shapes[name]) in checked:
+                continue
+            try:
+                format_.check(scheme, shapes[name])
+            except SchemeError as error:
+                hint = _common_group(skeleton, layers, scheme.weight)
+                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}{hint}") from None
+            checked.add((scheme, shapes[name]))
+    format_.config({f"{skeleton.layer_name(i)}.{n}": s for i, ss in enumerate(layers) for n, s in ss.items()}, ())
+
+
+def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], asked: WeightScheme) -> str:
+    """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
+    widths = {skeleton.linear_shapes(i)[name][1] for i, schemes in enumerate(layers) for name in schemes}
+    common, size = math.gcd(*widths), asked.group_size
+    if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
+        return ""
+    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
+    return f"; for all linears: --set weights.group_size={fitting}"
+
+
+def _check_steps(recipe: Recipe, format_: Format) -> None:
+    if not format_.holds_group_index and any(getattr(step, "reorders_groups", False) for step in recipe.steps):
+        raise SchemeError(
+            f"format {recipe.format!r} cannot store groups in activation order: "
+            "set steps.gptq.act_order=weight, or format=dense"
+        )
+
+
+def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
+    """What a run will hold in memory at once, by purpose; see `algorithms.base.predicted_bytes`.
+
+    Args:
+        plan: the run.
+        num_tokens: calibration tokens whose hidden states are kept in memory.
+    """
+    size = plan.compute_dtype.itemsize
+    shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
+    sizes = LayerSizes(
+        weights=max(sum(n * k for n, k in layer.values()) for layer in shapes),
+        tallest=max(n * k for layer in shapes for n, k in layer.values()),
+        width=max(k for layer in shapes for _, k in layer.values()),
+        element_bytes=size,
+        states_bytes=num_tokens * plan.skeleton.hidden_size * size,
+    )
+    return steps_bytes(plan.recipe.steps, sizes)
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of everything that decides the bits of a result."""
+    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
+        return "unknown"

@@ -1,0 +1,96 @@
+"""Changes to single fields of a recipe from outside: `weights.group_size=32`, `steps.gptq.damping=0.05`.
+
+Not inheritance between files: a recipe that differs in more than a few fields is copied and edited.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantkit.compress.recipe.document import parse_value
+from quantkit.compress.recipe.schema import Activations, Calibration, Document, KVCache, Section, Weights
+from quantkit.compress.recipe.steps import option_names, step_name
+from quantkit.errors import RecipeError, suggestion
+
+__all__ = ["Overrides", "patched"]
+
+Overrides = Mapping[str, Any] | Sequence[str]
+
+SECTIONS: dict[str, type[Section]] = {
+    "weights": Weights,
+    "activations": Activations,
+    "kv_cache": KVCache,
+    "calibration": Calibration,
+}
+
+
+def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """A copy of a recipe's data with fields replaced; the result is checked by whoever builds the recipe from it.
+
+    Args:
+        data: plain data of a recipe; not modified.
+        overrides: values by dotted path, or `path=value` texts whose value is YAML. Later ones win.
+    Raises:
+        RecipeError: a text without `=`, or a path that no recipe has; the message suggests the nearest.
+    """
+    result = copy.deepcopy(dict(data))
+    for path, value in _pairs(overrides):
+        _assign(result, path, value)
+    return result
+
+
+def _pairs(overrides: Overrides) -> list[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        return list(overrides.items())
+    pairs = []
+    for text in [overrides] if isinstance(overrides, str) else overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"override {text!r} has no '='; write it as weights.group_size=32")
+        pairs.append((path.strip(), parse_value(value, f"override {text!r}")))
+    return pairs
+
+
+def _assign(data: dict[str, Any], path: str, value: Any) -> None:
+    valid = _paths(data)
+    if path not in valid:
+        raise RecipeError(_refusal(data, path, valid))
+    first, *rest = path.split(".")
+    if not rest:
+        data[first] = value
+    elif first == "steps":
+        _assign_option(data["steps"], rest[0], rest[1], value)
+    else:
+        section = data.get(first)
+        data[first] = {**(section if isinstance(section, dict) else {}), rest[0]: value}
+
+
+def _assign_option(steps: list[Any], name: str, option: str, value: Any) -> None:
+    position = next(place for place, item in enumerate(steps) if step_name(item) == name)
+    item = steps[position]
+    given = next(iter(item.values())) if isinstance(item, dict) else None
+    steps[position] = {name: {**(given or {}), option: value}}
+
+
+def _names(data: Mapping[str, Any]) -> list[str]:
+    steps = data.get("steps")
+    return [name for name in map(step_name, steps) if name] if isinstance(steps, list) else []
+
+
+def _paths(data: Mapping[str, Any]) -> list[str]:
+    paths = list(Document.model_fields)
+    paths += [f"{name}.{field}" for name, section in SECTIONS.items() for field in section.model_fields]
+    return paths + [f"steps.{name}.{option}" for name in _names(data) for option in option_names(name)]
+
+
+def _refusal(data: Mapping[str, Any], path: str, valid: list[str]) -> str:
+    first, *rest = path.split(".")
+    if first == "overrides" and rest:
+        return f"override {path!r}: the list 'overrides' can only be replaced as a whole; edit a copy of the recipe"
+    if first == "steps" and rest and rest[0] not in _names(data):
+        return f"override {path!r}: the recipe has no step {rest[0]!r}; its steps: {', '.join(_names(data)) or 'none'}"
+    parent = path.rpartition(".")[0]
+    family = [name for name in valid if name.rpartition(".")[0] == parent] or list(Document.model_fields)
+    return f"override {path!r}: no such field{suggestion(path, valid)}; there are: {', '.join(family)}"

@@ -1,0 +1,271 @@
+"""What a recipe file may say: strict models of the YAML, and one-line messages for whatever they refuse.
+
+Not the recipe itself: `load` turns these into the objects that the pipeline uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from quantkit.compress.recipe.document import shorten
+from quantkit.errors import RecipeError, SchemeError, suggestion
+from quantkit.numerics.dtype import find_dtype
+
+__all__ = [
+    "Activations",
+    "CacheSide",
+    "Calibration",
+    "Document",
+    "KVCache",
+    "Override",
+    "Section",
+    "WeightChanges",
+    "Weights",
+    "validate",
+]
+
+DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"
+
+
+def _dtype(name: str) -> str:
+    try:
+        return find_dtype(name).name
+    except SchemeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _group_size(value: Any) -> int | str:
+    if value in ("auto", "channel", "tensor") and isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        return value
+    raise ValueError(
+        f"expected a positive whole number, 'channel', 'tensor' or a block such as 128x128, found {shorten(value)}"
+    )
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(item, str) and item for item in found):
+        raise ValueError(f"expected a module pattern or a list of them, found {shorten(value)}")
+    for item in found:
+        _check_expression(item)
+    return tuple(found)
+
+
+def _gates(value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
+        raise ValueError(f"expected a gate such as 'recovery>=98.9' or a list of them, found {shorten(value)}")
+    return tuple(found)
+
+
+def _check_expression(pattern: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def _data(value: str) -> str:
+    if value == "bundled" or value.endswith((".txt", ".jsonl")) or (value.startswith("hub:") and len(value) > 4):
+        return value
+    raise ValueError(f"{DATA_HELP}, found {value!r}{suggestion(value, ['bundled'])}")
+
+
+def _name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        return value
+    raise ValueError(f"expected letters, digits, '.', '_' and '-' (it becomes part of a directory), found {value!r}")
+
+
+DTypeName = Annotated[str, AfterValidator(_dtype)]
+GroupSize = Annotated[int | str, PlainValidator(_group_size)]
+Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
+Gates = Annotated[tuple[str, ...], PlainValidator(_gates)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A mapping of the file: strict types, and unknown keys are refused with the valid ones."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        names = ", ".join(cls.model_fields) or "none"
+        if not isinstance(data, Mapping):
+            raise ValueError(f"expected a mapping with the keys {names}, found {shorten(data)}")
+        for key in data:
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}{suggestion(str(key), cls.model_fields)}; there are: {names}")
+        return data
+
+
+class Weights(Section):
+    """`weights:` of the file."""
+
+    dtype: DTypeName
+    group_size: GroupSize = "auto"
+    symmetric: bool = True
+
+
+class WeightChanges(Section):
+    """`weights:` of an override; None = inherited."""
+
+    dtype: DTypeName | None = None
+    group_size: GroupSize | None = None
+    symmetric: bool | None = None
+
+
+class Activations(Section):
+    """`activations:` of the file."""
+
+    dtype: DTypeName
+    dynamic: bool = True
+    group_size: Positive | None = None
+    clip: Literal["absmax", "mse"] = "absmax"
+
+
+Granularity = Literal["tensor", "head", "token", "channel"]
+
+
+class CacheSide(Section):
+    """`keys:` or `values:` of `kv_cache:`; None = as is said for both, else what suits the number type."""
+
+    dtype: DTypeName | None = None
+    granularity: Granularity | None = None
+
+
+class KVCache(Section):
+    """`kv_cache:` of the file."""
+
+    dtype: DTypeName
+    granularity: Granularity | None = None
+    keys: CacheSide = CacheSide()
+    values: CacheSide = CacheSide()
+    rotation: Literal["none", "hadamard"] = "none"
+    outliers: Literal["detect", "off"] = "detect"
+    remedy: Literal["auto", "channel", "int8", "fp8", "leave"] = "auto"
+    clip: Literal["absmax", "mse"] = "absmax"
+
+
+class Override(Section):
+    """One entry of `overrides:`: other weights for some modules, or none."""
+
+    modules: Patterns
+    weights: WeightChanges | None = None
+    skip: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Override:
+        if (self.weights is None) == (self.skip is None):
+            raise ValueError("give either 'weights' or 'skip: true', not both and not neither")
+        return self
+
+
+class Calibration(Section):
+    """`calibration:` of the file."""
+
+    data: Annotated[str, AfterValidator(_data)] = "bundled"
+    samples: Positive = 128
+    sequence_length: Annotated[int, Field(ge=8)] = 512
+    field: str = "text"
+    split: str = "train"
+    experts: Literal["all", "routed"] = "all"
+
+
+class Document(Section):
+    """A whole recipe file; the entries of `steps` are checked against the algorithms' own fields."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    description: str = ""
+    weights: Weights | None = None
+    activations: Activations | None = None
+    kv_cache: KVCache | None = None
+    ignore: Patterns = ()
+    overrides: list[Override] = []
+    steps: list[Any] = []
+    calibration: Calibration | None = None
+    format: str = "compressed-tensors"
+    gates: Gates = ()
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+S = TypeVar("S", bound=BaseModel)
+
+EXPECTED = {
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "list_type": "expected a list",
+    "dict_type": "expected a mapping",
+}
+
+
+def validate(model: type[S], data: Any, where: str, prefix: str = "") -> S:
+    """`data` as an instance of `model`.
+
+    Args:
+        model: a pydantic model.
+        data: plain data.
+        where: the file, for messages.
+        prefix: dotted path of `data` inside the file, for messages.
+    Raises:
+        RecipeError: one line: file, dotted path, value found, what is valid.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        path = dotted(_trim(details[0]["loc"], data, details[0]["type"]), prefix)
+        more = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
+        raise RecipeError(f"{where}: {path}{': ' if path else ''}{_explain(details[0])}{more}") from None
+
+
+def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
+    """A location as users write it: `overrides[0].weights.dtype`.
+
+    Args:
+        location: keys and list positions.
+        prefix: what comes before it.
+    """
+    text = prefix
+    for piece in location:
+        text += f"[{piece}]" if isinstance(piece, int) else f".{piece}" if text else str(piece)
+    return text
+
+
+def _trim(location: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
+    """The location without the names of union branches, which pydantic appends and no file contains."""
+    kept: list[int | str] = []
+    for piece in location:
+        try:
+            data = data[piece]
+        except (KeyError, IndexError, TypeError):
+            return tuple(kept) if kind != "missing" else (*kept, piece)
+        kept.append(piece)
+    return tuple(kept)
+
+
+def _explain(details: Any) -> str:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    if kind == "missing":
+        return "is required but missing"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        expected = context["expected"].replace("True", "true")
+        options = re.findall(r"'([^']*)'", expected)
+        return f"expected {expected}, found {shorten(value)}{suggestion(str(value), options)}"
+    text = EXPECTED.get(kind, details["msg"][:1].lower() + details["msg"][1:])
+    return f"{text}, found {shorten(value)}"

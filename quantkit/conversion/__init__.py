@@ -1,5 +1,0 @@
-"""The same codes in another on-disk format, layer by layer; `convert` is the whole of it."""
-
-from quantkit.conversion.run import Conversion, convert
-
-__all__ = ["Conversion", "convert"]

@@ -1,0 +1,252 @@
+"""The units of a quantized model, each ready to take its place in the original: what engines fuse is one unit.
+
+AWQ and SmoothQuant move scales between a linear and what feeds it, so a quantized linear does not fit into the original
+as it is. Its inputs and outputs are scaled back here: exactly where a norm feeds it, since both norms are on disk, and
+where another linear does by least squares against the original weight, whose rounding error it cannot see.
+N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import ModelError
+from quantkit.formats.base import Format
+from quantkit.kernels.linear import Linear
+from quantkit.models.family import LinearSet
+from quantkit.numerics.scheme import Scheme
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.layers import MLP
+from quantkit.runtime.model.loader import find_format
+from quantkit.runtime.model.manifest import is_quantized, local_names
+from quantkit.runtime.model.model import NativeModel
+
+_SMOOTHING_STEPS = ("awq", "smoothquant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """One unit of the model that is quantized.
+
+    Args:
+        layer: its number.
+        name: e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
+        modules: full names of its linears.
+        part: the piece of the original that it replaces: the object and its attribute.
+        replacement: what takes its place.
+        quantized_bytes, stored_bytes, dense_bytes: on disk as quantized, as the original stores it, and in 16 bits.
+    """
+
+    layer: int
+    name: str
+    modules: tuple[str, ...]
+    part: tuple[Any, str]
+    replacement: Any
+    quantized_bytes: int
+    stored_bytes: int
+    dense_bytes: int
+
+
+class Rescaled:
+    """A linear between tensors of another scale.
+
+    Args:
+        linear: (T, K) -> (T, N).
+        inputs: (K,) factors of its input, or None.
+        outputs: (N,) factors of its output, or None.
+    """
+
+    def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.stored_bytes, self.description = linear.stored_bytes, linear.description
+        self._linear, self._inputs, self._outputs = linear, inputs, outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        y = self._linear(x if self._inputs is None else (x * self._inputs).to(x.dtype))
+        return y if self._outputs is None else (y * self._outputs).to(x.dtype)
+
+
+@contextmanager
+def swapped(units: list[Unit]) -> Iterator[None]:
+    """The original with these units quantized, for as long as the block runs."""
+    kept = [getattr(*unit.part) for unit in units]
+    try:
+        for unit in units:
+            setattr(*unit.part, unit.replacement)
+        yield
+    finally:
+        for unit, value in zip(units, kept, strict=True):
+            setattr(*unit.part, value)
+
+
+def find_units(llm: LLM, original: LLM) -> list[Unit]:
+    """Every unit of a model that is quantized, in running order.
+
+    Args:
+        llm: the quantized model.
+        original: loaded in the same arithmetic; its blocks are what the units refer to.
+    Raises:
+        ModelError: one of them does not run natively, or they differ in arithmetic or in layers.
+    """
+    ours, theirs = llm.model, original.model
+    if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
+        raise ModelError(f"{llm.path}: a damage map needs models that run natively, and this one runs by transformers")
+    if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
+        raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
+    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.architecture.layers)
+    return [unit for index in range(len(ours.blocks)) for unit in _layer_units(sources, ours, theirs, index)]
+
+
+def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[Unit]:
+    """The units of one layer."""
+    architecture = ours.config.architecture
+    parts, here, there = architecture.parts, ours.blocks[index], theirs.blocks[index]
+    pieces: list[tuple[tuple[str, ...], Any, Any, str]] = [
+        (parts.qkv, here.attention, there.attention, "qkv"),
+        ((parts.output,), here.attention, there.attention, "output"),
+    ]
+    if isinstance(here.mlp, MLP):
+        pieces.append((parts.up, here.mlp, there.mlp, "up"))
+        pieces.append(((parts.down,), here.mlp, there.mlp, "down"))
+    sets = architecture.sets_of_layer(partial(sources.has, index), sources.original.config)
+    for names, mine, other, attribute in pieces:
+        modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
+        if any(sources.is_quantized(module) for module in modules):
+            linear = sources.fit(getattr(mine, attribute), names, index, sets)
+            yield sources.unit(index, _unit_name(names), modules, (other, attribute), linear)
+    if not isinstance(here.mlp, MLP):
+        prefix = f"{sources.layers}.{index}.mlp."
+        experts = tuple(name for name in sources.modules if name.startswith(prefix) and sources.is_quantized(name))
+        if experts:
+            yield sources.unit(index, "experts", experts, (there, "mlp"), here.mlp)
+
+
+def _unit_name(names: tuple[str, ...]) -> str:
+    """`q/k/v` of q_proj, k_proj and v_proj."""
+    return "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in names)
+
+
+class _Sources:
+    """Both checkpoints on disk.
+
+    Args:
+        quantized, original: their readers.
+        layers: name of the list of decoder layers.
+    """
+
+    def __init__(self, quantized: CheckpointReader, original: CheckpointReader, layers: str) -> None:
+        self.quantized, self.original, self.layers = quantized, original, layers
+        self.modules = local_names(quantized)
+        self._stored = find_format(quantized)
+        self._smoothed = _was_smoothed(quantized)
+
+    def is_quantized(self, module: str) -> bool:
+        """Whether a linear is stored as codes."""
+        return is_quantized(module, self.modules.get(module, ()), self._stored[1])
+
+    def has(self, layer: int, name: str) -> bool:
+        """Whether a layer of the original has a linear or norm of this relative name."""
+        return f"{self.layers}.{layer}.{name}.weight" in self.original
+
+    def unit(self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any) -> Unit:
+        """A unit with its sizes."""
+        dense = [self.original.info(f"{module}.weight") for module in modules if f"{module}.weight" in self.original]
+        return Unit(
+            layer=layer,
+            name=name,
+            modules=modules,
+            part=part,
+            replacement=replacement,
+            quantized_bytes=sum(
+                self.quantized.info(f"{module}.{local}").num_bytes
+                for module in modules
+                for local in self.modules[module]
+            ),
+            stored_bytes=sum(info.num_bytes for info in dense),
+            dense_bytes=sum(2 * info.num_bytes // info.dtype.itemsize for info in dense),
+        )
+
+    def fit(self, linear: Linear, names: tuple[str, ...], index: int, sets: tuple[LinearSet, ...]) -> Linear:
+        """The linear, made to fit between what the original has before and after it."""
+        prefix = f"{self.layers}.{index}."
+        home = next((group for group in sets if set(names) & set(group.linears)), None)
+        if home is None or self._smoothed is False:
+            return linear
+        inputs = None if home.source is None else self._norm_ratio(prefix + home.source)
+        if self._smoothed is None and inputs is None:
+            return linear  # nothing says that anything was moved
+        feeds = {group.source for group in sets}
+        by_least_squares = (
+            inputs is None and home.source is not None and f"{prefix}{home.source}.weight" in self.original
+        )
+        if len(names) == 1 and by_least_squares and self.original.info(f"{prefix}{home.source}.weight").shape[1:]:
+            weight, target = self._pair(prefix + names[0])
+            inputs = _ratio(weight, target, dim=0)
+        outputs = None
+        if feeds & set(names):
+            outputs = torch.cat([self._row_ratio(prefix + name, inputs, name in feeds) for name in names])
+        if inputs is None and outputs is None:
+            return linear
+        return Rescaled(linear, inputs, outputs)
+
+    def _norm_ratio(self, norm: str) -> Tensor | None:
+        """(K,) factors between the two norms; None where the source is a linear, or both norms are the same."""
+        name = f"{norm}.weight"
+        if name not in self.original or name not in self.quantized or len(self.original.info(name).shape) != 1:
+            return None
+        before, after = self.original.tensor(name).float(), self.quantized.tensor(name).float()
+        if torch.equal(before, after):
+            return None
+        return torch.where(before == 0, torch.ones_like(before), after / before)
+
+    def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
+        """(N,) factors of the outputs."""
+        if not scaled:
+            return torch.ones(self.original.info(f"{module}.weight").shape[0])
+        weight, target = self._pair(module)
+        return _ratio(weight if inputs is None else weight * inputs, target, dim=1)
+
+    def _pair(self, module: str) -> tuple[Tensor, Tensor]:
+        """(N, K) float32: the decoded weight and the original one."""
+        format_, scheme = self._stored
+        return _decoded(self.quantized, module, self.modules[module], format_, scheme), self.original.tensor(
+            f"{module}.weight"
+        ).float()
+
+
+def _decoded(
+    reader: CheckpointReader, module: str, local: set[str], format_: Format | None, scheme: Scheme | None
+) -> Tensor:
+    if not is_quantized(module, local, scheme) or format_ is None or scheme is None:
+        return reader.tensor(f"{module}.weight").float()
+    linear = scheme.find(module)
+    assert linear is not None
+    return format_.decode(
+        {name: reader.tensor(f"{module}.{name}") for name in local if name != "bias"}, linear
+    ).dequantize(torch.float32)
+
+
+def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
+    """The factor of each row (dim 1) or column (dim 0) of a weight that brings it nearest to another."""
+    norm = (weight * weight).sum(dim)
+    return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)
+
+
+def _was_smoothed(reader: CheckpointReader) -> bool | None:
+    """Whether a recipe moved scales between modules; None when quantkit.json does not say."""
+    try:
+        recipe = json.loads((reader.path / "quantkit.json").read_bytes())["recipe"]
+        steps = [next(iter(step)) if isinstance(step, dict) else step for step in recipe["steps"]]
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+    return any(step in _SMOOTHING_STEPS for step in steps)

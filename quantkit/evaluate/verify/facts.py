@@ -1,0 +1,124 @@
+"""What a report says of models and machine: found on disk and in the system, nothing is run."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from quantkit.errors import first_line
+from quantkit.evaluate.verify.pair import Pair
+from quantkit.inspection import inspect
+from quantkit.results import CompressionResult, Environment, ModelFacts
+
+_PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
+_LICENSE = re.compile(r"^license:\s*[\"']?([^\"'\n]+?)[\"']?\s*$", re.MULTILINE)
+
+
+def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
+    """Sizes and number types of a model.
+
+    Args:
+        path: its directory.
+        name: as it should be printed.
+        hub_id: of the model on the hub, or None.
+    """
+    found = inspect(path)
+    linears = [row for row in found.modules if row.kind not in ("embedding", "norms", "head")]
+    largest = max(linears, key=lambda row: row.num_parameters, default=None)
+    return ModelFacts(
+        name=name,
+        path=str(path),
+        format=found.format,
+        num_parameters=found.num_parameters,
+        num_bytes=found.num_bytes,
+        bits_per_weight=found.bits_per_weight,
+        architecture=found.architecture,
+        scheme="" if largest is None else largest.stored_as,
+        hub_id=hub_id,
+        license=_license(path),
+    )
+
+
+def baseline_facts(pair: Pair) -> ModelFacts:
+    """Facts of the original."""
+    hub_id = pair.baseline_name if "/" in pair.baseline_name and not Path(pair.baseline_name).exists() else None
+    return model_facts(pair.baseline, pair.baseline_name, hub_id)
+
+
+def compression(pair: Pair) -> CompressionResult | None:
+    """How the checkpoint was made; None when it does not say, or another version wrote it."""
+    try:
+        return CompressionResult.from_dict(pair.made)
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def environment(
+    pair: Pair, *, device: str, seeds: Mapping[str, int], text: str, command: str, created: str
+) -> Environment:
+    """Where and with what the numbers are made.
+
+    Args:
+        pair: whose files are hashed.
+        device: "cpu", or the name of the accelerator.
+        seeds: by purpose.
+        text: that fidelity was measured on.
+        command: as given.
+        created: date and time.
+    """
+    joined = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
+    hashes = {"checkpoint": _sha(joined), "text": _sha(text)}
+    if isinstance(pair.manifest.get("identity_sha256"), str):
+        hashes["made from"] = pair.manifest["identity_sha256"]
+    return Environment(
+        versions={"python": platform.python_version(), **_versions()},
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu(),
+        num_threads=torch.get_num_threads(),
+        device=device,
+        seeds=dict(seeds),
+        hashes=hashes,
+        command=command,
+        created=created,
+    )
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError as error:
+        return f"unknown ({first_line(error)})"
+    return platform.processor()
+
+
+def _license(path: Path) -> str | None:
+    """What the model card in a directory says."""
+    try:
+        card = (path / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    parts = card.split("---", 2)
+    found = _LICENSE.search(parts[1]) if card.startswith("---") and len(parts) == 3 else None
+    return found[1] if found else None

@@ -1,0 +1,55 @@
+"""The report's files, and the name of a checkpoint that failed."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from quantkit.checkpoints.writer import translate_os_error
+from quantkit.errors import OutputError, ReportError
+from quantkit.report import write_report
+from quantkit.results import Report
+
+
+def write(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
+    """All files of a report.
+
+    Args:
+        report: to write.
+        directory: made if it is not there.
+    Returns:
+        file by kind, and what could not be written and why: the page needs packages that not everybody has.
+    Raises:
+        OutputError, ResourceError: the place cannot be written.
+    """
+    try:
+        try:
+            return write_report(report, directory), ""
+        except ReportError as error:
+            return write_report(report, directory, html=False), str(error)
+    except OSError as error:
+        raise translate_os_error(error, directory) from error
+
+
+def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
+    """Give a checkpoint that failed another name, `<path>.failed`, in place of an earlier failure of that name.
+
+    Args:
+        report: about it.
+        path: its directory.
+    Returns:
+        the report under the new name, and the new directory.
+    Raises:
+        OutputError: there is something of that name that is no checkpoint, or it cannot be renamed.
+    """
+    target = path.with_name(f"{path.name}.failed")
+    if target.exists() and not (target / "quantkit.json").is_file():
+        raise OutputError(f"{path} failed and should become {target}, which is something else; move that away first")
+    try:
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+    except OSError as error:
+        raise translate_os_error(error, target) from error
+    return replace(report, model=replace(report.model, name=target.name, path=str(target))), target

@@ -1,0 +1,72 @@
+"""Kernels in C for this machine's instructions: compiled at first use, loaded through ctypes, optional.
+
+Every `*.c` file of this folder is compiled into one library. To add a kernel: put `name.c` here, include
+`quantkit.h`, mark its entry `QK_EXPORT`, and call it through
+
+    multiply = native.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)      # None: use torch
+    multiply(tensor.data_ptr(), len(tensor))
+
+The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
+copy, so both share one pool. Without a compiler, AVX-512 or permission everything falls back to torch, and `status`
+says why; `QUANTKIT_NATIVE=0` in the environment switches it off, for comparison and for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from quantkit.kernels.cpu.build import BuildError, build_library, load_library
+
+Function = Callable[..., Any]
+
+_lock = threading.Lock()
+_state: tuple[ctypes.CDLL | None, str] | None = None
+
+
+def load() -> ctypes.CDLL | None:
+    """The library, compiled on the first call (a second or two, once per machine and version); None without one."""
+    global _state
+    if os.environ.get("QUANTKIT_NATIVE") == "0":
+        return None
+    with _lock:
+        if _state is None:
+            _state = _try_load()
+        return _state[0]
+
+
+def status() -> str:
+    """One line for `--stats`: what was compiled, or why torch is used instead."""
+    if os.environ.get("QUANTKIT_NATIVE") == "0":
+        return "off: QUANTKIT_NATIVE=0"
+    load()
+    return _state[1] if _state else ""
+
+
+def function(name: str, *arguments: Any, returns: Any = None) -> Function | None:
+    """A function of the library, its signature declared.
+
+    Args:
+        name: as exported in C.
+        arguments: ctypes types; pointers are `ctypes.c_void_p` and take `tensor.data_ptr()`.
+        returns: ctypes type of the result.
+    Returns:
+        None where there is no library.
+    """
+    library = load()
+    if library is None:
+        return None
+    found = library[name]
+    found.argtypes, found.restype = list(arguments), returns
+    return found
+
+
+def _try_load() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        path, text = build_library()
+        return load_library(path), text
+    except (BuildError, OSError) as error:
+        return None, f"off: {error}"

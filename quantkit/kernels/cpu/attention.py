@@ -1,0 +1,199 @@
+"""Paged attention and the KV store by the C kernels: float32 and bf16 on the CPU, every KV type.
+
+What they do is written in `attention`, the plain version; structures mirror `native/kv.h`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import ResourceError
+from quantkit.kernels import cpu
+from quantkit.kernels.attention import AttentionOptions, TorchAttention
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.cpu.ops import STATE_TYPES
+from quantkit.kernels.layouts import KVViews, PagedArray
+from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+
+_PLAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CODE_TYPES: dict[DType, int] = {FP8: 3, INT8: 4, INT4: 5}
+_GRANULARITIES = {"tensor": 1, "head": 1, "token": 2, "channel": 3}
+
+
+class _Array(Structure):
+    _fields_ = (
+        *[(name, c_int64) for name in ("type", "granularity", "width", "codes", "scale", "zero")],
+        ("fixed", c_void_p),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("pool", c_void_p),
+        ("tail", c_void_p),
+        *[(name, c_int64) for name in ("page_bytes", "page_size", "heads", "tail_tokens", "tail_type")],
+        ("key", _Array),
+        ("value", _Array),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        *[(name, c_void_p) for name in ("page_table", "query_lengths", "context_lengths", "tail_rows")],
+        ("sequences", c_int64),
+        ("table_stride", c_int64),
+    )
+
+
+class _Options(Structure):
+    _fields_ = (("scale", c_double), ("softcap", c_double), ("window", c_int64), ("sinks", c_void_p))
+
+
+class _Prepared(NamedTuple):
+    """A batch as C sees it, with what must live as long."""
+
+    batch: ForwardBatch
+    reference: Any
+    owned: tuple[Any, ...]
+
+
+_latest: _Prepared | None = None
+
+
+def _prepare(batch: ForwardBatch) -> _Prepared:
+    """The batch for C, made once per step, since all layers ask for the same one; to be held while C runs."""
+    global _latest
+    latest = _latest
+    if latest is None or latest.batch is not batch:
+        table = batch.page_table.to(torch.int32).contiguous()
+        rows = batch.tail_rows.to(torch.int64).contiguous()
+        count = len(batch.query_lengths)
+        queries = (c_int64 * count)(*batch.query_lengths)
+        contexts = (c_int64 * count)(*batch.context_lengths)
+        structure = _Batch(
+            page_table=table.data_ptr(),
+            query_lengths=addressof(queries),
+            context_lengths=addressof(contexts),
+            tail_rows=rows.data_ptr(),
+            sequences=count,
+            table_stride=table.shape[1],
+        )
+        latest = _latest = _Prepared(batch, byref(structure), (table, rows, queries, contexts, structure))
+    return latest
+
+
+@functools.cache
+def _function() -> Callable[..., int] | None:
+    """The C function; looked up once."""
+    pointer, size = c_void_p, c_int64
+    return cpu.function("qk_attend", *[pointer] * 7, *[size] * 4, c_int, c_int, returns=c_int)
+
+
+def is_available(views: KVViews) -> bool:
+    """Whether the C kernels can read these pages."""
+    return views.pool.is_cpu and _function() is not None
+
+
+class NativeAttention:
+    """Attention of one layer in C; see `ops.Stepwise`."""
+
+    def __init__(self, views: KVViews) -> None:
+        function = _function()
+        assert function is not None
+        self._attend = function
+        self._plain = TorchAttention(views)
+        self._structure = _layer(views)  # which points into what the plain version holds
+        self._layer = byref(self._structure)
+        self._same_width = views.layout.head_dim == views.layout.value_width
+        self._value_width = views.layout.value_width
+        self._options: AttentionOptions | None = None  # those of the last call, as a layer's never change
+        self._options_pointer: Any = None
+        self._owned: tuple[Any, ...] = ()  # what C points to
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
+    ) -> Tensor:
+        """See `ops.PagedAttention`; queries and keys are normed and rotated already."""
+        kind = STATE_TYPES.get(query.dtype)
+        if kind is None or not query.dtype == key.dtype == value.dtype:
+            return self._plain(query, key, value, batch, options)
+        if options is not self._options:
+            self._set_options(options)
+        query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
+        out = torch.empty_like(query) if self._same_width else _empty(query, self._value_width)
+        step = _prepare(batch)
+        failed = self._attend(
+            self._layer,
+            step.reference,
+            self._options_pointer,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            query.shape[1],
+            kind,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise ResourceError("no memory is left for the scratch space of attention; lower the token budget")
+        return out
+
+    def _set_options(self, options: AttentionOptions) -> None:
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        structure = _Options(
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            window=options.window or 0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )
+        self._options, self._options_pointer, self._owned = options, byref(structure), (sinks, structure)
+
+
+def _empty(query: Tensor, width: int) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], width)
+
+
+def _dense_heads(states: Tensor) -> Tensor:
+    """(T, H, D) whose heads lie one after another; a copy only where they do not."""
+    _, heads, channels = states.stride()
+    return states if channels == 1 and heads == states.shape[2] else states.contiguous()
+
+
+def _layer(views: KVViews) -> _Layer:
+    layout, tail = views.layout, views.key_tail
+    blocks = layout.blocks()
+
+    def array(name: str, side: PagedArray, width: int) -> _Array:
+        offsets = {
+            part: blocks[key].offset if (key := f"{name}{suffix}") in blocks else -1
+            for part, suffix in (("codes", ""), ("scale", "_scale"), ("zero", "_zero"))
+        }
+        dtype = side.scheme.dtype
+        return _Array(
+            type=_PLAIN_TYPES[side.codes.dtype] if dtype is None else _CODE_TYPES[dtype],
+            granularity=0 if dtype is None else _GRANULARITIES[side.scheme.granularity],
+            width=width,
+            fixed=None if side.fixed is None else side.fixed.data_ptr(),
+            **offsets,
+        )
+
+    return _Layer(
+        pool=views.pool.data_ptr(),
+        tail=None if tail is None else tail.data_ptr(),
+        page_bytes=layout.page_bytes,
+        page_size=layout.page_size,
+        heads=layout.num_heads,
+        tail_tokens=layout.tail_tokens,
+        tail_type=_PLAIN_TYPES[layout.dtype],
+        key=array("key", views.key, layout.head_dim),
+        value=array("value", views.value, layout.value_width),
+    )

@@ -1,0 +1,60 @@
+"""Paged attention of a layer on a CUDA device: what comes before it in one launch, then sequences with one new token,
+and those with more, each in one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import attention as plain
+from quantkit.kernels.attention import AttentionOptions
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.gpu import kv_store, paged_decode, paged_prefill, power_of_two
+from quantkit.kernels.layouts import KVViews
+
+_LARGEST_HEAD = 256
+
+
+def can(views: KVViews) -> bool:
+    """Whether the kernels are for these pages; models in float32 are there to be exact, not fast."""
+    layout, size = views.layout, views.layout.page_size
+    pages = 16 <= size <= 256 and power_of_two(size) == size
+    narrow = layout.dtype in (torch.bfloat16, torch.float16)
+    return pages and narrow and max(layout.head_dim, layout.value_width) <= _LARGEST_HEAD
+
+
+class TritonAttention:
+    """Attention of one layer; see `ops.PagedAttention`. Of a decode step it reads nothing but what is on the device."""
+
+    is_capturable = True
+
+    def __init__(self, views: KVViews) -> None:
+        self._views = views
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `ops.PagedAttention`."""
+        views = self._views
+        query, key, value = (_rows(states) for states in (query, key, value))
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        if len(key):
+            kv_store.enter(query, key, value, views, batch, options, angles)
+        if any(new == 1 for new in batch.query_lengths):
+            paged_decode.attend(query, key, value, views, batch, options, out)
+        if any(new > 1 for new in batch.query_lengths):
+            paged_prefill.attend(query, key, value, views, batch, options, out)
+            if views.key_tail is not None:
+                plain.store_tails(key, views, batch, least=2)
+        return out
+
+
+def _rows(states: Tensor) -> Tensor:
+    """Channels contiguous, as the kernels read them."""
+    return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,0 +1,293 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN202
+"""A mixture of experts without a question to the host: who is chosen, the pairs sorted by expert, and what is added up.
+
+A pair is a token with one of its experts. The products are in `grouped`, of few tokens in `grouped_rows`; what is
+computed is written in `kernels.experts`. Launches: three for up to 4 tokens, five for more, and the router's.
+Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.gpu import power_of_two
+from quantkit.kernels.gpu.grouped import ExpertWeights, multiply_tiles, shared_of
+from quantkit.kernels.gpu.grouped_rows import TOKEN_LIMIT, close_rows, open_rows
+from quantkit.kernels.gpu.linear import PackedLinear
+from quantkit.kernels.gpu.norms import _GATES
+from quantkit.kernels.linear import ExpertLinear, Linear
+from quantkit.kernels.torch_linear import DenseLinear
+
+_TENSORS, _NUMBERS = ("words", "scale", "zero", "outer"), ("shape", "bits", "span", "group", "kind", "scales")
+_LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def _route_kernel(
+    scores, weights, chosen, E,
+    TOP_K: tl.constexpr, PICKS: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One token. Whatever its scores are, its experts exist and differ; where one is NaN, its weights are."""
+    token = tl.program_id(0).to(tl.int64)
+    experts, picks = tl.arange(0, BLOCK_E), tl.arange(0, PICKS)
+    kept = experts < E
+    score = tl.load(scores + token * E + experts, mask=kept, other=-float("inf")).to(tl.float32)
+    power = tl.exp(score - tl.max(score, 0))
+    share = tl.where(kept, power, 0.0)
+    share = share / tl.sum(share, 0)
+    # Experts that exist stay above those that do not, or that are taken.
+    left = tl.where(kept, tl.where(score > _LOWEST, score, _LOWEST), -float("inf"))
+    found, value = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
+    for pick in tl.static_range(TOP_K):
+        best = tl.min(tl.where(left == tl.max(left, 0), experts, BLOCK_E), 0)
+        found = tl.where(picks == pick, best, found)
+        value = tl.where(picks == pick, tl.sum(tl.where(experts == best, share, 0.0), 0), value)
+        left = tl.where(experts == best, -float("inf"), left)
+    if NORMALIZE:
+        value = value / tl.sum(value, 0)
+    tl.store(chosen + token * TOP_K + picks, found, mask=picks < TOP_K)
+    tl.store(weights + token * TOP_K + picks, value, mask=picks < TOP_K)
+
+
+@triton.jit
+def _sort_kernel(chosen, order, starts, num_pairs, BLOCK: tl.constexpr):
+    """The pairs of one expert, in order, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        other = tl.load(chosen + start + lanes, mask=start + lanes < num_pairs, other=2147483647)
+        before += (other < expert).to(tl.int32)
+    begin = tl.sum(before, 0)
+    tl.store(starts + expert, begin)
+    for start in range(0, num_pairs, BLOCK):
+        other = tl.load(chosen + start + lanes, mask=start + lanes < num_pairs, other=-1)
+        mine = (other == expert).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(mine, 0) - mine, start + lanes, mask=mine == 1)
+        begin += tl.sum(mine, 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts + expert + 1, num_pairs)
+
+
+@triton.jit
+def _combine_kernel(
+    parts, shared, shared_score, out, H,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK channels of one token: its experts' outputs in the order in which they were chosen."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = columns < H
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for pick in tl.static_range(TOP_K):
+        sums += tl.load(parts + (token * TOP_K + pick) * H + columns, mask=kept, other=0.0).to(tl.float32)
+    rows = token + tl.arange(0, 1)
+    at = rows[:, None] * H + columns[None, :]
+    if HAS_SHARED:
+        added = shared_of(shared, shared_score, at, rows, token + 1, kept[None, :], HAS_SCORE)
+        sums += tl.sum(added, 0)
+    tl.store(out + token * H + columns, sums.to(out.dtype.element_ty), mask=kept)
+
+
+def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """`kernels.experts.route`, but that what is chosen is (T, k) int32."""
+    tokens, num_experts = scores.shape
+    weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=scores.device)
+    chosen = torch.empty(tokens, num_chosen, dtype=torch.int32, device=scores.device)
+    block = power_of_two(num_experts)
+    _route_kernel[(tokens,)](
+        scores, weights, chosen, num_experts,
+        TOP_K=num_chosen, PICKS=power_of_two(num_chosen), NORMALIZE=normalize, BLOCK_E=block,
+        num_warps=1 if block <= 256 else 4,
+    )  # fmt: skip
+    return weights, chosen
+
+
+def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs sorted by expert, those of an expert by token.
+
+    Args:
+        chosen: (T, k) int32.
+        num_experts: E.
+    Returns:
+        order: (P,) int32, pairs.
+        starts: (E + 1,) int32, where those of each expert begin in it.
+    """
+    count = chosen.numel()
+    order = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=chosen.device)
+    _sort_kernel[(num_experts,)](chosen, order, starts, count, BLOCK=256 if count <= 256 else 2048, num_warps=4)
+    return order, starts
+
+
+def combine(parts: Tensor, num_chosen: int, shared: Tensor | None, score: Tensor | None) -> Tensor:
+    """Add up what the experts of each token gave.
+
+    Args:
+        parts: (P, H) by pair, weighed already.
+        num_chosen: k.
+        shared: (T, H) contiguous, to be added; or None.
+        score: (T, 1), weighs `shared` through a sigmoid; or None.
+    Returns:
+        (T, H), dtype of parts.
+    """
+    tokens, width = len(parts) // num_chosen, parts.shape[1]
+    out, block = parts.new_empty(tokens, width), min(1024, power_of_two(width))
+    _combine_kernel[(tokens, -(-width // block))](
+        parts, shared, score, out, width,
+        TOP_K=num_chosen, HAS_SHARED=shared is not None, HAS_SCORE=score is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+class StackedExperts:
+    """All experts of a layer; see `kernels.experts.Stacked`.
+
+    Args:
+        gate_up: N = 2 I, K = H, gates first.
+        down: N = H, K = I.
+        activation: a key of `norms._GATES`.
+        num_chosen, normalize: see `kernels.experts.route`.
+        linears: see `kernels.experts.Stacked`.
+    """
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        *,
+        activation: str,
+        num_chosen: int,
+        normalize: bool,
+        linears: tuple[ExpertLinear, ...] = (),
+    ) -> None:
+        self.gate_up, self.down, self.linears = gate_up, down, linears
+        self._activation, self._num_chosen, self._normalize = activation, num_chosen, normalize
+
+    def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+        """See `kernels.experts.Stacked`."""
+        if len(x) == 0:
+            return torch.empty_like(x)
+        weights, chosen = route(scores.contiguous(), self._num_chosen, self._normalize)
+        return self.run(x, chosen, weights, shared, shared_score)
+
+    def run(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None, score: Tensor | None = None
+    ) -> Tensor:
+        """What is left when the experts have been chosen.
+
+        Args:
+            x: (T, H), T from 1 on; not modified.
+            chosen: (T, k) int32, different for each token.
+            weights: (T, k) float32.
+            shared, score: see `kernels.experts.Stacked`.
+        """
+        inputs = x.contiguous()
+        shared = None if shared is None else shared.contiguous()
+        if len(x) <= TOKEN_LIMIT:
+            opened = open_rows(inputs, self.gate_up, chosen, self._activation)
+            return close_rows(opened, self.down, chosen, weights, shared, score)
+        order, starts = sort(chosen, self.gate_up.words.shape[0])
+        opened = multiply_tiles(inputs, self.gate_up, order, starts, chosen.shape[1], activation=self._activation)
+        parts = multiply_tiles(opened, self.down, order, starts, chosen.shape[1], weights=weights)
+        return combine(parts, chosen.shape[1], shared, score)
+
+
+def stack(
+    experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str, num_chosen: int, normalize: bool
+) -> StackedExperts | str:
+    """See `kernels.experts.stack`."""
+    if activation not in _GATES:
+        return f"there is no kernel for experts with {activation}"
+    stacked: list[ExpertWeights] = []
+    described: list[ExpertLinear] = []
+    for number, linears in enumerate(experts):
+        described += [_describe(linear) for linear in linears]
+        weights = [_weight_of(linear) for linear in linears]
+        for index, weight in enumerate(weights):
+            if isinstance(weight, str):
+                return weight
+            if number == 0:
+                stacked.append(_room_for(weight, count))
+            if not _fits(stacked[index], weight):
+                return f"experts are stored in several ways: expert {number} not as those before it"
+            for name in _TENSORS:
+                value = getattr(weight, name)
+                if value is not None:
+                    getattr(stacked[index], name)[number].copy_(value[0])
+    return StackedExperts(
+        *stacked, activation=activation, num_chosen=num_chosen, normalize=normalize, linears=tuple(described)
+    )
+
+
+def _describe(linear: Linear) -> ExpertLinear:
+    return ExpertLinear(
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        stored_bytes=linear.stored_bytes,
+        description=linear.description,
+    )
+
+
+def _weight_of(linear: Linear) -> ExpertWeights | str:
+    """The weight of one expert, as if it were all; or why there is no kernel for it."""
+    if isinstance(linear, PackedLinear) and linear.bias is None and linear.packed.bits in (4, 8):
+        packed = linear.packed
+        return ExpertWeights(
+            words=packed.words[None],
+            scale=packed.scale[None],
+            zero=None if packed.zero is None else packed.zero[None],
+            shape=packed.shape,
+            bits=packed.bits,
+            span=packed.span,
+            group=packed.group,
+            kind=packed.kind,
+            scales=packed.scales,
+            outer=torch.full((1,), packed.outer, dtype=torch.float32, device=packed.words.device),
+        )
+    if isinstance(linear, DenseLinear) and linear.bias is None and linear.activation is None:
+        weight = linear.weight.contiguous()
+        return ExpertWeights(
+            words=weight[None],
+            scale=None,
+            zero=None,
+            shape=(linear.out_features, linear.in_features),
+            bits=16,
+            span=0,
+            group=0,
+        )
+    with_bias = ", with a bias" if getattr(linear, "bias", None) is not None else ""
+    return f"there is no kernel for experts that are {linear.description}{with_bias}"
+
+
+def _room_for(weight: ExpertWeights, count: int) -> ExpertWeights:
+    """Memory for so many experts like this one."""
+
+    def room(value: Tensor) -> Tensor:
+        return value.new_empty(count, *value.shape[1:])
+
+    return dataclasses.replace(
+        weight,
+        words=room(weight.words),
+        scale=None if weight.scale is None else room(weight.scale),
+        zero=None if weight.zero is None else room(weight.zero),
+        outer=None if weight.outer is None else room(weight.outer),
+    )
+
+
+def _fits(stacked: ExpertWeights, weight: ExpertWeights) -> bool:
+    """Whether a weight is stored like the others."""
+    for name in _TENSORS:
+        one, other = getattr(stacked, name), getattr(weight, name)
+        if (one is None) != (other is None):
+            return False
+        if one is not None and (one.dtype != other.dtype or one.shape[1:] != other.shape[1:]):
+            return False
+    return all(getattr(stacked, name) == getattr(weight, name) for name in _NUMBERS)

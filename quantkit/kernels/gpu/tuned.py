@@ -1,0 +1,248 @@
+"""Choices measured on a GPU, as files: one per GPU, shipped in `gpus/` or found in the user's cache folder.
+
+    {"schema": 1,
+     "device": {"name": "NVIDIA H200", "capability": 90},
+     "versions": {"quantkit": "0.1.0", "torch": "2.13.0", "triton": "3.9.0"},
+     "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 64",
+                  "sizes": {"rows": 1, "outputs": 8192, "inputs": 8192},
+                  "choice": {"method": "rows", "block_n": 16, "warps": 4, "stages": 3, "programs": 8},
+                  "microseconds": ..., "default_microseconds": ..., "ratio": ...}]}
+
+Where the default was not beaten the entry has it as its choice, so that a further run need not ask again. A file that
+cannot be used is named in one warning and is not used; none of it is guessed. It is not said here what a choice means
+(`choices`) and who asks (`configs`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError, OutputError
+from quantkit.kernels.gpu.choices import Choice, Decode, Prefill, Rows, Tile, Vendor
+
+SCHEMA = 1
+METHODS: dict[str, type[Choice]] = {"rows": Rows, "tile": Tile, "vendor": Vendor, "decode": Decode, "prefill": Prefill}
+KERNELS = {"product": ("rows", "tile", "vendor"), "decode": ("decode",), "prefill": ("prefill",)}
+
+NEAR = {"rows": 1.0, "outputs": 2.0, "inputs": 2.0, "heads": 4.0}
+"""By size: the factor up to which one that was measured stands for another; rows are buckets, and exact."""
+
+_POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_parts": 256}
+_COUNTS = {"stages": 8, "programs": 64, "least_tiles": 64}
+_LEAST = {"block_m": 16, "tile": 16, "rows": 16}
+_SHIPPED = Path(__file__).parent / "gpus"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What was found for one kernel, kind and size.
+
+    Args:
+        kernel: one of KERNELS.
+        kind: what must be equal; `configs.product_kind` or `configs.cache_kind`.
+        sizes: by name, those of NEAR.
+        choice: what to run with.
+        microseconds, default_microseconds: medians of it and of the default, measured in turns.
+        ratio: median over the turns of default to choice; 1 where the choice is the default.
+    """
+
+    kernel: str
+    kind: str
+    sizes: Mapping[str, int]
+    choice: Choice
+    microseconds: float
+    default_microseconds: float
+    ratio: float
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a file has once."""
+        return self.kernel, self.kind, tuple(sorted(self.sizes.items()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One file.
+
+    Args:
+        device: name of the GPU.
+        capability: of it, 90 for Hopper.
+        versions: of quantkit, torch and triton when it was written.
+        entries: one for each key.
+        path: where it was read from.
+    """
+
+    device: str
+    capability: int
+    versions: Mapping[str, str]
+    entries: tuple[Entry, ...]
+    path: Path | None = field(default=None, compare=False)
+
+    def find(self, kernel: str, kind: str, sizes: Mapping[str, int]) -> Choice | None:
+        """The choice of the nearest entry that is near enough by NEAR; of two as near the smaller one."""
+        near: list[tuple[float, tuple[Any, ...], Choice]] = []
+        for entry in self.entries:
+            if (entry.kernel, entry.kind) == (kernel, kind) and entry.sizes.keys() == sizes.keys():
+                away = {name: abs(math.log2(size / entry.sizes[name])) for name, size in sizes.items()}
+                if all(distance <= math.log2(NEAR[name]) for name, distance in away.items()):
+                    near.append((sum(away.values()), entry.key, entry.choice))
+        return min(near, key=lambda found: found[:2])[2] if near else None
+
+
+def slug(device: str) -> str:
+    """A GPU's name as a file's: `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def user_folder() -> Path:
+    """Where a user's files lie: $QUANTKIT_TUNE_DIR, or quantkit/tune in the cache folder of the system."""
+    given = os.environ.get("QUANTKIT_TUNE_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(cache) / "quantkit" / "tune"
+
+
+def user_file(device: str) -> Path:
+    """The user's file for a GPU, there or not."""
+    return user_folder() / f"{slug(device)}.json"
+
+
+def shipped_folder() -> Path:
+    """Where the files that come with quantkit lie."""
+    return _SHIPPED
+
+
+def shipped_file(device: str) -> Path:
+    """The file that comes with quantkit for a GPU, there or not."""
+    return _SHIPPED / f"{slug(device)}.json"
+
+
+def tables_of(device: str) -> tuple[Table, ...]:
+    """What files say about a GPU, the user's first; one that cannot be used is warned about and left out."""
+    found = []
+    for path in (user_file(device), shipped_file(device)):
+        try:
+            if path.exists():
+                found.append(read(path, device))
+        except (InputError, OSError) as error:
+            _LOG.warning("%s; the defaults are used in its place", error)
+    return tuple(found)
+
+
+def read(path: Path, device: str | None = None) -> Table:
+    """A file.
+
+    Args:
+        path: of it.
+        device: the GPU that it must be for, if any.
+    Raises:
+        InputError: it is no such file, of another schema, for another GPU, or has a choice that no kernel takes.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError("it is no object")
+        if data.get("schema") != SCHEMA:
+            raise InputError(f"{path}: has schema {data.get('schema')!r}, this quantkit reads {SCHEMA}; {_AGAIN}")
+        table = Table(
+            device=str(data["device"]["name"]),
+            capability=int(data["device"]["capability"]),
+            versions={str(name): str(version) for name, version in data["versions"].items()},
+            entries=tuple(_read_entry(entry) for entry in data["entries"]),
+            path=path,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: no file of tuned choices: {told}; {_AGAIN}") from error
+    if device is not None and table.device != device:
+        raise InputError(f"{path}: was measured on {table.device!r}, this is {device!r}; {_AGAIN}")
+    return table
+
+
+_AGAIN = "delete it or run `quantkit tune --again`"
+
+
+def write(path: Path, table: Table) -> None:
+    """Put a file where it belongs, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written there.
+    """
+    data = {
+        "schema": SCHEMA,
+        "device": {"name": table.device, "capability": table.capability},
+        "versions": dict(table.versions),
+        "entries": [to_entry(entry) for entry in sorted(table.entries, key=lambda entry: entry.key)],
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}; give another --output") from error
+
+
+def merged(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Entries of both, the new one where both have a key."""
+    return tuple({entry.key: entry for entry in (*old, *new)}.values())
+
+
+def to_json(choice: Choice) -> dict[str, Any]:
+    """A choice as files have it."""
+    return {"method": next(name for name, kind in METHODS.items() if kind is type(choice)), **asdict(choice)}
+
+
+def to_entry(entry: Entry) -> dict[str, Any]:
+    """An entry as files have it."""
+    return {
+        "kernel": entry.kernel,
+        "kind": entry.kind,
+        "sizes": dict(entry.sizes),
+        "choice": to_json(entry.choice),
+        "microseconds": entry.microseconds,
+        "default_microseconds": entry.default_microseconds,
+        "ratio": entry.ratio,
+    }
+
+
+def _read_entry(data: dict[str, Any]) -> Entry:
+    kernel, given = data["kernel"], dict(data["choice"])
+    method = given.pop("method")
+    if method not in KERNELS.get(kernel, ()):
+        raise ValueError(f"kernel {kernel!r} has no method {method!r}")
+    kind = METHODS[method]
+    names = {item.name for item in fields(kind)}
+    if given.keys() != names:
+        raise ValueError(f"{method} takes {sorted(names)}, found {sorted(given)}")
+    for name, value in given.items():
+        _check(name, value)
+    sizes = {str(name): int(size) for name, size in data["sizes"].items()}
+    if not all(name in NEAR and size > 0 for name, size in sizes.items()):
+        raise ValueError(f"sizes are {sizes}")
+    return Entry(
+        kernel=kernel,
+        kind=str(data["kind"]),
+        sizes=sizes,
+        choice=kind(**given),
+        microseconds=float(data["microseconds"]),
+        default_microseconds=float(data["default_microseconds"]),
+        ratio=float(data["ratio"]),
+    )
+
+
+def _check(name: str, value: Any) -> None:
+    most = _POWERS.get(name) or _COUNTS[name]
+    whole = isinstance(value, int) and not isinstance(value, bool) and _LEAST.get(name, 1) <= value <= most
+    if not whole or (name in _POWERS and value & (value - 1)):
+        form = "a power of two" if name in _POWERS else "a whole number"
+        raise ValueError(f"{name} is {value!r}, must be {form} from {_LEAST.get(name, 1)} to {most}")

@@ -1,0 +1,27 @@
+"""BLOOM: ALiBi instead of positions, q, k and v in one projection, a norm behind the embedding."""
+
+from quantkit.models.family import Architecture, LinearSet
+
+_PLAIN = (("apply_residual_connection_post_layernorm", False),)
+
+ARCHITECTURE = Architecture(
+    hf_names=("BloomForCausalLM",),
+    backbone="transformer",
+    layers="transformer.h",
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    # Where the residual stream starts behind the norm, a scale in the norm would change it.
+    linear_sets=(
+        LinearSet(
+            linears=("self_attention.query_key_value",), source="input_layernorm", parent="self_attention", when=_PLAIN
+        ),
+        LinearSet(linears=("self_attention.query_key_value",), source=None, parent="self_attention"),
+        LinearSet(linears=("self_attention.dense",), source=None, parent="self_attention.dense"),
+        LinearSet(linears=("mlp.dense_h_to_4h",), source="post_attention_layernorm", parent="mlp", when=_PLAIN),
+        LinearSet(linears=("mlp.dense_h_to_4h",), source=None, parent="mlp"),
+        LinearSet(linears=("mlp.dense_4h_to_h",), source=None, parent="mlp.dense_4h_to_h"),
+    ),
+    native=False,
+    norm="layer",
+    defaults={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
+)

@@ -1,0 +1,10 @@
+"""DeepSeek-V3 and R1: DeepSeek-V2 with experts chosen by sigmoid scores, a bias on each, and in groups."""
+
+from quantkit.models.family import MLA_SETS, Architecture, Experts, expert_sets
+
+ARCHITECTURE = Architecture(
+    hf_names=("DeepseekV3ForCausalLM",),
+    linear_sets=(*MLA_SETS, *expert_sets(shared="mlp.shared_experts")),
+    experts=Experts(),
+    native=False,
+)

@@ -1,0 +1,5 @@
+"""ERNIE 4.5, dense: Llama with neighbours rotated together."""
+
+from quantkit.models.family import Architecture
+
+ARCHITECTURE = Architecture(hf_names=("Ernie4_5ForCausalLM",), native=False)

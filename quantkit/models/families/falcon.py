@@ -1,0 +1,33 @@
+"""Falcon: q, k and v in one projection; attention and MLP side by side behind one norm or two, or one after another."""
+
+from quantkit.models.family import Architecture, LinearSet
+
+_UP = ("mlp.dense_h_to_4h",)
+_QKV = ("self_attention.query_key_value",)
+
+ARCHITECTURE = Architecture(
+    hf_names=("FalconForCausalLM",),
+    backbone="transformer",
+    layers="transformer.h",
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    linear_sets=(
+        LinearSet(linears=_QKV, source="ln_attn", parent="self_attention", optional=True),
+        LinearSet(
+            linears=_QKV,
+            source="input_layernorm",
+            parent="self_attention",
+            when=(("parallel_attn", False), ("new_decoder_architecture", False)),
+        ),
+        LinearSet(linears=(*_QKV, *_UP), source="input_layernorm", parent="", optional=True),
+        LinearSet(linears=("self_attention.dense",), source=None, parent="self_attention.dense"),
+        LinearSet(linears=_UP, source="ln_mlp", parent="mlp", optional=True),
+        LinearSet(linears=_UP, source="post_attention_layernorm", parent="mlp", optional=True),
+        LinearSet(linears=("mlp.dense_4h_to_h",), source=None, parent="mlp.dense_4h_to_h"),
+    ),
+    decode_at_load=True,
+    native=False,
+    norm="layer",
+    parallel="parallel_attn",
+    defaults={"parallel_attn": True, "new_decoder_architecture": False, "tie_word_embeddings": True},
+)

@@ -1,0 +1,31 @@
+"""Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
+
+from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, Window
+
+ARCHITECTURE = Architecture(
+    hf_names=("Gemma2ForCausalLM",),
+    linear_sets=UNSMOOTHED_SETS,
+    parts=Parts(
+        attention_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        output_norm="post_feedforward_layernorm",
+    ),
+    norm_offset=1.0,
+    window=Window(rule="pattern", pattern=2),
+    multipliers=Multipliers(
+        root_embedding=True,
+        attention_root="query_pre_attn_scalar",
+        attention_softcap="attn_logit_softcapping",
+        logits_softcap="final_logit_softcapping",
+    ),
+    defaults={
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    not_native=("use_bidirectional_attention",),
+)

@@ -1,0 +1,7 @@
+"""GPT-BigCode (SantaCoder, StarCoder): GPT-2 with ordinary linears and one key/value head."""
+
+from dataclasses import replace
+
+from quantkit.models.families.gpt2 import ARCHITECTURE as GPT2
+
+ARCHITECTURE = replace(GPT2, hf_names=("GPTBigCodeForCausalLM",), transposed=(), decode_at_load=True)

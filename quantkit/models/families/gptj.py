@@ -1,0 +1,19 @@
+"""GPT-J: attention and MLP side by side behind one layer norm."""
+
+from quantkit.models.family import Architecture, LinearSet
+
+ARCHITECTURE = Architecture(
+    hf_names=("GPTJForCausalLM",),
+    backbone="transformer",
+    layers="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    linear_sets=(
+        LinearSet(linears=("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"), source="ln_1", parent=""),
+        LinearSet(linears=("attn.out_proj",), source="attn.v_proj", parent="attn.out_proj"),
+        LinearSet(linears=("mlp.fc_out",), source=None, parent="mlp.fc_out"),
+    ),
+    native=False,
+    norm="layer",
+    parallel=True,
+)

@@ -1,0 +1,19 @@
+"""Granite: Llama with constants on embeddings, attention, residual stream and logits."""
+
+from quantkit.models.family import Architecture, Multipliers
+
+ARCHITECTURE = Architecture(
+    hf_names=("GraniteForCausalLM",),
+    multipliers=Multipliers(
+        embedding="embedding_multiplier",
+        residual="residual_multiplier",
+        attention="attention_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+    defaults={
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+)

@@ -1,0 +1,12 @@
+"""OLMoE: experts in place of the MLP, and norms over all queries and all keys of a token."""
+
+from quantkit.models.family import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, expert_sets
+
+ARCHITECTURE = Architecture(
+    hf_names=("OlmoeForCausalLM",),
+    linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
+    qk_norm=QueryKeyNorm(over="projection"),
+    experts=Experts(width="intermediate_size"),
+    defaults={"norm_topk_prob": False, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    not_native=("clip_qkv",),
+)

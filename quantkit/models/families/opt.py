@@ -1,0 +1,28 @@
+"""OPT: learned positions, layer norms, biases, ReLU; the 350M model alone has its norms behind attention and MLP."""
+
+from quantkit.models.family import Architecture, LinearSet
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_BEFORE, _RELU = (("do_layer_norm_before", True),), (("activation_function", "relu"),)
+
+ARCHITECTURE = Architecture(
+    hf_names=("OPTForCausalLM",),
+    backbone="model.decoder",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    linear_sets=(
+        LinearSet(linears=_QKV, source="self_attn_layer_norm", parent="self_attn", when=_BEFORE),
+        LinearSet(linears=_QKV, source=None, parent="self_attn"),
+        LinearSet(linears=("self_attn.out_proj",), source="self_attn.v_proj", parent="self_attn.out_proj"),
+        # There is no module around the MLP; its output is found in the layer's.
+        LinearSet(linears=("fc1",), source="final_layer_norm", parent="", when=_BEFORE),
+        LinearSet(linears=("fc1",), source=None, parent="fc1"),
+        # A positive scale passes through a ReLU.
+        LinearSet(linears=("fc2",), source="fc1", parent="fc2", when=_RELU),
+        LinearSet(linears=("fc2",), source=None, parent="fc2"),
+    ),
+    native=False,
+    norm="layer",
+    defaults={"do_layer_norm_before": True, "activation_function": "relu", "tie_word_embeddings": True},
+)

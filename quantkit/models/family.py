@@ -1,0 +1,263 @@
+"""What a model family is, as data: where its layers are, which linears belong together, what a layer computes.
+
+The compress side reads the module names and the linear sets, the runtime reads the rest. Torch-free. Names are those
+of transformers; a key is an entry of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quantkit.models.linear_sets import (
+    LLAMA_SETS,
+    MLA_SETS,
+    PARALLEL_SETS,
+    UNSMOOTHED_SETS,
+    LinearSet,
+    at,
+    expand_set,
+    expert_sets,
+)
+
+__all__ = [
+    "LLAMA_SETS",
+    "MLA_SETS",
+    "PARALLEL_SETS",
+    "UNSMOOTHED_SETS",
+    "Architecture",
+    "Experts",
+    "LinearSet",
+    "Multipliers",
+    "Parts",
+    "QueryKeyNorm",
+    "Rope",
+    "Window",
+    "at",
+    "expert_sets",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Modules of one decoder layer as a checkpoint names them, relative to the layer. None = the family has none.
+
+    Args:
+        input_norm: before attention.
+        attention_norm: after attention, before its output joins the residual stream.
+        mlp_norm: before the MLP; with a parallel residual None means that the MLP reads what attention reads.
+        parallel_mlp_norm: False: `mlp_norm` is only there without a parallel residual.
+        output_norm: after the MLP, before its output joins the residual stream.
+        qkv: query, key and value projections, or one that is all three.
+        qkv_by_head: rows of the one projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        output: projection of the heads back to the hidden width.
+        up: what the MLP's input goes through: gate and up, one that is both (gate first), or a single one, no gate.
+        gated: the MLP multiplies act(gate) and up.
+        down: back to the hidden width.
+    """
+
+    input_norm: str | None = "input_layernorm"
+    attention_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    parallel_mlp_norm: bool = True
+    output_norm: str | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_head: bool = False
+    output: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    gated: bool = True
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryKeyNorm:
+    """A norm on queries and keys before the rotation.
+
+    Args:
+        over: "head": one weight (D,) for every head; "heads": each head its own; "projection": all heads together.
+        switch: key that says whether there is one; None = always.
+        query, key: module names; `{head}` stands for the number of the head where each is a module of its own.
+    """
+
+    over: Literal["head", "heads", "projection"] = "head"
+    switch: str | None = None
+    query: str = "self_attn.q_norm"
+    key: str = "self_attn.k_norm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Which layers attend only to the last `sliding_window` tokens. A `layer_types` entry wins, but for "all".
+
+    Args:
+        rule: "all" layers; "pattern": all but every n-th; "upper": from layer `max_window_layers` on;
+            "even_lower": every other layer below it; "none" unless `layer_types` says so.
+        switch: key that turns the rule on; None = on wherever `sliding_window` is set.
+        pattern: n, where config.json does not have `sliding_window_pattern`.
+    """
+
+    rule: Literal["all", "pattern", "upper", "even_lower", "none"]
+    switch: str | None = None
+    pattern: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Rotary position embedding, where config.json does not say otherwise.
+
+    Args:
+        theta: base of the wavelengths.
+        local_theta: base in layers with a window, whose wavelengths are never scaled; None = as in the others.
+        partial: share of each head that is rotated.
+        interleaved: neighbours 2i, 2i+1 are a pair; else i, i + R/2.
+        layers: "all" rotate; "window": only those with one; "listed": those with a 1 in `no_rope_layers`, by default
+            all but every n-th, n being `no_rope_layer_interval`.
+    """
+
+    theta: float = 10000.0
+    local_theta: float | None = None
+    partial: float = 1.0
+    interleaved: bool = False
+    layers: Literal["all", "window", "listed"] = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Multipliers:
+    """Keys of constants that the family multiplies with, and other constants of its forward pass.
+
+    Args:
+        root_embedding: embeddings are multiplied by the square root of the hidden width, rounded to the model's dtype.
+        embedding, residual, logits: of the embeddings, of what joins the residual stream, of the logits.
+        logits_divisor: of the logits.
+        attention: of query times key; attention_root: the same to the power of -1/2; neither: head_dim to that power.
+        attention_softcap, logits_softcap: c of c * tanh(x / c).
+    """
+
+    root_embedding: bool = False
+    embedding: str | None = None
+    residual: str | None = None
+    logits: str | None = None
+    logits_divisor: str | None = None
+    attention: str | None = None
+    attention_root: str | None = None
+    attention_softcap: str | None = None
+    logits_softcap: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP. `{expert}` in a name stands for an expert's number.
+
+    Args:
+        router: linear that scores the experts.
+        up, down: linears of one expert, gate first.
+        stacked_up, stacked_down: the same of all experts in one tensor (E, 2I, H) and (E, H, I).
+        transposed: the stacked tensors are (E, H, 2I) and (E, I, H).
+        interleaved: the outputs of the stacked gate and up take turns.
+        width: key of an expert's width.
+        normalize: whether the chosen scores are made to sum to one; a key or a constant.
+        shared_up, shared_down, shared_gate: an expert that sees every token, and the linear that weighs it.
+        shared_width: key of its width.
+    """
+
+    router: str = "mlp.gate"
+    up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
+    down: str = "mlp.experts.{expert}.down_proj"
+    stacked_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+    transposed: bool = False
+    interleaved: bool = False
+    width: str = "moe_intermediate_size"
+    normalize: str | bool = "norm_topk_prob"
+    shared_up: tuple[str, ...] = ()
+    shared_down: str | None = None
+    shared_gate: str | None = None
+    shared_width: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
+
+    Args:
+        hf_names: `architectures` entries of config.json that this describes.
+        backbone: the model without its head, relative to the causal LM.
+        layers: the list of decoder layers.
+        embedding: token embedding.
+        final_norm: after the last layer.
+        head: output projection; may be tied to the embedding.
+        stored_head: its name in checkpoints, where that is another one.
+        linear_sets: linears of a decoder layer, sets in the order in which they run.
+        layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
+        stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
+        not_compressible: why the compress side does not take this family; None = it does.
+        parts: modules of a layer.
+        norm: kind of all norms.
+        norm_offset: added to the weights of all norms.
+        qk_norm: norm on queries and keys.
+        parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
+        window, rope, multipliers, experts: see there.
+        activation: of the MLP, where config.json is not to be believed.
+        defaults: values of keys that config.json may lack.
+        transposed: linears that are stored as (K, N), relative names.
+        stored_modules: modules of a layer that checkpoints call by another name than transformers.
+        compressed_experts: whether transformers loads experts that are stored as codes, each under its own name.
+        decode_at_load: transformers computes with the weights of this family's linears itself, so that a loader must
+            have decoded them before.
+        native: whether the runtime computes the family itself; else transformers does.
+        not_native: keys that, when set to something true, ask for what the runtime does not compute.
+    """
+
+    hf_names: tuple[str, ...]
+    backbone: str = "model"
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    stored_head: str | None = None
+    linear_sets: tuple[LinearSet, ...] = LLAMA_SETS
+    layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
+    stored_prefix: str | None = None
+    not_compressible: str | None = None
+    parts: Parts = Parts()
+    norm: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    qk_norm: QueryKeyNorm | None = None
+    parallel: str | bool = False
+    window: Window | None = None
+    rope: Rope = Rope()
+    multipliers: Multipliers = Multipliers()
+    experts: Experts | None = None
+    activation: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    stored_modules: Mapping[str, str] = field(default_factory=dict)
+    compressed_experts: bool = True
+    decode_at_load: bool = False
+    native: bool = True
+    not_native: tuple[str, ...] = ()
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All linears that layers of the family may have, relative names, in running order."""
+        return tuple(name for group in self.linear_sets for name in group.linears)
+
+    def sets_of_layer(
+        self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
+    ) -> tuple[LinearSet, ...]:
+        """The sets of one layer: those of experts for each expert, optional ones only where they are.
+
+        Args:
+            has: whether the layer has a linear or norm of this relative name.
+            config: entries of config.json, for sets that hold for some models only; without it all are taken to hold.
+        Returns:
+            sets without `{expert}` in any name; a set that is not optional is there whether the layer has it or not.
+        """
+        settings = {**self.defaults, **(config or {})}
+        found: list[LinearSet] = []
+        for group in self.linear_sets:
+            if config is None or all(settings.get(key) == value for key, value in group.when):
+                taken = {name for other in found for name in other.linears}
+                found += [one for one in expand_set(group, has) if not taken & set(one.linears)]
+        return tuple(found)

@@ -1,6 +1,0 @@
-"""Compression from a model directory to a finished checkpoint; `quantize` is the whole of it."""
-
-from quantkit.pipeline.events import SILENT, Listener
-from quantkit.pipeline.run import quantize
-
-__all__ = ["SILENT", "Listener", "quantize"]

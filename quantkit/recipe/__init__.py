@@ -1,6 +1,0 @@
-"""What a user asks for, as a file: YAML in, real step and scheme objects out. Nothing is computed here."""
-
-from quantkit.recipe.base import CalibrationPlan, Recipe
-from quantkit.recipe.load import check, load, shipped
-
-__all__ = ["CalibrationPlan", "Recipe", "check", "load", "shipped"]

@@ -1,0 +1,260 @@
+"""Two models on the same items: the difference, its 95 % interval, a paired test, and the ratio with its interval.
+
+Right-or-wrong items use score intervals, which keep their coverage where few items differ: Tango's for the difference,
+Nam and Blackwelder's for the ratio, and the mid-p form of McNemar's exact test. Other scores use Student's t on the
+per-item differences. Several tasks are averaged with equal weight, and their variances added.
+
+With fewer than about three differing items expected, no interval that is a function of the counts can hit 95 %: these
+then cover more, up to always.
+
+Sources: Tango 1998, Equivalence test and confidence interval for the difference in proportions for the paired-sample
+design. Nam and Blackwelder 2002, Analysis of the ratio of marginal probabilities in a matched-pair setting. Fagerland,
+Lydersen and Laake 2013, The McNemar test for binary matched-pairs data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantkit.results.statistics.distributions import (
+    NORMAL,
+    binomial_cdf,
+    binomial_pmf,
+    bisect,
+    student_cdf,
+    student_quantile,
+)
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedResult:
+    """What a paired comparison says.
+
+    Args:
+        baseline, value: means over items (and then over tasks).
+        difference, low, high: value - baseline and its 95 % interval.
+        p_value: two-sided, of no difference.
+        ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None when baseline is 0.
+        num_samples: pairs.
+        method: names of interval and test.
+    """
+
+    baseline: float
+    value: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    num_samples: int
+    method: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Right-or-wrong pairs: both right, only the original right (lost), only the model right (won), both wrong."""
+
+    both: int
+    lost: int
+    won: int
+    neither: int
+
+    @property
+    def total(self) -> int:
+        """All pairs."""
+        return self.both + self.lost + self.won + self.neither
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moments:
+    """Pairs of any scores: means, variances and covariance (divided by total - 1)."""
+
+    baseline: float
+    value: float
+    baseline_variance: float
+    value_variance: float
+    covariance: float
+    total: int
+
+
+Pairs = tuple[Sequence[float], Sequence[float]]
+
+
+def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
+    """Compare two models on one task, or on the unweighted mean of several.
+
+    Args:
+        tasks: for each, the original's scores and the model's, item by item; at least one pair each.
+    Raises:
+        ValueError: a task has no pairs, or lists of different length.
+    """
+    strata = [_stratum(*pairs) for pairs in tasks]
+    count = len(strata)
+    baseline = math.fsum(_means(s)[0] for s in strata) / count
+    value = math.fsum(_means(s)[1] for s in strata) / count
+    critical = student_quantile(0.5 + CONFIDENCE / 2, _freedom(strata))
+
+    def gap(difference: float) -> float:
+        variance = math.fsum(_difference_variance(s, difference) for s in strata) / count**2
+        return _studentize(value - baseline - difference, variance)
+
+    def ratio_gap(ratio: float) -> float:
+        variance = math.fsum(_ratio_variance(s, ratio) for s in strata) / count**2
+        return _studentize(value - ratio * baseline, variance)
+
+    low, high = _interval(gap, value - baseline, critical, *_difference_range(strata))
+    ratio = value / baseline if baseline > 0 else None
+    ratio_low, ratio_high = (None, None) if ratio is None else _interval(ratio_gap, ratio, critical, 0.0, None)
+    return PairedResult(
+        baseline=baseline,
+        value=value,
+        difference=value - baseline,
+        low=low,
+        high=high,
+        p_value=_p_value(strata, gap(0.0)),
+        ratio=ratio,
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
+        num_samples=sum(s.total for s in strata),
+        method=_method(strata),
+    )
+
+
+def count_pairs(baseline: Sequence[float], value: Sequence[float]) -> Counts:
+    """The four counts of right-or-wrong pairs."""
+    pairs = [(before > 0.5, after > 0.5) for before, after in zip(baseline, value, strict=True)]
+    return Counts(
+        both=pairs.count((True, True)),
+        lost=pairs.count((True, False)),
+        won=pairs.count((False, True)),
+        neither=pairs.count((False, False)),
+    )
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Two-sided mid-p value of McNemar's exact test; 1 when nothing differs."""
+    total, fewer = lost + won, min(lost, won)
+    if total == 0:
+        return 1.0
+    return min(1.0, 2 * binomial_cdf(fewer, total) - binomial_pmf(fewer, total))
+
+
+def difference_interval(counts: Counts) -> tuple[float, float]:
+    """Tango's 95 % score interval of the difference of two paired shares."""
+    critical = NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)
+    estimate = (counts.won - counts.lost) / counts.total
+
+    def gap(difference: float) -> float:
+        return _studentize(estimate - difference, _difference_variance(counts, difference))
+
+    return _interval(gap, estimate, critical, -1.0, 1.0)
+
+
+def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Moments:
+    if len(baseline) != len(value) or not baseline:
+        raise ValueError(f"pairs need as many scores on both sides, at least one: {len(baseline)} and {len(value)}")
+    if {*baseline, *value} <= {0.0, 1.0}:
+        return count_pairs(baseline, value)
+    total = len(baseline)
+    mean_b, mean_v = math.fsum(baseline) / total, math.fsum(value) / total
+    free = max(1, total - 1)
+    return Moments(
+        baseline=mean_b,
+        value=mean_v,
+        baseline_variance=math.fsum((x - mean_b) ** 2 for x in baseline) / free,
+        value_variance=math.fsum((y - mean_v) ** 2 for y in value) / free,
+        covariance=math.fsum((x - mean_b) * (y - mean_v) for x, y in zip(baseline, value, strict=True)) / free,
+        total=total,
+    )
+
+
+def _means(stratum: Counts | Moments) -> tuple[float, float]:
+    if isinstance(stratum, Moments):
+        return stratum.baseline, stratum.value
+    return (stratum.both + stratum.lost) / stratum.total, (stratum.both + stratum.won) / stratum.total
+
+
+def _difference_variance(stratum: Counts | Moments, difference: float) -> float:
+    """Variance of the mean difference, if `difference` were true (for counts: at the likeliest shares under it)."""
+    if isinstance(stratum, Moments):
+        spread = stratum.baseline_variance + stratum.value_variance - 2 * stratum.covariance
+        return max(0.0, spread) / stratum.total
+    n, won, lost = stratum.total, stratum.won, stratum.lost
+    # The likeliest share of lost items solves 2n q^2 + linear q + constant = 0; that of won items is q + difference.
+    linear = -won - lost + (2 * n - won + lost) * difference
+    constant = -lost * difference * (1 - difference)
+    share = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
+    return max(0.0, 2 * share + difference * (1 - difference)) / n
+
+
+def _ratio_variance(stratum: Counts | Moments, ratio: float) -> float:
+    """Variance of value - ratio * baseline, if `ratio` were true."""
+    if isinstance(stratum, Moments):
+        spread = stratum.value_variance + ratio**2 * stratum.baseline_variance - 2 * ratio * stratum.covariance
+        return max(0.0, spread) / stratum.total
+    n = stratum.total
+    won, lost, neither = stratum.won / n, stratum.lost / n, stratum.neither / n
+    before, after = _means(stratum)
+    root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
+    top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
+    likely_lost = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
+    likely_won = ratio * likely_lost - (ratio - 1) * (1 - neither)
+    return max(0.0, ratio * (likely_won + likely_lost)) / n
+
+
+def _studentize(gap: float, variance: float) -> float:
+    """Gap in standard errors; infinite where nothing varies."""
+    if variance > 0:
+        return gap / math.sqrt(variance)
+    return 0.0 if abs(gap) < 1e-12 else math.copysign(math.inf, gap)
+
+
+def _interval(
+    gap: Callable[[float], float], estimate: float, critical: float, low: float, high: float | None
+) -> tuple[float, float]:
+    """Every value the test would not reject. `gap` falls; `high` None is searched for by doubling."""
+    if high is None:
+        high = 2 * max(estimate, 1e-9)
+        while gap(high) > -critical and high < 1e6:
+            high *= 2
+    lower = bisect(lambda x: gap(x) - critical, low, estimate) if estimate > low else low
+    upper = bisect(lambda x: gap(x) + critical, estimate, high) if estimate < high else high
+    return lower, upper
+
+
+def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]:
+    """Differences to search: all there are for shares, far beyond the plausible for other scores."""
+    if all(isinstance(s, Counts) for s in strata):
+        return -1.0, 1.0
+    centre = math.fsum(after - before for before, after in map(_means, strata)) / len(strata)
+    reach = 1.0 + 1e3 * math.sqrt(math.fsum(_difference_variance(s, 0.0) for s in strata))
+    return centre - reach, centre + reach
+
+
+def _freedom(strata: Sequence[Counts | Moments]) -> float:
+    """Degrees of freedom: those of the smallest scored task; infinite for shares."""
+    return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
+
+
+def _p_value(strata: Sequence[Counts | Moments], gap: float) -> float:
+    if len(strata) == 1 and isinstance(strata[0], Counts):
+        return mcnemar(strata[0].lost, strata[0].won)
+    freedom = _freedom(strata)
+    if math.isinf(gap):
+        return 0.0
+    tail = NORMAL.cdf(-abs(gap)) if math.isinf(freedom) else student_cdf(-abs(gap), freedom)
+    return min(1.0, 2 * tail)
+
+
+def _method(strata: Sequence[Counts | Moments]) -> str:
+    if len(strata) > 1:
+        return f"mean of {len(strata)} tasks, variances added"
+    if isinstance(strata[0], Counts):
+        return "Tango score interval, McNemar mid-p test"
+    return "Student's t on paired differences"

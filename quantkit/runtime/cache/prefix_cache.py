@@ -1,0 +1,92 @@
+"""Pages of a common prefix computed once: a chained hash of full pages names their contents.
+
+    key(page 0) = H(root, its tokens)     key(page i) = H(key(page i - 1), its tokens)     root = H(model, KV format)
+
+H is BLAKE2b with 128 bits, so equal keys mean equal token histories and no tokens are compared on a hit. Three rules
+keep it exact: at least one token is left to compute (its logits are wanted), a page is published only after the step
+that filled it, and only as far as its tokens are final (unverified drafts never are).
+Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV format in the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from quantkit.runtime.cache.pages import PagePool
+from quantkit.runtime.types import Sequence
+
+_KEY_BYTES = 16
+
+
+class PrefixCache:
+    """Finds and publishes pages by content.
+
+    Args:
+        pool: whose pages.
+        page_size: tokens per page.
+        identity: whatever else decides a page's bytes: model, KV format.
+        enabled: False finds and publishes nothing.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, *, identity: str = "", enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.num_hit_tokens = 0
+        self.num_asked_tokens = 0
+        self._pool = pool
+        self._page_size = page_size
+        self._root = _digest(b"", identity.encode())
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Pages that hold the beginning of a sequence, none of them referenced by this call.
+
+        Always leaves at least one token to compute.
+        """
+        if not self.enabled:
+            return []
+        pages = []
+        for index in range((len(sequence.ids) - 1) // self._page_size):
+            page = self._pool.find(self._key(sequence, index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def take(self, sequence: Sequence, pages: list[int]) -> None:
+        """Give the matched pages to a sequence that starts (or starts again)."""
+        for page in pages:
+            self._pool.share(page)
+        sequence.pages = list(pages)
+        sequence.num_published = len(pages)
+        sequence.num_computed = len(pages) * self._page_size
+        if sequence.num_preemptions == 0:  # what a preempted one finds again is mostly its own
+            sequence.num_cached = sequence.num_computed
+        self.num_hit_tokens += sequence.num_computed
+        self.num_asked_tokens += len(sequence.ids)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make known the pages that are full of computed, final tokens."""
+        full = sequence.num_computed // self._page_size
+        if not self.enabled or full <= sequence.num_published:
+            return
+        for index in range(sequence.num_published, full):
+            self._pool.publish(self._key(sequence, index), sequence.pages[index])
+        sequence.num_published = full
+
+    def keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Names of the contents of a sequence's first full pages."""
+        return [self._key(sequence, index) for index in range(count)]
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """Key of the sequence's page; its tokens are final, so keys are computed once and kept."""
+        keys, size = sequence.page_keys, self._page_size
+        while len(keys) <= index:
+            start = len(keys) * size
+            tokens = array("q", sequence.ids[start : start + size])
+            assert len(tokens) == size, "only full pages have a key"
+            keys.append(_digest(keys[-1] if keys else self._root, tokens.tobytes()))
+        return keys[index]
+
+
+def _digest(parent: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(parent + content, digest_size=_KEY_BYTES).digest()

@@ -1,0 +1,232 @@
+"""Decode steps as CUDA graphs: one per number of sequences and of pages, captured when it is first needed.
+
+A decode step of a large model is some hundred launches of a few microseconds each, which the host cannot keep up with;
+a graph is one. Everything a step needs is written into one buffer on the host, copied to the device in one piece, and
+read by the kernels from there, so the captured launches stay valid. Batches are filled up to the next size with
+sequences that have no token: kernels skip them, and their slots, -1, store nothing.
+Not here: what a step computes (`model`), and batches with prompts or drafts, which `runner` runs launch by launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.errors import first_line
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.head import Logits
+
+if TYPE_CHECKING:
+    from quantkit.runtime.cache.kv_cache import KVCache
+    from quantkit.runtime.engine.runner import BatchBuilder, Piece
+    from quantkit.runtime.model.model import NativeModel
+
+# Fewest pages that a graph reads: short sequences would only make more graphs.
+_LEAST_PAGES = 16
+
+Capture = Callable[[Callable[[], Logits]], Callable[[], Logits]]
+
+
+def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
+    """What keeps decode steps of a model from being captured; None when nothing does.
+
+    Args:
+        model: to run.
+        cache: its keys and values.
+        max_length: tokens of the longest sequence.
+    """
+    if not cache.is_capturable:
+        return "attention of this KV cache is computed by torch, sequence by sequence"
+    return model.why_not_capturable(max_length)
+
+
+class DecodeGraphs:
+    """The graphs of a model over its cache.
+
+    Args:
+        model: to run.
+        cache: its keys and values; `why_not` found nothing.
+        builder: knows the page table.
+        max_sequences: in one batch.
+        max_pages: of one sequence.
+        capture: makes the function that repeats a step; None = as a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: KVCache,
+        builder: BatchBuilder,
+        *,
+        max_sequences: int,
+        max_pages: int,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model, self._cache, self._builder = model, cache, builder
+        self._max_sequences, self._max_pages = max_sequences, max_pages
+        self._capture = capture or _CudaCapture(model.device)
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self.failure: str | None = None
+        model.reserve(max_pages * cache.page_size)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._steps)
+
+    def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Logits | None:
+        """Logits of a decode step; nothing is waited for.
+
+        Args:
+            pieces: one new token each, whose logits are wanted.
+            tokens: (len(pieces),) int64, those tokens where the host does not know them yet; None = in the pieces.
+        Returns:
+            of each piece, valid until the next call; None when this is not a decode step, or when capturing
+            has failed, which `failure` then tells.
+        """
+        if self.failure is not None or not all(len(piece.tokens) == 1 == piece.num_logits for piece in pieces):
+            return None
+        count, size = len(pieces), self._cache.page_size
+        longest = max(piece.start for piece in pieces) // size + 1
+        shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
+        try:
+            step = self._steps.get(shape) or self._steps.setdefault(shape, self._make(*shape))
+        except RuntimeError as error:
+            self.failure = first_line(error)
+            return None
+        inputs = step.inputs
+        inputs.write(pieces, self._builder.table_of(pieces, min(longest, shape[1])), size)
+        inputs.send()
+        if tokens is not None:
+            inputs.batch.token_ids[:count].copy_(tokens)
+        return step.replay().first(count)
+
+    def _make(self, sequences: int, pages: int) -> _Step:
+        inputs = _Inputs(sequences, pages, self._cache.page_size, self._model.device)
+        inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
+        inputs.send()
+        replay = self._capture(lambda: self._model.step(inputs.batch, self._cache))
+        return _Step(inputs=inputs, replay=replay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One size of batch: where its inputs are written, and what then computes its logits."""
+
+    inputs: _Inputs
+    replay: Callable[[], Logits]
+
+
+class _Inputs:
+    """A decode batch at fixed addresses, and the memory of the host from which it is filled in one copy.
+
+    There are two pieces of that memory, used in turn: the last step's may not have been copied yet.
+
+    Args:
+        sequences: B.
+        pages: P, of each.
+        page_size: tokens per page.
+        device: of the model.
+    """
+
+    def __init__(self, sequences: int, pages: int, page_size: int, device: torch.device) -> None:
+        self._sequences, self._pages = sequences, pages
+        num_bytes = 8 * 4 * sequences + 4 * (sequences + 1 + sequences * pages)
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        on_gpu = device.type == "cuda"
+        self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._arrays = [self._split(host.numpy()) for host in self._hosts]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._turn = 0
+        wide = self._device[: 32 * sequences].view(torch.int64).view(4, sequences)
+        narrow = self._device[32 * sequences :].view(torch.int32)
+        self.batch = ForwardBatch(
+            token_ids=wide[0],
+            positions=wide[1],
+            slots=wide[2],
+            tail_rows=wide[3],
+            query_starts=narrow[: sequences + 1],
+            page_table=narrow[sequences + 1 :].view(sequences, pages),
+            logit_rows=torch.arange(sequences, device=device),
+            query_lengths=(1,) * sequences,
+            context_lengths=(pages * page_size,) * sequences,
+            sequence_ids=tuple(range(sequences)),
+        )
+
+    def _split(self, memory: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+        """Numbers per sequence (4, B) int64, starts (B + 1,) and page table (B, P) int32 in one piece of memory."""
+        wide, narrow = memory[: 32 * self._sequences].view(np.int64), memory[32 * self._sequences :].view(np.int32)
+        return (
+            wide.reshape(4, -1),
+            narrow[: self._sequences + 1],
+            narrow[self._sequences + 1 :].reshape(-1, self._pages),
+        )
+
+    def write(self, pieces: Sequence[Piece], table: np.ndarray[Any, Any], page_size: int) -> None:
+        """Write a batch into the memory whose turn it is.
+
+        Args:
+            pieces: at most B, one token each.
+            table: (len(pieces), at most P) int32, pages of each.
+            page_size: tokens per page.
+        """
+        self._turn ^= 1
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        numbers, starts, pages = self._arrays[self._turn]
+        count = len(pieces)
+        for index, (holder, tokens, start, _) in enumerate(pieces):
+            slot = holder.pages[start // page_size] * page_size + start % page_size
+            numbers[:, index] = tokens[0], start, slot, holder.row
+        numbers[:, count:] = 0
+        numbers[2, count:] = -1
+        starts[:] = np.minimum(np.arange(len(starts)), count)
+        pages[:count, : table.shape[1]] = table
+
+    def send(self) -> None:
+        """Copy to the device what was written last."""
+        self._device.copy_(self._hosts[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+
+
+class _CudaCapture:
+    """Captures CUDA graphs that share their memory: only one runs at a time.
+
+    Args:
+        device: where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, step: Callable[[], Logits]) -> Callable[[], Logits]:
+        """See `Capture`; the step is run twice before, which compiles its kernels."""
+        current = torch.cuda.current_stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = step()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> Logits:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+def _bucket(count: int, least: int, most: int) -> int:
+    """The next power of two from `least` on, `most` at most."""
+    return min(max(least, 1 << (count - 1).bit_length()), most)

@@ -1,0 +1,1 @@
+"""From a model directory to a decoder that runs: config, tensors, blocks, head."""

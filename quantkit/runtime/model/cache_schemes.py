@@ -1,0 +1,114 @@
+"""Which number types each layer's keys and values are kept in: what the user names, else what the checkpoint says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import CheckpointError, QuantkitError, SchemeError
+from quantkit.formats._kv_cache import read_cache_schemes, read_scales
+from quantkit.kernels.layouts import KVLayout, kv_scheme
+from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
+from quantkit.numerics.scheme import KVScheme
+from quantkit.runtime.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCache:
+    """What a checkpoint has for its KV cache.
+
+    Args:
+        num_layers: decoder layers.
+        schemes: what config.json says of each; None = nothing.
+        scales: fixed scales of keys and values of each layer, where it has them.
+        note: why what config.json says is not followed; empty when it is.
+    """
+
+    num_layers: int
+    schemes: tuple[KVScheme, ...] | None = None
+    scales: tuple[tuple[Scales, Scales] | None, ...] = ()
+    note: str = ""
+
+    def choose(self, name: str) -> tuple[LayerCache, ...]:
+        """The cache of each layer under a short name; see `layouts.kv_scheme`.
+
+        Args:
+            name: `auto` follows the checkpoint. `fp8` takes its scales where it has them for every layer, else 1.0.
+                The others are what they are without a checkpoint.
+        Raises:
+            SchemeError: no such name.
+        """
+        preset = kv_scheme(name)
+        if name == "auto" and self.schemes is not None:
+            return tuple(map(_with_scales, self.schemes, self.scales))
+        if name == "fp8" and preset is not None and self.scales and None not in self.scales:
+            by_head = KVScheme(key=FP8_HEAD, value=FP8_HEAD)
+            several = any(isinstance(scale, tuple) for scales in self.scales for scale in scales or ())
+            return tuple(_with_scales(by_head if several else preset, scales) for scales in self.scales)
+        return (LayerCache(scheme=preset or KVScheme()),) * self.num_layers
+
+
+def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCache:
+    """What a checkpoint says about its KV cache; only scales are read.
+
+    Args:
+        reader: of the checkpoint.
+        config: of its model.
+    Raises:
+        CheckpointError: a scale is missing, is no positive number, or there are not as many as heads.
+    """
+    count = len(config.layers)
+    try:
+        schemes, note = read_cache_schemes(reader.config, count), ""
+    except SchemeError as error:
+        schemes, note = None, f"the KV cache of the checkpoint is not followed, keys and values stay 16 bits: {error}"
+    attention = config.architecture.parts.output.rpartition(".")[0]
+    names = [f"{config.architecture.layers}.{index}.{attention}" for index in range(count)]
+    try:
+        scales = tuple(read_scales(name, config.num_kv_heads, reader.__contains__, reader.tensor) for name in names)
+    except CheckpointError as error:
+        if schemes is not None:
+            raise
+        scales, note = (None,) * count, note or f"scales of the KV cache, which config.json does not announce: {error}"
+    for index, found in enumerate(scales):
+        wanted = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
+        if wanted and found is None and config.layers[index].window is None:
+            raise CheckpointError(
+                f"{reader.path}: config.json announces fixed scales of the KV cache, but {names[index]}.k_scale and "
+                "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"
+            )
+    return StoredCache(num_layers=count, schemes=schemes, scales=scales, note=note)
+
+
+def follows_checkpoint(path: str | Path) -> bool:
+    """Whether `auto` quantizes keys or values for the checkpoint in this directory; False when that cannot be told."""
+    try:
+        config = CheckpointReader(Path(path)).config
+        schemes = read_cache_schemes(config, int(config.get("num_hidden_layers") or 1))
+    except (QuantkitError, TypeError, ValueError):
+        return False
+    return schemes is not None and any(scheme.is_quantized for scheme in schemes)
+
+
+def cache_type(layouts: Sequence[KVLayout], asked: str) -> str:
+    """Short name of what a cache holds: as asked, or, where `auto` quantizes, the commonest number type of its keys.
+
+    Args:
+        layouts: one per layer.
+        asked: the name that the user gave.
+    """
+    kept = [layout.scheme.key.dtype or layout.scheme.value.dtype for layout in layouts]
+    names = Counter(dtype.name for dtype in kept if dtype is not None)
+    return names.most_common(1)[0][0] if asked == "auto" and names else asked
+
+
+def _with_scales(scheme: KVScheme, scales: tuple[Scales, Scales] | None) -> LayerCache:
+    key, value = scales or (1.0, 1.0)
+    return LayerCache(
+        scheme=scheme,
+        key_scale=key if scheme.key.is_fixed else 1.0,
+        value_scale=value if scheme.value.is_fixed else 1.0,
+    )

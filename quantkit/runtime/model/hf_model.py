@@ -1,0 +1,189 @@
+"""Any causal language model of transformers behind the runtime's `Model`: slower, not paged, but it runs.
+
+Each sequence has a cache of its own, which transformers fills; sequences are computed one after another. A sequence
+that continues at an earlier position than its cache (rejected drafts) has its cache cropped, or recomputed where the
+kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.passing import class_of
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import CheckpointError, ModelError, first_line
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.layouts import KVLayout
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.cache.memory import check_memory
+from quantkit.runtime.model.cache_schemes import StoredCache
+from quantkit.runtime.model.model import Caches
+
+# Layers whose state is keys and values by position, so that its end can be cut off.
+_CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(slots=True)
+class _State:
+    """What is kept of a sequence: its tokens so far, and what transformers computed from them."""
+
+    cache: Any
+    token_ids: list[int] = field(default_factory=list)
+
+
+class TransformersModel:
+    """A transformers model; see `runtime.model.Model`.
+
+    Args:
+        model: loaded, in evaluation mode.
+        max_length: tokens of a sequence.
+        eos_ids: tokens that end one.
+        notes: see `Model`.
+    """
+
+    paged = False
+    stored_cache = StoredCache(num_layers=0)
+
+    def __init__(self, model: Any, max_length: int, eos_ids: tuple[int, ...], notes: tuple[str, ...]) -> None:
+        self.max_length, self.eos_ids, self.notes = max_length, eos_ids, notes
+        parameters = list({id(p): p for p in (*model.parameters(), *model.buffers())}.values())
+        self.num_bytes = sum(parameter.nbytes for parameter in parameters)
+        table = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        shared = head is not None and head.weight is table
+        self.stored_bytes = self.num_bytes if shared else self.num_bytes - table.nbytes
+        self.vocab_size: int = table.shape[0] if head is None else head.weight.shape[0]
+        self.dtype: torch.dtype = table.dtype
+        self.device: torch.device = table.device
+        self._model = model
+        accepted = inspect.signature(model.forward).parameters
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
+        self._has_cache = "past_key_values" in accepted
+        self._keeps_rows = "logits_to_keep" in accepted
+        if not self._has_cache:
+            self.notes = (
+                *notes,
+                "this model keeps its state in a way of its own: every step computes all tokens again",
+            )
+        self._states: dict[int, _State] = {}
+
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+        """None: keys and values are transformers' own."""
+        return []
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
+        """See `Model`; no KV cache is used."""
+        wanted, rows = batch.logit_rows.tolist(), []
+        start = 0
+        for sequence_id, count, context in zip(
+            batch.sequence_ids, batch.query_lengths, batch.context_lengths, strict=True
+        ):
+            local = sorted(row - start for row in wanted if start <= row < start + count)
+            tokens = batch.token_ids[start : start + count]
+            rows.append(self._advance(sequence_id, tokens, context - count, local))
+            start += count
+        return torch.cat(rows)[_places(wanted)]
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop the sequence's cache."""
+        self._states.pop(sequence_id, None)
+
+    def _advance(self, sequence_id: int, tokens: Tensor, past: int, rows: list[int]) -> Tensor:
+        """Logits (len(rows), V) of one sequence's new tokens (T,), of which `past` are before."""
+        state = self._states.get(sequence_id)
+        if state is None or past == 0:
+            state = self._states[sequence_id] = _State(self._fresh_cache())
+        known = state.token_ids
+        if len(known) < past:
+            raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
+        computed = len(known) if self._has_cache else 0
+        if computed > past:
+            computed = self._rewind(state, past, computed)
+        state.token_ids = known[:past] + tokens.tolist()
+        inputs = torch.tensor([state.token_ids[computed:]], device=self.device)
+        skipped = past - computed  # recomputed tokens, whose logits nobody wants
+        keep = torch.tensor([row + skipped for row in rows], dtype=torch.int64, device=self.device)
+        options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
+        if self._has_cache:
+            options |= {"past_key_values": state.cache, "use_cache": True}
+        output = self._model(input_ids=inputs, **options)
+        logits: Tensor = output.logits[0]
+        return (logits if "logits_to_keep" in options else logits[keep]).float()
+
+    def _rewind(self, state: _State, past: int, computed: int) -> int:
+        """Go back from `computed` to `past` tokens; returns how many are computed now."""
+        if self._can_crop:
+            state.cache.crop(past - computed)  # negative: that many tokens less
+            return past
+        state.cache = self._fresh_cache()
+        return 0
+
+    def _fresh_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
+        return DynamicCache() if self._can_crop else DynamicCache(config=self._model.config)
+
+
+def _places(rows: list[int]) -> list[int]:
+    """Where each wanted row lies among the same rows sorted: rows [7, 2, 5] -> [2, 0, 1]."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    places = [0] * len(rows)
+    for place, index in enumerate(order):
+        places[index] = place
+    return places
+
+
+def load_with_transformers(
+    reader: CheckpointReader,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    eos_ids: tuple[int, ...],
+    notes: tuple[str, ...] = (),
+    memory: int | None = None,
+) -> TransformersModel:
+    """Load a checkpoint with transformers.
+
+    Args:
+        reader: of the checkpoint.
+        dtype, device: of the computation.
+        eos_ids, notes: see `Model`.
+        memory: bytes that may be used; None = what is free.
+    Raises:
+        ModelError: transformers cannot load it.
+        CheckpointError: a tensor is missing.
+        ResourceError: it is too large.
+    """
+    check_memory(reader, dtype, device, memory)
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
+        model, found = class_of(reader, settings).from_pretrained(
+            reader.path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever transformers raises on a model that it cannot load
+        raise ModelError(f"{reader.path}: transformers cannot load this model: {first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them with noise
+        raise CheckpointError(
+            f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
+            "or config.json is of another model"
+        )
+    config = model.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if length is None:
+        notes = (*notes, "config.json has no max_position_embeddings: contexts are limited to 4096 tokens")
+    return TransformersModel(model.to(device).eval(), length or 4096, eos_ids, notes)

@@ -1,0 +1,288 @@
+"""From a model directory to a model that runs: everything is checked before the first weight is read.
+
+Weights are laid out layer by layer, so memory never holds two copies of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.errors import InputError, ModelError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats._kv_cache import CONFIG_KEY
+from quantkit.formats.base import Format
+from quantkit.kernels.linear import Linear, make_linear
+from quantkit.kernels.torch_linear import DenseLinear
+from quantkit.models.families import Architecture, find, supported
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.scheme import Scheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.cache.memory import check_memory
+from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
+from quantkit.runtime.model.manifest import check_tensors, head_name, make_manifest
+from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.settings import NotNative
+from quantkit.runtime.model.weights import Weights, make_block
+
+Backend = Literal["auto", "native", "transformers"]
+
+_HEAD_BITS = {"int8": INT8, "int4": INT4}
+_HEAD_ROWS = 4096
+_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def load_model(
+    path: Path | str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    head_dtype: str | None = None,
+    backend: Backend = "auto",
+    memory: int | None = None,
+) -> Model:
+    """Load a model for running.
+
+    Args:
+        path: directory with config.json and safetensors.
+        dtype: of the computation: float32, bfloat16, float16 (for short fp32, bf16, fp16), or auto, which is the
+            checkpoint's own where this device is fast in it.
+        device: where it runs.
+        head_dtype: int8 or int4 rounds the output head at load; None leaves it as it is.
+        backend: native; transformers, for any other causal language model; auto takes the first that can.
+        memory: bytes that may be used; None = what is free.
+    Raises:
+        ModelError, CheckpointError: the directory holds no model, or one that contradicts itself.
+        ResourceError: it is too large.
+        InputError: an unknown dtype or backend.
+    """
+    reader = CheckpointReader(Path(path))
+    place = torch.device(device)
+    if backend not in ("auto", "native", "transformers"):
+        raise InputError(f"unknown backend {backend!r}; use auto, native or transformers")
+    if head_dtype is not None and head_dtype not in _HEAD_BITS:
+        raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
+    if backend != "transformers":
+        try:
+            architecture = find_native(reader)
+            config = read_config(reader.config, architecture)
+            format_, scheme = find_format(reader)
+            return load_native(
+                reader, config, format_, scheme, dtype=dtype, device=place, head_dtype=head_dtype, memory=memory
+            )
+        except NotNative:
+            if backend == "native":
+                raise
+    # Imported late: native models do not need transformers.
+    from quantkit.runtime.model.hf_model import load_with_transformers
+
+    if head_dtype is not None:
+        raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
+    chosen, notes = pick_dtype(dtype, reader, None, place)
+    if CONFIG_KEY in reader.config:
+        notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
+    return load_with_transformers(
+        reader, dtype=chosen, device=place, eos_ids=read_eos(reader), notes=notes, memory=memory
+    )
+
+
+def load_native(
+    reader: CheckpointReader,
+    config: ModelConfig,
+    format_: Format | None,
+    scheme: Scheme | None,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    head_dtype: str | None = None,
+    memory: int | None = None,
+) -> NativeModel:
+    """Build a model of a config from a checkpoint.
+
+    Args:
+        reader: of the checkpoint.
+        config: what to compute.
+        format_, scheme: how quantized linears are stored; None = there are none.
+        dtype, device, head_dtype, memory: see `load_model`.
+    Raises:
+        CheckpointError, ResourceError: see `load_model`.
+    """
+    manifest = make_manifest(config, reader)
+    tied = head_name(config.architecture, reader) if config.tied else None
+    check_tensors(manifest, reader, scheme, tied)
+    stored_cache = read_stored_cache(reader, config)
+    chosen, notes = pick_dtype(dtype, reader, config, device)
+    check_memory(reader, chosen, device, memory)
+    weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
+    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    embedding = f"{config.architecture.embedding}.weight"
+    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
+    table = weights.tensor(embedding, reader.info(embedding).dtype)
+    blocks = []
+    for index in range(len(config.layers)):
+        blocks.append(make_block(weights, index, ropes))
+        release_freed_memory()
+    final_norm = weights.norm(config.architecture.final_norm)
+    head = _make_head(weights, table, head_dtype)
+    release_freed_memory()
+    return NativeModel(
+        config=config,
+        embedding=table,
+        blocks=blocks,
+        ropes=ropes,
+        final_norm=final_norm,
+        head=head,
+        num_bytes=weights.num_bytes,
+        stored_bytes=weights.stored_bytes,
+        eos_ids=read_eos(reader),
+        dtype=chosen,
+        device=device,
+        notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
+        stored_cache=stored_cache,
+    )
+
+
+def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
+    """How the quantized linears of a checkpoint are stored; nothing and nothing where it has none.
+
+    Raises:
+        ModelError: they are in a format that is not decoded here.
+    """
+    described = reader.config.get("quantization_config")
+    if not described:
+        return None, None
+    method = described.get("quant_method") if isinstance(described, dict) else described
+    try:
+        for known in FORMATS.all().values():
+            scheme = known.recognise(reader.config)
+            if scheme is not None:
+                return known, scheme
+    except SchemeError as error:
+        raise NotNative(f"quantization by {method!r} of this kind ({error})") from error
+    raise NotNative(f"quantization by {method!r}")
+
+
+def pick_dtype(
+    asked: str | torch.dtype, reader: CheckpointReader, config: ModelConfig | None, device: torch.device
+) -> tuple[torch.dtype, tuple[str, ...]]:
+    """The dtype to compute in, and notes for the user where it is not the checkpoint's.
+
+    On CPUs float16 products have no fast path, and bfloat16 ones only where the instruction set has them.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    if isinstance(asked, torch.dtype) or asked != "auto":
+        name = str(asked).removeprefix("torch.")
+        found = DTYPES.get(_SHORT_NAMES.get(name, name))
+        if found is None:
+            raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
+        return found, ()
+    stored = _stored_dtype(reader, config)
+    if device.type != "cpu" or stored == torch.float32:
+        return stored, ()
+    fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    if fast == stored:
+        return stored, ()
+    old, new = (str(item).removeprefix("torch.") for item in (stored, fast))
+    return fast, (f"computed in {new}: the checkpoint is {old}, in which this CPU is slow; dtype='float32' is exact",)
+
+
+def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
+    """Tokens that end a sequence: generation_config.json has the last word, then config.json.
+
+    Raises:
+        ModelError: they are no token ids.
+    """
+    value: Any = None
+    path = reader.path / "generation_config.json"
+    if path.is_file():
+        try:
+            value = json.loads(path.read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{path} is not a readable JSON object ({error}); delete it or copy it again") from None
+    value = reader.config.get("eos_token_id") if value is None else value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")
+    return tuple(ids)
+
+
+def find_native(reader: CheckpointReader) -> Architecture:
+    """The data of a family that runs natively.
+
+    Raises:
+        NotNative: no file describes the family, or it is only compressed here.
+        ModelError: config.json names none.
+    """
+    names = reader.config.get("architectures")
+    if isinstance(names, list) and names and not any(name in supported() for name in names):
+        raise NotNative(f"architecture {names[0]!r}")
+    found = find(reader.config)
+    if not found.native:
+        raise NotNative(f"architecture {found.hf_names[0]!r}")
+    return found
+
+
+def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
+    """What config.json says, else the most common float dtype of the tensors by bytes."""
+    if config is not None and config.dtype is not None:
+        return config.dtype
+    named = DTYPES.get(str(reader.config.get("dtype") or reader.config.get("torch_dtype")).removeprefix("torch."))
+    if named is not None:
+        return named
+    totals = dict.fromkeys(DTYPES.values(), 0)
+    for name in reader.names:
+        info = reader.info(name)
+        if info.dtype in totals:
+            totals[info.dtype] += info.num_bytes
+    return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _make_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
+    """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
+    config, name = weights.config, head_name(weights.config.architecture, weights.reader)
+    if head_dtype is None and not config.tied:
+        return weights.linear([name])
+    if head_dtype is None:
+        head = make_linear(table, dtype=weights.dtype, device=weights.device)
+        shared = isinstance(head, DenseLinear) and table.dtype == weights.dtype
+        weights.num_bytes += 0 if shared else head.stored_bytes
+        weights.stored_bytes += head.stored_bytes
+        return head
+    weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
+    bias = f"{name}.bias"
+    head = make_linear(
+        _round_head(weight, head_dtype),
+        bias=weights.reader.tensor(bias).to(weights.device, weights.dtype) if bias in weights.reader else None,
+        dtype=weights.dtype,
+        device=weights.device,
+    )
+    weights.num_bytes += head.stored_bytes
+    weights.stored_bytes += head.stored_bytes
+    return head
+
+
+def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
+    """Round to nearest, some rows at a time: the float32 copies of a whole head would outweigh a layer."""
+    dtype, width = _HEAD_BITS[head_dtype], weight.shape[1]
+    group = None if dtype is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
+    scheme = WeightScheme(dtype=dtype, group_size=group)
+    parts = []
+    for start in range(0, weight.shape[0], _HEAD_ROWS):
+        rows = weight[start : start + _HEAD_ROWS].float()
+        parts.append(round_to_nearest(rows, scheme, *minmax_parameters(rows, scheme, weight.dtype), weight.dtype))
+    return QuantizedTensor(
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        zero_point=None,
+        scheme=scheme,
+    )

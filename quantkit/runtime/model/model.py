@@ -1,0 +1,192 @@
+"""A decoder-only model over a paged KV cache: embedding, blocks, head. One code for every family, steered by data.
+
+Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.head import Logits, logits
+from quantkit.kernels.layouts import KVLayout, make_layout
+from quantkit.kernels.linear import Linear
+from quantkit.numerics.kv_cache import LayerCache
+from quantkit.numerics.scheme import KVScheme
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.cache_schemes import StoredCache
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.layers import Block, Norm, enter
+from quantkit.runtime.model.rope import RopeConfig, RopeTable
+
+Caches = KVScheme | Sequence[LayerCache] | None
+
+
+class Model(Protocol):
+    """What the engine runs.
+
+    Attributes:
+        vocab_size, max_length: of the logits, and tokens of a sequence.
+        eos_ids: tokens that end a sequence.
+        stored_bytes: of the weights that one decode step reads; num_bytes: of all weights.
+        paged: whether keys and values live in the engine's `KVCache`. False: the model keeps its own state by
+            sequence id, so there is no prefix cache and no KV quantization.
+        dtype: of the computation.
+        device: where it runs.
+        notes: what was decided at load and a user should know.
+        stored_cache: what the checkpoint says about its KV cache.
+    """
+
+    vocab_size: int
+    max_length: int
+    eos_ids: tuple[int, ...]
+    stored_bytes: int
+    num_bytes: int
+    paged: bool
+    dtype: torch.dtype
+    device: torch.device
+    notes: tuple[str, ...]
+    stored_cache: StoredCache
+
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+        """How each layer keeps keys and values.
+
+        Args:
+            kv: number types, for all layers or for each; None = as computed.
+            page_size: tokens per page.
+            dtype: of what is not quantized; None = the model's.
+        """
+        ...
+
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
+        """One step; returns (R, V) float32 logits after `batch.logit_rows`."""
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop what is kept for a sequence; nothing where the model is paged."""
+        ...
+
+
+class NativeModel:
+    """A model built from its family's data; see `Model`. Weights are laid out already; `loader` makes it.
+
+    Args:
+        config: what it computes.
+        embedding: (V, H) table, any float dtype.
+        blocks: in running order.
+        ropes: rotary embeddings that the blocks refer to.
+        final_norm: before the head.
+        head: (R, H) -> (R, V).
+        num_bytes, stored_bytes: see `Model`.
+        eos_ids, dtype, device, notes, stored_cache: see `Model`.
+    """
+
+    paged = True
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        embedding: Tensor,
+        blocks: Sequence[Block],
+        ropes: Sequence[RopeConfig],
+        final_norm: Norm,
+        head: Linear,
+        num_bytes: int,
+        stored_bytes: int,
+        eos_ids: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        notes: tuple[str, ...],
+        stored_cache: StoredCache,
+    ) -> None:
+        self.stored_cache = stored_cache
+        self.config, self.dtype, self.device, self.notes, self.eos_ids = config, dtype, device, notes, eos_ids
+        self.vocab_size, self.max_length = config.vocab_size, config.max_length
+        self.num_bytes, self.stored_bytes = num_bytes, stored_bytes
+        self.head = head
+        self.blocks = tuple(blocks)
+        self._embedding, self._final_norm = embedding, final_norm
+        self._ropes = [RopeTable(rope, device) for rope in ropes]
+        self._embedding_scale = config.embedding_scale
+        if config.architecture.multipliers.root_embedding:
+            # Gemma was trained with the root of its width rounded to the model's dtype.
+            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self._logits_scale, self._softcap = config.logits_scale, config.logits_softcap
+
+    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+        """See `Model`."""
+        return config_layouts(self.config, kv, page_size, dtype or self.dtype)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
+        """See `Model`; the cache must be there."""
+        return self.step(batch, cache).values
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+        """`forward`, and on a GPU the likeliest tokens."""
+        assert cache is not None, "a paged model needs a KV cache"
+        x = embedding(batch.token_ids, self._embedding).to(self.dtype)  # (T, H)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        angles = [table.gather(batch) for table in self._ropes]
+        pending: Tensor | None = None
+        for block in self.blocks:
+            x, pending = block(x, pending, batch, cache, None if block.rope is None else angles[block.rope])
+        return self._logits(x, pending, batch.logit_rows)
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing: the cache's pages are all there is."""
+
+    def reserve(self, length: int) -> None:
+        """Compute now what depends on positions up to this length, so that it stays where it is in memory."""
+        for table in self._ropes:
+            table.reserve(length)
+
+    def why_not_capturable(self, max_length: int) -> str | None:
+        """What a step asks the host on its way, so that it cannot be a CUDA graph; None = nothing.
+
+        Args:
+            max_length: tokens of the longest sequence.
+        """
+        if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
+            return "which experts are chosen is asked by the host"
+        if any((table.rope.turning_length or max_length) < max_length for table in self._ropes):
+            return "rotary embeddings of long sequences depend on their length"
+        return None
+
+    def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Logits:
+        if not len(rows):
+            return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
+        if len(rows) < len(x):
+            x, pending = x[rows], None if pending is None else pending[rows]
+        normed, _ = enter(self._final_norm, x, pending)
+        return logits(self.head, normed, scale=self._logits_scale, softcap=self._softcap)
+
+
+def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch.dtype) -> list[KVLayout]:
+    """How each layer of a model keeps keys and values.
+
+    Args:
+        config: of the model.
+        kv: number types, for all layers or for each; None = as computed.
+        page_size: tokens per page.
+        dtype: of what is not quantized.
+    """
+    caches = kv if isinstance(kv, Sequence) else [LayerCache(scheme=kv or KVScheme())] * len(config.layers)
+    return [
+        make_layout(
+            num_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            cache=cache,
+            window=layer.window,
+        )
+        for layer, cache in zip(config.layers, caches, strict=True)
+    ]

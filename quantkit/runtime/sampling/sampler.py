@@ -1,0 +1,94 @@
+"""From logits to the tokens of requests: penalties, what each row's parameters ask for, log-probabilities.
+
+The choice itself is in `kernels.sampling`; here a row gets its key, a function of (seed, position). So a request gives
+the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model races
+with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
+anyway: see `speculative`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+from torch import Tensor
+
+from quantkit.kernels import sampling
+from quantkit.kernels.head import Logits
+from quantkit.kernels.sampling import Draw
+from quantkit.kernels.transfer import send
+from quantkit.runtime.sampling.penalties import apply_penalties
+from quantkit.runtime.types import Sequence, TokenLogprob
+
+# Rows to sample: a sequence, and how many of its drafts come before the token.
+Rows = list[tuple[Sequence, int]]
+
+
+def sample(logits: Logits | Tensor, rows: Rows) -> list[int]:
+    """`choose`, for the host."""
+    tokens: list[int] = choose(logits, rows).tolist()
+    return tokens
+
+
+def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
+    """One token for each row, where the logits are.
+
+    Args:
+        logits: (R, V) float32; not modified.
+        rows: what each row belongs to.
+    Returns:
+        (R,) int64; valid as long as the logits.
+    """
+    values, best = logits if isinstance(logits, Logits) else (logits, None)
+    if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
+        return sampling.largest(values) if best is None else best
+    values = apply_penalties(values, rows)
+    return sampling.choose(values, [_draw(row) if row[0].params.temperature > 0 else None for row in rows])
+
+
+def candidates(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """The tokens that temperature, top-k, top-p and min-p leave.
+
+    Args:
+        logits: (R, V) float32, penalties applied.
+        rows: what each row belongs to; temperatures above 0.
+    Returns:
+        see `kernels.sampling.candidates`.
+    """
+    return sampling.candidates(logits, [_draw(row) for row in rows])
+
+
+def _draw(row: tuple[Sequence, int]) -> Draw:
+    sequence, ahead = row
+    params = sequence.params
+    key = derived_seed(sequence.seed, len(sequence.ids) + ahead)
+    return Draw(key, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """64 random bits, as a signed integer, for the request or position with this number."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, number), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None]:
+    """Log-probabilities of the rows whose request wants them, by the model itself.
+
+    Args:
+        logits: (R, V) float32.
+        rows: what each row belongs to.
+        tokens: chosen for each row.
+    """
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
+    if not counts:
+        return found
+    wanted, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
+    table = logits[wanted].log_softmax(-1)  # (W, V)
+    values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
+    read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
+    for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):
+        top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
+        found[index] = TokenLogprob(token_id=tokens[index], logprob=own, top=top)
+    return found

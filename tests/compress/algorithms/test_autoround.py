@@ -1,0 +1,232 @@
+"""AutoRound: its written-out gradients against autograd, and that tuning never makes a layer worse."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.compress.algorithms._autoround_block import Examples, tunable
+from quantkit.compress.algorithms._autoround_weight import TunedWeight
+from quantkit.compress.algorithms.autoround import STEP, AutoRound
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.numerics.affine import search_parameters
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+
+QUICK = {"iterations": 24, "learning_rate": 0.03}
+RECIPE = """
+weights: {dtype: int4, group_size: 16}
+steps: [STEPS{autoround: {iterations: 24}}]
+calibration: {data: TEXT, samples: 8, sequence_length: 24}
+"""
+
+
+@pytest.fixture
+def layer_of(make_layer):
+    """A layer with the original beside it, as the pipeline hands it to a step that needs it."""
+
+    def make(family="llama", **arguments):
+        layer = make_layer(family, **arguments)
+        layer.original, layer.original_store = copy.deepcopy(layer.block), layer.store
+        return layer
+
+    return make
+
+
+def problem(dtype="int3", group_size=8, symmetric=True, seed=0):
+    torch.manual_seed(seed)
+    weight, scheme = torch.randn(6, 24), WeightScheme(dtype=DTYPES[dtype], group_size=group_size, symmetric=symmetric)
+    return weight, scheme, *search_parameters(weight, scheme, torch.float32)
+
+
+def round_through(values):
+    """Rounding that counts as the identity for gradients."""
+    return values + (values.round() - values).detach()
+
+
+def plain_formula(weight, scheme, offset, scale, zero):
+    """(N, G, g) values, from what autograd differentiates."""
+    raw = round_through(weight.view(*scale.shape, -1) / scale.unsqueeze(-1) + offset.view(*scale.shape, -1))
+    place = 0.0 if zero is None else round_through(zero).unsqueeze(-1)
+    return ((raw + place).clamp(scheme.dtype.minimum, scheme.dtype.maximum) - place) * scale.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", ["int2", "int3", "int4"])
+@pytest.mark.parametrize("group_size", [8, None])
+def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
+    weight, scheme, scale, zero = problem(dtype, group_size, symmetric)
+    scale = scale * 0.7  # some weights are clamped
+    tuned = TunedWeight(weight, scheme, scale, zero, torch.float32)
+    tuned.offset.uniform_(-0.5, 0.5)
+    leaves = [tuned.offset.clone().requires_grad_(), scale.clone().requires_grad_()]
+    leaves += [] if zero is None else [zero.clone().requires_grad_()]
+    values = plain_formula(weight, scheme, *leaves, *([None] if zero is None else []))
+    gradient = torch.randn_like(weight)
+    values.backward(gradient.view_as(values))
+    decoded = torch.empty_like(weight)
+    tuned.decode(decoded)
+    torch.testing.assert_close(decoded, values.detach().view_as(weight))
+    for found, leaf in zip(tuned.gradients(gradient), leaves, strict=False):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
+    weight, scheme, scale, zero = problem(symmetric=symmetric)
+    tuned = TunedWeight(weight, scheme, scale, zero, torch.float32)
+    tuned._step_rows = 4  # two blocks
+    gradient, values = torch.randn_like(weight), torch.empty_like(weight)
+    by_offset, by_scale, _ = tuned.gradients(gradient)
+    tuned.step(gradient, values, 0.1)
+    torch.testing.assert_close(tuned.offset, -0.1 * by_offset.sign())
+    torch.testing.assert_close(tuned.factor, 1 - 0.05 * (by_scale * scale).sign())  # also where a scale is negative
+    expected = torch.empty_like(weight)
+    tuned.decode(expected)
+    torch.testing.assert_close(values, expected)
+    torch.testing.assert_close(tuned.result().dequantize(), expected)
+
+
+def test_a_negative_scale_stays_negative():
+    weight, scheme, scale, _ = problem()
+    tuned = TunedWeight(weight, scheme, -scale.abs(), None, torch.bfloat16)
+    values = torch.empty_like(weight)
+    for _ in range(3):
+        tuned.step(torch.randn_like(weight), values, 0.2)
+    assert (tuned.result().scale < 0).all()
+    torch.testing.assert_close(tuned.result().dequantize(), values)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "group_size", "symmetric"),
+    [
+        ("llama", "int4", None, True),
+        ("qwen3", "int4", 16, True),
+        ("llama", "int3", 16, False),
+        ("llama", "int2", 16, True),
+    ],
+)
+def test_better_than_rounding(layer_of, output_error, family, dtype, group_size, symmetric):
+    arguments = {"dtype": dtype, "group_size": group_size, "symmetric": symmetric}
+    rounding = output_error(layer_of(family, **arguments), lambda layer: layer.finish())
+    tuned = output_error(layer_of(family, **arguments), lambda layer: STEP(**QUICK).apply(layer))
+    assert tuned < rounding
+
+
+def test_equal_runs_give_equal_codes_and_leave_the_layer_usable(layer_of):
+    first, second = layer_of(), layer_of()
+    for layer in (first, second):
+        with torch.inference_mode():
+            AutoRound(**QUICK, batch_size=2).apply(layer)
+        assert not any(value.requires_grad for value in layer.block.parameters())
+        assert set(layer.quantized) == set(layer.schemes)
+    for name, weight in first.quantized.items():
+        assert torch.equal(weight.codes, second.quantized[name].codes)
+        assert torch.equal(weight.dequantize(), first.weight(name))
+    other = layer_of()
+    other.seed = 1
+    with torch.inference_mode():
+        AutoRound(**QUICK, batch_size=2).apply(other)
+    assert any(not torch.equal(w.codes, other.quantized[n].codes) for n, w in first.quantized.items())
+
+
+def test_never_worse_than_where_it_started(layer_of, output_error):
+    def started(layer):
+        STEP(iterations=1, learning_rate=1e-9).apply(layer)
+
+    start = output_error(layer_of(), started)
+    layer = layer_of()
+    assert output_error(layer, lambda layer: STEP(iterations=3, learning_rate=1.0).apply(layer)) <= start * 1.0001
+    assert any("did not lower the error" in note for note in layer.notes)
+
+
+def test_an_error_that_is_no_number_falls_back(layer_of, monkeypatch):
+    monkeypatch.setattr("quantkit.compress.algorithms._autoround_block.TunedBlock.backward", lambda *_: float("nan"))
+    layer, start = layer_of(), layer_of()
+    with torch.inference_mode():
+        STEP(**QUICK).apply(layer)
+        STEP(iterations=1, learning_rate=1e-9).apply(start)
+    assert any("rounded to nearest" in note for note in layer.notes)
+    for name, weight in layer.quantized.items():
+        assert torch.equal(weight.codes, start.quantized[name].codes)
+
+
+def test_linears_left_alone_stay_as_they_are(layer_of):
+    layer = layer_of(left_alone=("self_attn.o_proj",))
+    before = layer.weight("self_attn.o_proj").clone()
+    with torch.inference_mode():
+        STEP(**QUICK).apply(layer)
+    assert torch.equal(layer.weight("self_attn.o_proj"), before)
+    assert "self_attn.o_proj" not in layer.quantized
+
+
+def test_quantized_inputs_are_seen_while_tuning(layer_of):
+    layer = layer_of(activation=ActivationScheme(dtype=DTYPES["int4"]))
+    names = tuple(layer.schemes)
+    with torch.inference_mode():
+        with tunable(layer, names) as (block, _):
+            quantized = block.error(Examples(layer), range(2))
+        plain = replace(layer, schemes={name: replace(s, activation=None) for name, s in layer.schemes.items()})
+        with tunable(plain, names) as (block, _):
+            assert block.error(Examples(plain), range(2)) == 0
+        assert quantized > 1e-6
+        STEP(**QUICK).apply(layer)
+    assert not layer.notes
+
+
+def test_floats_are_rounded_first_and_said(layer_of):
+    layer = layer_of()
+    fp8 = WeightScheme(dtype=DTYPES["fp8"])
+    layer.schemes = {**layer.schemes, "mlp.down_proj": replace(layer.schemes["mlp.down_proj"], weight=fp8)}
+    with torch.inference_mode():
+        STEP(**QUICK).apply(layer)
+    assert any("mlp.down_proj is fp8 channel, which is not tuned" in note for note in layer.notes)
+    assert set(layer.quantized) == set(layer.schemes)
+
+
+def test_states_on_disk_give_the_same_codes(layer_of, tmp_path):
+    layers = layer_of(), layer_of()
+    layers[1].store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].store)))
+    layers[1].original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].store)))
+    for layer in layers:
+        with torch.inference_mode():
+            STEP(**QUICK).apply(layer)
+    for name, weight in layers[0].quantized.items():
+        assert torch.equal(weight.codes, layers[1].quantized[name].codes)
+
+
+class _Killed(Exception):
+    pass
+
+
+class _KillAfterFirst:
+    """A listener that dies once the first layer is on disk."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+    def layer_finished(self, record):
+        raise _Killed
+
+
+@pytest.mark.parametrize("first", ["", "awq, "])
+def test_a_killed_run_resumes_bit_for_bit(tiny_llama, text_file, tmp_path, first):
+    recipe, whole, resumed = tmp_path / "recipe.yaml", tmp_path / "whole", tmp_path / "resumed"
+    recipe.write_text(RECIPE.replace("STEPS", first).replace("TEXT", str(text_file)))
+    quantkit.quantize(tiny_llama, recipe, whole)
+    with pytest.raises(_Killed):
+        quantkit.quantize(tiny_llama, recipe, resumed, listener=_KillAfterFirst())
+    result = quantkit.quantize(tiny_llama, recipe, resumed)
+    assert result.resumed_layers == 1
+    for path in sorted(whole.glob("*.safetensors")):
+        assert path.read_bytes() == (resumed / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("options", [{"iterations": 0}, {"batch_size": 0}, {"learning_rate": 2.0}])
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} {next(iter(options.values()))} "):
+        AutoRound(**options)

@@ -1,0 +1,273 @@
+"""GPTQ against its textbook form in float64, and what it must never do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from quantkit.compress.algorithms.awq import AWQ
+from quantkit.compress.algorithms.gptq import GPTQ, STEP, cholesky_factor, corrected, fit_scales, settle_columns
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.numerics.affine import minmax_parameters
+from quantkit.numerics.dtype import INT4
+from quantkit.numerics.scheme import WeightScheme
+
+
+def problem(width=48, rows=10, seed=0):
+    torch.manual_seed(seed)
+    inputs = torch.randn(400, width) @ torch.randn(width, width)
+    return torch.randn(rows, width), inputs.T @ inputs / 400
+
+
+def textbook(weight, hessian, order, scale, zero, group):
+    """Frantar et al., algorithm 1, column by column with the Cholesky factor of the inverse, in float64."""
+    matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(order))
+    upper = torch.linalg.cholesky(torch.linalg.inv(matrix[order][:, order]), upper=True)
+    open_, codes = weight.double()[:, order].clone(), torch.empty_like(weight)
+    for place, column in enumerate(order.tolist()):
+        step = scale[:, column // group].double()
+        offset = 0 if zero is None else zero[:, column // group].double()
+        code = (open_[:, place] / step + offset).round().clamp(-8, 7)
+        codes[:, column] = code.float()
+        error = (open_[:, place] - (code - offset) * step) / upper[place, place]
+        open_[:, place + 1 :] -= error[:, None] * upper[place, place + 1 :]
+    return codes
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_size", [5, 16, 128])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_equals_the_textbook(symmetric, block_size, shuffled):
+    weight, hessian = problem()
+    order = torch.randperm(48) if shuffled else torch.arange(48)
+    scheme = WeightScheme(dtype=INT4, group_size=12, symmetric=symmetric)
+    scale, zero = minmax_parameters(weight, scheme, torch.float32)
+    expected = textbook(weight, hessian, order, scale, zero, 12)
+    factor, raised = cholesky_factor(hessian.clone(), order, 0.01)
+    # Two weights with the same inputs go through the loop together.
+    parts, ranges = [weight[:4], weight[4:]], [(scale[:4], zero if zero is None else zero[:4])]
+    ranges.append((scale[4:], zero if zero is None else zero[4:]))
+    codes = torch.cat(settle_columns(parts, factor, order, torch.arange(48) // 12, ranges, scheme, block_size))
+    assert raised == 0
+    assert (codes.float() == expected).float().mean() > 0.995  # float32 against float64 may flip a tie
+
+
+def test_cholesky_factor_factors_the_damped_hessian():
+    _, hessian = problem()
+    order = torch.randperm(48)
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)
+    backwards = order.flip(0)
+    torch.testing.assert_close(factor @ factor.T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
+    assert torch.equal(factor, factor.tril())
+
+
+def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
+    layer = make_layer()
+    one = torch.randn(1, 1, 64)
+    layer.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
+    with torch.inference_mode():
+        GPTQ(damping=1e-12).apply(layer)
+    assert any("damping raised to" in note for note in layer.notes)
+    assert set(layer.quantized) == set(layer.schemes)
+
+
+def test_dead_inputs_are_rounded_on_their_own():
+    weight, hessian = problem()
+    hessian[3] = 0
+    hessian[:, 3] = 0
+    scheme = WeightScheme(dtype=INT4)
+    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    order = torch.arange(48)
+    factor, _ = cholesky_factor(hessian, order, 0.01)
+    groups = torch.zeros(48, dtype=torch.int64)
+    (codes,) = settle_columns([weight], factor, order, groups, [(scale, None)], scheme)
+    assert torch.equal(codes[:, 3].float(), (weight[:, 3] / scale[:, 0]).round().clamp(-8, 7))
+
+
+def test_infinite_inputs_are_an_error(make_layer):
+    with pytest.raises(ModelError, match="cannot be factorised"):
+        cholesky_factor(torch.full((4, 4), torch.inf), torch.arange(4), 0.01)
+    layer = make_layer()
+    layer.store = [torch.full((1, 4, 64), torch.nan)]
+    with pytest.raises(CheckpointError, match="not finite"), torch.inference_mode():
+        GPTQ().apply(layer)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"act_order": "none"}, {"act_order": "group"}, {"true_sequential": True}])
+def test_beats_rounding_on_every_family(make_layer, output_error, family, options):
+    rounding = output_error(make_layer(family), lambda layer: layer.finish())
+    gptq = output_error(make_layer(family), lambda layer: STEP(**options).apply(layer))
+    assert gptq < 0.9 * rounding
+
+
+@pytest.mark.parametrize(("dtype", "group_size"), [("int2", 16), ("int3", 16), ("int4", None), ("int8", None)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_integer_type_and_granularity(make_layer, output_error, dtype, group_size, symmetric):
+    arguments = {"dtype": dtype, "group_size": group_size, "symmetric": symmetric}
+    rounding = output_error(make_layer(**arguments), lambda layer: layer.finish())
+    gptq = output_error(make_layer(**arguments), lambda layer: GPTQ().apply(layer))
+    assert gptq < rounding
+
+
+def test_act_order_group_stores_the_index(make_layer):
+    layer = make_layer()
+    with torch.inference_mode():
+        GPTQ(act_order="group").apply(layer)
+    weight = layer.quantized["mlp.down_proj"]
+    assert sorted(weight.group_index.bincount().tolist()) == [16] * 6
+    assert torch.equal(weight.dequantize(), layer.weight("mlp.down_proj"))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [12, 48])
+def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypatch):
+    monkeypatch.setattr("quantkit.compress.algorithms.gptq._FIT_ELEMENTS", 600)  # a few rows at a time
+    weight, hessian = problem()
+    order, index = torch.randperm(48), torch.arange(48) // group
+    scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
+    ranges = minmax_parameters(weight, scheme, torch.float32)
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    (codes,) = settle_columns([weight], factor, order, index, [ranges], scheme)
+    fitted = fit_scales(weight, codes, ranges, factor, order, index, torch.float32)
+    root = torch.linalg.cholesky((hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double())
+    for row in range(len(weight)):
+        values = codes[row].double() - (0 if ranges[1] is None else ranges[1][row, index].double())
+        design = torch.zeros(48, 48 // group, dtype=torch.float64)
+        design[torch.arange(48), index] = values
+        expected = torch.linalg.lstsq(root.T @ design, root.T @ weight[row].double()).solution
+        torch.testing.assert_close(fitted[row].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
+    """Multiplications, not time: each group's codes meet only their own rows of the factor."""
+    weight, hessian = problem(width=256, rows=8)
+    scheme, order = WeightScheme(dtype=INT4, group_size=16), torch.arange(256)
+    ranges, factor = minmax_parameters(weight, scheme, torch.float32), cholesky_factor(hessian, order, 0.01)[0]
+    codes = torch.randint(-8, 8, weight.shape, dtype=torch.int8)
+    with FlopCounterMode(display=False) as counter:
+        fit_scales(weight, codes, ranges, factor, order, order // 16, torch.float32)
+    products = 2 * weight.shape[0] * 256 * 256
+    assert counter.get_total_flops() < 4 * products
+
+
+def test_the_corrected_target_is_the_least_squares_solution():
+    weight, hessian = problem()
+    torch.manual_seed(1)
+    order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
+    expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
+    found = corrected(weight, error, factor, order, 0.5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def gptaq(weight, hessian, error, scale):
+    """Li et al. 2025, algorithm 1 with plain column order, in float64: the correction moves on column by column."""
+    width = weight.shape[1]
+    matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(width)
+    upper = torch.linalg.cholesky(torch.linalg.inv(matrix), upper=True)
+    spread = (error.double() @ upper.T).triu(1) @ upper
+    open_, decoded = weight.double().clone(), torch.empty_like(weight, dtype=torch.float64)
+    for column in range(width):
+        value = open_[:, column].clone()
+        decoded[:, column] = (value / scale[:, 0]).round().clamp(-8, 7) * scale[:, 0]
+        wrong = (value - decoded[:, column]) / upper[column, column]
+        open_[:, column:] -= wrong[:, None] * upper[column, column:] - value[:, None] * spread[column, column:]
+    return decoded.float()
+
+
+def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gptaq():
+    torch.manual_seed(3)
+    original = torch.randn(4000, 32) @ torch.randn(32, 32)
+    inputs = original + 0.3 * original @ torch.randn(32, 32) / 32**0.5 + 0.1 * torch.randn(4000, 32)
+    weight, scheme = torch.randn(24, 32), WeightScheme(dtype=INT4)
+    hessian, error = inputs.T @ inputs / 4000, (original - inputs).T @ inputs / 4000
+    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    order = torch.arange(32)
+    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+
+    def distance(decoded):
+        return (inputs @ decoded.T - original @ weight.T).square().mean().item()
+
+    def loop(target):
+        ranges = minmax_parameters(target, scheme, torch.float32)
+        (codes,) = settle_columns([target], factor, order, torch.zeros(32, dtype=torch.int64), [ranges], scheme)
+        return distance(codes * ranges[0])
+
+    ours = loop(corrected(weight, error, factor, order, 1.0))
+    assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
+
+
+def with_original(layer, noise):
+    """The context of a layer whose inputs are not those of the original model any more."""
+    generator = torch.Generator().manual_seed(5)
+    layer.original_store, layer.original = layer.store, copy.deepcopy(layer.block)
+    mix = noise * torch.randn(64, 64, generator=generator) / 8
+    layer.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.original_store))
+    return layer
+
+
+@pytest.mark.parametrize("options", [{}, {"true_sequential": True}, {"act_order": "group"}])
+def test_upstream_errors_are_made_up_for(make_layer, options):
+    def run(upstream):
+        layer = with_original(make_layer(), noise=0.2)
+        wanted = [layer.original_forward(hidden) for hidden in layer.original_store]
+        with torch.inference_mode():
+            GPTQ(upstream=upstream, **options).apply(layer)
+        found = [layer.forward(hidden) for hidden in layer.store]
+        # The residual stream carries the error on; the layer can only mend what it adds.
+        added = zip(found, layer.store, wanted, layer.original_store, strict=True)
+        return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
+
+    assert run(1.0) < 0.8 * run(0.0)
+
+
+def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
+    """Smoothing changes inputs and weights, but is no error: the inputs are compared as they were before it."""
+    layer = with_original(make_layer(), noise=0.0)
+    plain, step = make_layer(), STEP(upstream=1.0, true_sequential=False)
+    with torch.inference_mode():
+        for item in (layer, plain):
+            AWQ(grid=4).apply(item)
+        assert layer.divisors
+        step.apply(layer)
+        STEP().apply(plain)
+    for name in layer.quantized:
+        same = layer.quantized[name].codes == plain.quantized[name].codes
+        assert same.float().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("group_size", [16, None])
+def test_refitting_lowers_the_output_error(make_layer, output_error, group_size):
+    def run(refit):
+        layer = make_layer(dtype="int3", group_size=group_size)
+        return output_error(layer, lambda layer: GPTQ(refit=refit).apply(layer))
+
+    assert run(1) < run(0)
+
+
+def test_linears_left_alone_stay_as_they_are(make_layer):
+    layer = make_layer(left_alone=("self_attn.o_proj",))
+    before = layer.weight("self_attn.o_proj").clone()
+    with torch.inference_mode():
+        GPTQ().apply(layer)
+    assert torch.equal(layer.weight("self_attn.o_proj"), before)
+    assert "self_attn.o_proj" not in layer.quantized
+
+
+def test_one_hessian_per_set(make_layer, monkeypatch):
+    """q, k and v (and gate and up) share inputs: four Gram matrices per layer, not seven."""
+    import quantkit.compress.algorithms.gptq as module
+
+    made = []
+    original = module.Gram
+    monkeypatch.setattr(module, "Gram", lambda *args: made.append(args) or original(*args))
+    with torch.inference_mode():
+        GPTQ().apply(make_layer())
+    assert [args[0] for args in made] == [64, 64, 64, 96]

@@ -1,0 +1,188 @@
+"""Statistics of keys and values against their definitions, scales, and the rule for outliers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quantkit.compress.calibration import kv_cache
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.cache_statistics import CacheStatistics
+from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.kernels.kv_numbers import dequantize, quantize
+from quantkit.numerics.kv_cache import (
+    FP8_HEAD,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    INT4_CHANNEL,
+    INT4_TOKEN,
+    INT8_TOKEN,
+    CacheGoal,
+    hadamard,
+)
+from quantkit.numerics.scheme import CacheScheme, KVScheme
+
+FP8 = CacheGoal(scheme=KVScheme(key=FP8_TENSOR, value=FP8_TENSOR))
+
+
+def states(*, outlier: float = 1.0, heads=2, tokens=128, width=64, seed=0) -> torch.Tensor:
+    drawn = torch.randn(3, heads, tokens, width, generator=torch.Generator().manual_seed(seed))
+    drawn[:, 1, :, 7] *= outlier
+    return drawn
+
+
+def seen(keys: torch.Tensor, rotate=False) -> CacheStatistics:
+    found = CacheStatistics(rotate=rotate)
+    found.update(keys[:2], 2 * keys[:2])
+    found.update(keys[2:], 2 * keys[2:])
+    return found
+
+
+def test_statistics_are_what_they_are_called():
+    keys = states(outlier=9)
+    found = seen(keys).keys
+    assert found.num_tokens == 3 * 128
+    assert torch.equal(found.peak, keys.abs().amax((0, 2, 3)))
+    assert torch.equal(found.channel_peak, keys.abs().amax((0, 2)))
+    torch.testing.assert_close(found.mean_square(), keys.double().square().mean((0, 2)))
+    ranges = (keys.amax(-1) - keys.amin(-1)).double().square().mean((0, 2))
+    torch.testing.assert_close(found.mean_square_range(), ranges)
+    torch.testing.assert_close(found.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
+
+
+@pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TOKEN, FP8_TENSOR], ids=str)
+@pytest.mark.parametrize("outlier", [1.0, 6.0])
+def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier):
+    keys = states(outlier=outlier)
+    pages = keys.unflatten(2, (-1, 64))  # (B, H, P, S, D)
+    fixed = keys.abs().max().item() / 448
+    decoded = dequantize(*quantize(pages, scheme, fixed), scheme, torch.float32, fixed)
+    wrong = (decoded - pages).square().mean((0, 2, 3)) / pages.square().mean((0, 2, 3))  # (H, D)
+    measured = wrong.median(1).values.max().item()
+    assert noise(seen(keys), scheme) == pytest.approx(measured, rel=0.25)
+
+
+def test_rotated_noise_is_that_of_rotated_keys():
+    keys = states(outlier=20)
+    found = seen(keys, rotate=True)
+    turned = keys @ hadamard(64)
+    decoded = dequantize(*quantize(turned, INT4_TOKEN), INT4_TOKEN, torch.float32) @ hadamard(64)
+    wrong = (decoded - keys).square().mean((0, 2)) / keys.square().mean((0, 2))
+    assert noise(found, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
+    assert noise(found, INT4_TOKEN) < noise(found, INT4_TOKEN, rotated=False) / 3
+
+
+REMEDIES = [
+    (INT4_TOKEN, "auto", 1.0, INT4_TOKEN),
+    (INT4_TOKEN, "auto", 100.0, INT4_CHANNEL),
+    (INT4_TOKEN, "int8", 20.0, INT8_TOKEN),
+    (INT4_TOKEN, "int8", 500.0, CacheScheme()),  # 8 bits do not help either, so they are left alone
+    (INT4_TOKEN, "fp8", 500.0, FP8_TOKEN),
+    (INT4_TOKEN, "leave", 100.0, CacheScheme()),
+    (INT8_TOKEN, "auto", 20.0, INT8_TOKEN),
+    (INT8_TOKEN, "auto", 500.0, FP8_TOKEN),
+    (INT4_CHANNEL, "auto", 500.0, INT4_CHANNEL),
+    (FP8_TENSOR, "auto", 500.0, FP8_TENSOR),
+    (FP8_TENSOR, "auto", 1e6, CacheScheme()),
+]
+
+
+@pytest.mark.parametrize(("asked", "remedy", "outlier", "expected"), REMEDIES)
+def test_the_first_remedy_that_helps(asked, remedy, outlier, expected):
+    goal = CacheGoal(scheme=KVScheme(key=asked, value=INT8_TOKEN), remedy=remedy)
+    found = seen(states(outlier=outlier))
+    scheme = choose_scheme(found, goal)
+    assert scheme == KVScheme(key=expected, value=INT8_TOKEN)
+    assert noise(found, scheme.key) <= MOST_NOISE
+    assert choose_scheme(found, dataclasses.replace(goal, outliers=False)).key == asked
+
+
+def test_a_remedy_takes_the_rotation_away():
+    goal = CacheGoal(scheme=KVScheme(key=INT4_TOKEN, value=INT4_TOKEN, rotation="hadamard"))
+    assert choose_scheme(seen(states(outlier=20), rotate=True), goal).rotation == "hadamard"
+    assert choose_scheme(seen(states(outlier=2000), rotate=True), goal).rotation == "none"
+
+
+class Attention(torch.nn.Module):
+    """Hands the cache keys that are the hidden states times one number and values that are zero in one head."""
+
+    def forward(self, hidden_states, past_key_values=None):
+        keys = hidden_states.unflatten(-1, (2, 64)).transpose(1, 2)
+        if past_key_values is not None:
+            values = keys * torch.tensor([3.0, 0.0]).view(2, 1, 1)
+            past_key_values.update(5 * keys, values, 0)
+        return hidden_states
+
+
+class Block(torch.nn.Module):
+    def __init__(self, cached=True) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self._cached = torch.nn.LayerNorm(8), Attention(), cached
+
+    def forward(self, hidden_states, past_key_values=None):
+        return self.self_attn(hidden_states, past_key_values if self._cached else None)
+
+
+def layer(hidden, **options) -> LayerContext:
+    store = ActivationStore(None, "ram", iter([hidden[:1], hidden[1:]]))
+    return LayerContext(
+        name="model.layers.0",
+        block=Block(**options),
+        sets=(),
+        schemes={},
+        scale_dtype={},
+        head_dim=64,
+        store=store,
+    )
+
+
+HIDDEN = torch.rand(3, 20, 128, generator=torch.Generator().manual_seed(3)) - 0.5
+
+
+def test_fixed_scales_are_the_largest_number_over_448():
+    hidden = HIDDEN.clone()
+    hidden[2, 11, 70] = -7.0  # in head 1
+    found = calibrate_cache(layer(hidden), FP8).cache
+    assert found.key_scale == pytest.approx(35.0 / 448)
+    assert found.value_scale == pytest.approx(3 * hidden[..., :64].abs().max().item() / 448)
+    heads = CacheGoal(scheme=KVScheme(key=FP8_HEAD, value=INT8_TOKEN))
+    found = calibrate_cache(layer(hidden), heads).cache
+    assert found.key_scale == pytest.approx((5 * hidden[..., :64].abs().max().item() / 448, 35.0 / 448))
+    assert found.value_scale == 1.0  # not stored: each token has its own
+
+
+def test_what_has_no_scale_is_refused():
+    heads = CacheGoal(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD))
+    with pytest.raises(CheckpointError, match="all values of head 1 are zero"):
+        calibrate_cache(layer(HIDDEN), heads)
+    with pytest.raises(CheckpointError, match="all keys are zero"):
+        calibrate_cache(layer(0 * HIDDEN), FP8)
+    with pytest.raises(CheckpointError, match="hidden states after the embedding are not finite"):
+        calibrate_cache(layer(HIDDEN * float("inf")), FP8)
+    with pytest.raises(ModelError, match="hands its keys and values to no cache"):
+        calibrate_cache(layer(HIDDEN, cached=False), FP8)
+
+
+def test_clipping_by_error_never_does_worse():
+    """One number far above the rest: to cover it pushes the rest among the subnormal codes."""
+    hidden = HIDDEN.clone() * 1e-4
+    hidden[0, 0, 0] = 0.3
+    clipped = calibrate_cache(layer(hidden), dataclasses.replace(FP8, clip="mse")).cache.key_scale
+    covering = calibrate_cache(layer(hidden), FP8).cache.key_scale
+    keys = 5 * hidden[:1].flatten()
+
+    def error(scale):
+        return (dequantize(*quantize(keys, FP8_TENSOR, scale), FP8_TENSOR, torch.float32, scale) - keys).square().sum()
+
+    assert error(clipped) <= error(covering)
+
+
+def test_no_data_is_looked_at_where_none_is_needed(monkeypatch):
+    monkeypatch.setattr(kv_cache, "observe_cache", None)
+    goal = CacheGoal(scheme=KVScheme(key=INT8_TOKEN, value=INT8_TOKEN), outliers=False)
+    found = calibrate_cache(layer(HIDDEN), goal)
+    assert (found.cache.scheme, found.note) == (goal.scheme, None)

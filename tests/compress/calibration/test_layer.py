@@ -1,0 +1,119 @@
+"""What a layer tells algorithms about its inputs and outputs, and what it records."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quantkit.compress.algorithms._smoothing import fold
+from quantkit.compress.calibration.layer import relative_error, signal_to_noise_db
+from quantkit.compress.calibration.observers import Magnitude
+from quantkit.errors import CheckpointError
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import INT8
+from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.scheme import ActivationScheme
+
+
+def test_observe_shows_each_linear_its_own_inputs(make_layer):
+    layer = make_layer()
+    seen = {name: Magnitude(layer.weight(name).shape[1], layer.device) for name in ("mlp.gate_proj", "mlp.down_proj")}
+    with torch.inference_mode():
+        layer.observe(seen)
+    assert seen["mlp.gate_proj"].num_tokens == seen["mlp.down_proj"].num_tokens == 4 * 2 * 24
+    inputs = []
+    layer.linear("mlp.down_proj").register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for hidden in layer.store:
+        layer.forward(hidden)
+    expected = torch.cat([x.reshape(-1, 96) for x in inputs]).abs().mean(0)
+    torch.testing.assert_close(seen["mlp.down_proj"].mean, expected)
+
+
+def test_observe_stops_after_the_last_linear_asked_for(make_layer):
+    layer = make_layer()
+    calls = []
+    layer.linear("mlp.down_proj").register_forward_hook(lambda *args: calls.append(1))
+    with torch.inference_mode():
+        layer.observe({"self_attn.q_proj": Magnitude(64, layer.device)})
+    assert calls == []
+
+
+def test_capture_takes_whole_sequences_up_to_a_budget(make_layer):
+    layer = make_layer()
+    with torch.inference_mode():
+        assert sum(c[0][0].shape[0] * 24 for c in layer.capture("mlp", 60)) == 72
+        assert sum(c[0][0].shape[0] * 24 for c in layer.capture("mlp", 10_000)) == 4 * 2 * 24
+        calls = layer.capture("self_attn", 24)
+        output = layer.block.self_attn(*calls[0][0], **calls[0][1])[0]
+    assert output.shape == (1, 24, 64)
+
+
+def test_commit_puts_decoded_values_into_the_layer(make_layer):
+    layer = make_layer()
+    weight, scheme = layer.weight("mlp.up_proj").clone(), layer.schemes["mlp.up_proj"].weight
+    tensor = round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, torch.float32), torch.float32)
+    layer.commit("mlp.up_proj", tensor)
+    assert torch.equal(layer.weight("mlp.up_proj"), tensor.dequantize())
+    record = layer.records["mlp.up_proj"]
+    assert (
+        record.error
+        == record.rounding_error
+        == pytest.approx(((tensor.dequantize() - weight).norm() / weight.norm()).item())
+    )
+    assert record.measure == "weight"
+    assert record.bits_per_weight == 4 + 32 / 16
+    assert [names for _, names in layer.pending()][2] == ("mlp.gate_proj",)
+
+
+def test_plain_rounding_is_that_of_the_weights_before_scales_were_folded_in(make_layer):
+    scales = torch.rand(64, generator=torch.Generator().manual_seed(0)).mul(4).exp()
+    records = []
+    for smooths in (False, True):
+        layer = make_layer()
+        with torch.inference_mode():
+            layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
+            if smooths:
+                group = next(group for group in layer.sets if "mlp.gate_proj" in group.linears)
+                fold(layer, group, scales)
+            layer.finish()
+        records.append(layer.records["mlp.gate_proj"])
+    assert records[1].rounding_error == pytest.approx(records[0].rounding_error, rel=0.02)
+    assert records[1].error > 1.2 * records[0].error  # these scales do harm, which the column beside it must show
+
+
+def test_errors_are_measured_on_outputs_when_there_is_data(make_layer):
+    layer = make_layer()
+    with torch.inference_mode():
+        layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
+        layer.finish()
+    assert layer.records["mlp.up_proj"].measure == "output"
+    assert layer.records["mlp.down_proj"].measure == "weight"
+
+
+def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
+    scheme = ActivationScheme(dtype=INT8)
+    layer = make_layer(dtype="int8", group_size=None, activation=scheme)
+    layer.finish()
+    hidden = layer.store[0]
+    found = layer.forward(hidden)
+    for name in layer.schemes:
+        layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_inputs(args[0], scheme),))
+    with torch.no_grad():
+        by_hand = layer.block(hidden, **layer.arguments(hidden))
+    assert torch.equal(found, by_hand)
+
+
+def test_relative_error_and_signal_to_noise():
+    weight = torch.eye(2)
+    assert relative_error(weight, weight * 1.5, None) == pytest.approx(0.5)
+    assert relative_error(weight, torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 4.0]])) == pytest.approx(
+        0.8
+    )
+    assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2), None) == 0
+    assert signal_to_noise_db(torch.ones(4), torch.ones(4) * 1.1) == pytest.approx(20, abs=1e-3)
+    assert signal_to_noise_db(torch.ones(4), torch.ones(4)) == 200
+    with pytest.raises(CheckpointError, match="not finite"):
+        signal_to_noise_db(torch.ones(2), torch.tensor([1.0, torch.nan]))
+    assert math.isfinite(signal_to_noise_db(torch.zeros(4), torch.ones(4)))

@@ -1,0 +1,69 @@
+"""Statistics against the same thing computed at once in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.compress.calibration import observers
+from quantkit.compress.calibration.observers import CrossGram, Gram, GroupGram, Magnitude, Sample
+
+
+@pytest.fixture
+def batches():
+    torch.manual_seed(0)
+    return [torch.randn(n, 24) for n in (5, 1, 40)]
+
+
+@pytest.mark.parametrize(("panel", "tokens"), [(7, 1024), (24, 3), (512, 40), (24, 16)])
+def test_gram_is_the_mean_outer_product(batches, panel, tokens, monkeypatch, device):
+    monkeypatch.setattr(observers, "_PANEL", panel)
+    monkeypatch.setattr(observers, "_TOKENS", tokens)  # batches are taken in pieces, and all of them count
+    gram = Gram(24, device)
+    for batch in batches:
+        gram.update(batch.to(device))
+    everything = torch.cat(batches).double()
+    found = gram.finish()
+    torch.testing.assert_close(found.cpu().double(), everything.T @ everything / 46, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found, found.T)
+
+
+def test_cross_gram_is_the_mean_product_of_errors_and_inputs(batches, monkeypatch, device):
+    monkeypatch.setattr(observers, "_TOKENS", 16)
+    cross = CrossGram(24, device)
+    originals = [batch + torch.randn_like(batch) for batch in batches]
+    for batch, original in zip(batches, originals, strict=True):
+        cross.update(batch.to(device), original.to(device))
+    x, o = torch.cat(batches).double(), torch.cat(originals).double()
+    torch.testing.assert_close(cross.finish().cpu().double(), (o - x).T @ x / 46, rtol=1e-5, atol=1e-6)
+
+
+def test_group_gram_is_the_diagonal_blocks_of_the_gram(batches, device):
+    whole, blocks = Gram(24, device), GroupGram(24, 8, device)
+    for batch in batches:
+        whole.update(batch.to(device))
+        blocks.update(batch.to(device))
+    full = whole.finish()
+    expected = torch.stack([full[i : i + 8, i : i + 8] for i in (0, 8, 16)])
+    torch.testing.assert_close(blocks.mean, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_magnitudes(batches, device):
+    seen = Magnitude(24, device)
+    for batch in batches:
+        seen.update(batch.to(device))
+    everything = torch.cat(batches).to(device)
+    torch.testing.assert_close(seen.mean, everything.abs().mean(0))
+    torch.testing.assert_close(seen.mean_square, everything.square().mean(0))
+    assert torch.equal(seen.largest, everything.abs().amax(0))
+
+
+def test_sample_is_spread_and_bounded(batches):
+    sample = Sample(rows_per_batch=4, limit=7)
+    for batch in batches:
+        sample.update(batch)
+    rows = sample.rows
+    assert rows.shape == (7, 24)
+    assert torch.equal(rows[0], batches[0][0])
+    assert torch.equal(rows[3], batches[0][-1])
+    assert torch.equal(rows[4], batches[1][0])

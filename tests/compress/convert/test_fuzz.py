@@ -1,0 +1,24 @@
+"""2,000 mutated checkpoints and GGUF files: never a traceback, never more memory than the file bears out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SEED, COUNT, SECONDS = 20261121, 2000, 120
+
+
+def test_mutated_files_are_refused_or_read(tmp_path):
+    command = [sys.executable, "-m", "tests.compress.convert.fuzz", str(tmp_path), str(SEED), str(COUNT)]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert result["breaches"] == []
+    assert sum(result["outcomes"].values()) == COUNT
+    # Mutations do something, and are not all noticed at the first byte.
+    assert result["outcomes"]["CheckpointError"] > COUNT / 4
+    assert result["outcomes"]["SchemeError"] > COUNT / 40
+    assert result["outcomes"]["read"] > COUNT / 10

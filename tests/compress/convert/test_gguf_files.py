@@ -1,0 +1,251 @@
+"""GGUF files of whole models: tensors, entries, tokenizers; with llama.cpp's own reading where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from quantkit.api import quantize
+from quantkit.compress.convert import convert
+from quantkit.compress.convert.gguf_families import FAMILIES
+from quantkit.compress.convert.gguf_model import interleave
+from quantkit.compress.convert.gguf_vocab import read_vocab
+from quantkit.compress.convert.source import open_source
+from quantkit.errors import ModelError, SchemeError
+from quantkit.formats._gguf_file import read_gguf
+from quantkit.formats.gguf import decode_blocks, decode_values
+from quantkit.inspection import inspect
+from tests.helpers import edit_config, load_tensors, make_model, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "m", dtype=torch.bfloat16)
+
+
+def values(path, name):
+    file = read_gguf(path)
+    info = file.tensors[name]
+    return decode_values(info.block, torch.frombuffer(file.read(name), dtype=torch.uint8), info.shape)
+
+
+def test_interleaving_puts_the_halves_of_a_head_side_by_side():
+    rows = torch.arange(8).view(8, 1)
+    assert interleave(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert interleave(rows, 0) is rows
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_of_a_whole_model(model, tmp_path, symmetric):
+    overrides = {"weights.group_size": 32, "weights.symmetric": symmetric, "format": "gptq-v2"}
+    quantize(model, "rtn-int4", tmp_path / "q", overrides=overrides)
+    result = convert(tmp_path / "q", "gguf", tmp_path / "q.gguf")
+    assert result.num_linears == 14
+    source, file = open_source(tmp_path / "q"), read_gguf(tmp_path / "q.gguf")
+    for ours, theirs, heads in [("self_attn.q_proj", "attn_q", 4), ("mlp.down_proj", "ffn_down", 0)]:
+        weight, info = source.weight(f"model.layers.1.{ours}"), file.tensors[f"blk.1.{theirs}.weight"]
+        data = torch.frombuffer(file.read(f"blk.1.{theirs}.weight"), dtype=torch.uint8)
+        assert torch.equal(decode_values(info.block, data, info.shape), interleave(weight.dequantize(), heads))
+        if symmetric:
+            found = decode_blocks(info.block, data, weight.scheme, weight.shape)
+            assert torch.equal(found.codes, interleave(weight.codes, heads))
+    embedding = load_tensors(tmp_path / "q")["model.embed_tokens.weight"]
+    assert torch.equal(values(tmp_path / "q.gguf", "token_embd.weight"), embedding)
+    assert inspect(tmp_path / "q.gguf").format == "gguf"
+
+
+def test_quantize_writes_the_file(model, tmp_path):
+    result = quantize(model, "rtn-int8", tmp_path / "a.gguf", overrides={"format": "gguf"})
+    assert result.output == str(tmp_path / "a.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+    assert read_gguf(tmp_path / "a.gguf").tensors["blk.0.ffn_up.weight"].block.name == "Q8_0"
+    assert result.output_bytes == (tmp_path / "a.gguf").stat().st_size
+
+
+@pytest.mark.parametrize("type_name", ["f32", "bf16", "q8_0", "q4_0", "q4_k"])
+def test_an_ordinary_model_rounded_to_a_type(model, tmp_path, type_name):
+    convert(model, "gguf", tmp_path / "a.gguf", type_name=type_name)
+    expected = load_tensors(model)["model.layers.0.mlp.down_proj.weight"].float()
+    found = values(tmp_path / "a.gguf", "blk.0.ffn_down.weight").float()
+    error = float((found - expected).norm() / expected.norm())
+    assert error < {"f32": 1e-9, "bf16": 1e-9, "q8_0": 0.01, "q4_0": 0.15, "q4_k": 0.08}[type_name]
+
+
+def test_metadata(model, tmp_path):
+    convert(model, "gguf", tmp_path / "a.gguf")
+    entries = read_gguf(tmp_path / "a.gguf").metadata
+    expected = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.embedding_length": 64,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 16,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+    }
+    assert {key: entries.get(key) for key in expected} == expected
+    assert entries["tokenizer.ggml.tokens"][-2:] == ["[PAD258]", "[PAD259]"]
+    assert entries["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
+    assert entries["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+
+
+SMALL = {"intermediate_size": 96, "num_key_value_heads": 2}
+BUILT = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma3_text": ("Gemma3ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 1}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+}
+
+
+def build(folder, family):
+    """A random float32 model of the family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name, changes = BUILT[family]
+    settings = {"vocab_size": 260, "bos_token_id": 0, "eos_token_id": 1, **changes}
+    if family != "gpt2":
+        settings |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **SMALL}
+        settings |= {"max_position_embeddings": 256}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    assert type(model).__name__ == name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model.eval()
+
+
+def test_every_family_is_built():
+    assert {name for name, _ in BUILT.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", BUILT)
+def test_llama_cpp_computes_the_same(family, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    reference = build(tmp_path / "m", family)
+    convert(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    ids = [0, *range(40, 72)]
+    loaded = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    loaded.eval(ids)
+    with torch.no_grad():
+        expected = reference(input_ids=torch.tensor([ids])).logits[0]
+    found = torch.tensor(loaded.scores[: len(ids)])
+    # llama.cpp keeps keys and values in float16 and takes activations through tables of float16.
+    assert (found - expected).abs().max() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("family", [family for family in BUILT if family != "gpt2"])
+def test_every_tensor_of_a_family_has_a_place(family, tmp_path):
+    build(tmp_path / "m", family)
+    convert(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    file, tensors = read_gguf(tmp_path / "m.gguf"), load_tensors(tmp_path / "m")
+    assert len(file.tensors) == len(tensors)
+    total = sum(tensor.double().sum() for name, tensor in tensors.items() if "norm" not in name)
+    found = sum(values(tmp_path / "m.gguf", name).double().sum() for name in file.tensors if "norm" not in name)
+    assert found == pytest.approx(float(total), abs=1e-3)
+
+
+def test_text_becomes_the_same_tokens_in_llama_cpp(tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    from transformers import AutoTokenizer
+
+    from quantkit.demo import DEMO_MODEL, DEMO_TEXT
+
+    convert(DEMO_MODEL, "gguf", tmp_path / "m.gguf")
+    loaded = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = DEMO_TEXT.read_text()[:3000]
+    assert loaded.tokenize(text.encode()) == tokenizer(text)["input_ids"]
+
+
+# Vocabularies
+
+
+def byte_fallback(folder):
+    """A tokenizer.json as converted from SentencePiece."""
+    vocab = {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "▁": 3, "a": 4, "b": 5, "ab": 6, "▁ab": 7}
+    data = {
+        "added_tokens": [{"id": 0, "content": "<unk>", "special": True}, {"id": 1, "content": "<s>", "special": True}],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]},
+        "model": {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": ["a b", ["▁", "ab"]]},
+        "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]},
+    }
+    folder.joinpath("tokenizer.json").write_text(json.dumps(data))
+    folder.joinpath("tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": "{{x}}"}))
+
+
+def test_byte_fallback_becomes_scores(tmp_path):
+    byte_fallback(tmp_path)
+    found = read_vocab(tmp_path, {"eos_token_id": [5, 6]}, 9)
+    assert found["tokenizer.ggml.model"] == "llama"
+    assert found["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 5]
+    scores = found["tokenizer.ggml.scores"]
+    assert scores[6] > scores[7] > max(scores[2:6])
+    assert found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.ggml.add_bos_token"] is True
+    assert found["tokenizer.ggml.eos_token_id"] == 5
+    assert found["tokenizer.chat_template"] == "{{x}}"
+
+
+def change_tokenizer(folder, **changes):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_cannot_be_said_is_refused_before_anything_is_written(model, tmp_path):
+    import shutil
+
+    shutil.copytree(model, tmp_path / "m")
+    out = tmp_path / "out.gguf"
+    change_tokenizer(tmp_path / "m", pre_tokenizer={"type": "Whitespace"})
+    with pytest.raises(ModelError, match=r"no llama\.cpp tokenizer is known"):
+        convert(tmp_path / "m", "gguf", out)
+    with pytest.raises(ModelError, match=r"no llama\.cpp tokenizer is known"):
+        quantize(tmp_path / "m", "rtn-int8", out, overrides={"format": "gguf"})
+    change_tokenizer(tmp_path / "m", model={"type": "Unigram"})
+    with pytest.raises(ModelError, match="Unigram"):
+        convert(tmp_path / "m", "gguf", out)
+    edit_config(tmp_path / "m", architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelError, match="no GGUF names are known"):
+        convert(tmp_path / "m", "gguf", out)
+    with pytest.raises(SchemeError, match="unknown GGUF type 'q9'"):
+        convert(model, "gguf", out, type_name="q9")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_unfit_codes_are_refused_with_what_holds_them(model, tmp_path):
+    quantize(model, "rtn-int4", tmp_path / "q", overrides={"weights.group_size": 16})
+    with pytest.raises(SchemeError, match=r"scale per 32 inputs.*hold all of it: awq, gptq"):
+        convert(tmp_path / "q", "gguf", tmp_path / "out.gguf")
+    with pytest.raises(SchemeError, match="carried over"):
+        convert(tmp_path / "q", "gguf", tmp_path / "out.gguf", type_name="q4_k")
+
+
+def test_what_a_file_leaves_out_and_what_grows_is_said(tmp_path):
+    folder, notes = make_model(tmp_path / "half", dtype=torch.float16), {}
+    for name, recipe, changes in (
+        ("sym", "rtn-int4", []),
+        ("asym", "rtn-int4", ["weights.symmetric=false"]),
+        ("cache", "rtn-int8", ["kv_cache={dtype: int8, granularity: token, outliers: 'off'}"]),
+    ):
+        quantize(folder, recipe, tmp_path / name, overrides=["weights.group_size=32", *changes])
+        notes[name] = convert(tmp_path / name, "gguf", tmp_path / f"{name}.gguf").notes
+    assert notes["sym"] == ()
+    assert re.match(r"The quantized linears grow by \d+ %, to Q5_0 \(5.5 bits per weight\)", notes["asym"][0])
+    assert notes["cache"][0].startswith("What the checkpoint says of its KV cache has no place in a GGUF file")

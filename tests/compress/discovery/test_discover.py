@@ -1,0 +1,297 @@
+"""What is found without a description: the same as the file where there is one, and never a pair that does not hold."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.skeleton import Skeleton
+from quantkit.compress.algorithms._smoothing import can_fold, fold
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.discovery.discover import discover
+from quantkit.compress.discovery.fused_sets import Gates
+from quantkit.compress.discovery.survey import survey
+from quantkit.errors import ModelError
+from quantkit.models.families import find
+from tests.helpers import known_to_transformers, make_model
+from tests.undescribed import MIXTURES, UNDESCRIBED, make_undescribed
+
+DESCRIBED = ("llama", "qwen3", "gemma2", "olmo2", "granite", "phi3", "starcoder2")
+
+
+def comparable(sets):
+    return {
+        (group.linears, group.source, group.parent, group.grouped_heads, tuple(sorted(group.beside))) for group in sets
+    }
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_what_is_found_is_what_the_file_says(tmp_path, family):
+    reader = CheckpointReader(make_model(tmp_path, family))
+    described, found = find(reader.config), discover(reader).architecture
+    for part in ("backbone", "layers", "embedding", "final_norm", "head"):
+        assert getattr(found, part) == getattr(described, part)
+    skeleton = Skeleton(reader, described, torch.float32, torch.device("cpu"))
+    for index in range(skeleton.num_layers):
+        assert comparable(found.layer_sets[index]) == comparable(skeleton.linear_sets(index))
+
+
+@pytest.fixture(scope="session", params=sorted(UNDESCRIBED))
+def undescribed(request, tmp_path_factory):
+    return make_undescribed(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_every_pair_that_was_found_holds(undescribed):
+    """Folded by the code that AWQ folds with, by scales that are no powers of two, on the model's own weights."""
+    architecture = discover(CheckpointReader(undescribed)).architecture
+    reader = ModelReader(undescribed, architecture)
+    skeleton = Skeleton(reader, architecture, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    pairs = 0
+    for index in range(skeleton.num_layers):
+        sets = skeleton.linear_sets(index)
+        layer = LayerContext(
+            name=skeleton.layer_name(index),
+            block=skeleton.layer(index),
+            sets=sets,
+            schemes={},
+            scale_dtype={},
+            head_dim=skeleton.head_dim,
+            arguments=partial(skeleton.arguments, index),
+        )
+        hidden = torch.randn(2, 16, skeleton.hidden_size, generator=generator)
+        before = layer.forward(hidden)
+        for group in sets:
+            if group.source is None:
+                continue
+            assert can_fold(layer, group), group
+            outputs = layer.block.get_parameter(f"{group.source}.weight").shape[0]
+            scales = torch.exp(torch.randn(outputs, generator=generator))
+            width = layer.weight(group.linears[0]).shape[1]
+            if outputs != width:
+                scales = scales.view(-1, 1, layer.head_dim).expand(-1, width // outputs, -1).reshape(-1)
+            fold(layer, group, scales)
+            torch.testing.assert_close(layer.forward(hidden), before, rtol=1e-4, atol=1e-4)
+            pairs += 1
+    assert pairs >= 2
+
+
+@pytest.mark.parametrize("family", sorted(filter(known_to_transformers, MIXTURES)))
+def test_experts_have_linears_of_their_own(tmp_path, family):
+    """Also where transformers keeps them in one tensor: under the names of the files, the router beside them."""
+    found = discover(CheckpointReader(make_undescribed(tmp_path, family)))
+    names = {name for group in found.architecture.layer_sets[-1] for name in group.linears if ".experts." in name}
+    assert len(names) == 3 * 4
+    assert all(f"model.layers.1.{name}.weight" in CheckpointReader(tmp_path) for name in names)
+    ups = next(group for group in found.architecture.layer_sets[-1] if len(group.linears) > 4)
+    assert ups.beside in (("mlp.gate",), ("feed_forward.gate",))
+
+
+def test_two_runs_find_the_same(undescribed):
+    first, second = (discover(CheckpointReader(undescribed)) for _ in range(2))
+    assert first.identity == second.identity
+    assert first.record == second.record
+
+
+def test_what_does_not_hold_is_dropped_and_said(tmp_path):
+    found = discover(CheckpointReader(make_undescribed(tmp_path, "diffllama")))
+    # Its heads are subtracted from each other in pairs after the values: no scale of a value head comes out whole.
+    assert "self_attn.v_proj -> self_attn.o_proj would change the output" in found.summary
+    assert "found 2 layers at model.layers, 7 linears each, 3 of 4 smoothing pairs verified" in found.summary
+    assert all(group.source is None for group in found.architecture.linear_sets if "self_attn.o_proj" in group.linears)
+
+
+class Norm(nn.Module):
+    def __init__(self, offset=0.0):
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.ones(32)), offset
+
+    def forward(self, hidden):
+        return hidden * hidden.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * (self.offset + self.weight)
+
+
+class Layer(nn.Module):
+    """norm -> up -> act -> down, with a trap between two of them."""
+
+    def __init__(self, trap):
+        super().__init__()
+        self.trap = trap
+        self.norm = Norm(1.0 if trap == "offset" else 0.0)
+        self.up, self.gate, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.mix = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, hidden, **_):
+        x = self.norm(hidden)
+        up = self.up(x)
+        if self.trap == "clamp":
+            up = up.clamp(-30, 30)
+        if self.trap == "square":
+            up = up.square()
+        middle = torch.sigmoid(self.gate(x)) * up
+        if self.trap == "linear":
+            middle = middle + self.gate.bias
+        output = hidden + self.down(middle)
+        if self.trap == "residual":
+            output = output + 0.001 * x
+        if self.trap == "parameter":
+            output = output + 0.001 * x @ self.mix
+        return (output, x) if self.trap == "second output" else output
+
+
+def look(layer, hidden=None, experts=frozenset()):
+    torch.manual_seed(0)
+    layer = layer.eval()
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) / parameter.shape[-1] ** 0.5 + (parameter.dim() == 1)
+    hidden = torch.randn(2, 12, 32) if hidden is None else hidden
+
+    def run():
+        output = layer(hidden)
+        return list(output) if isinstance(output, tuple) else [output]
+
+    with torch.inference_mode():
+        return survey(layer, run, hidden, head_dim=8, gates=Gates(most=4, experts=experts))
+
+
+@pytest.mark.parametrize(
+    ("trap", "norm_holds", "up_holds"),
+    [
+        ("none", True, True),
+        ("offset", False, True),
+        ("residual", False, True),
+        ("parameter", False, True),
+        ("second output", False, True),
+        ("clamp", True, False),
+        ("square", True, False),
+        ("linear", True, False),
+    ],
+)
+def test_planted_traps_are_found(trap, norm_holds, up_holds):
+    found = look(Layer(trap))
+    sources = {group.linears: group.source for group in found.sets}
+    assert sources == {("up", "gate"): "norm" if norm_holds else None, ("down",): "up" if up_holds else None}
+    assert len(found.dropped) == 2 - norm_holds - up_holds
+    assert found.pairs == 2
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 24), nn.Linear(32, 24), nn.Linear(24, 32)
+
+    def forward(self, x):
+        return self.down_proj(torch.sigmoid(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Mixture(nn.Module):
+    """A router over experts of which the last is never chosen, and an expert that sees every token behind a gate."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.norm, self.choose = Norm(), choose
+        self.router, self.shared, self.shared_gate = nn.Linear(32, 16), Expert(), nn.Linear(32, 1)
+        self.experts = nn.ModuleList(Expert() for _ in range(16))
+
+    def forward(self, hidden):
+        x = self.norm(hidden)
+        flat = x.reshape(-1, 32)
+        scores = self.choose(self.router(flat))
+        scores[:, -1] = -9
+        weights, chosen = scores.topk(2, dim=-1)
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            tokens, places = torch.where(chosen == number)
+            if len(tokens):
+                output.index_add_(0, tokens, expert(flat[tokens]) * weights[tokens, places, None])
+        output = output + self.shared(flat) * torch.sigmoid(self.shared_gate(flat))
+        return hidden + output.view_as(hidden)
+
+
+@pytest.mark.parametrize("choose", [lambda x: x.softmax(-1), torch.sigmoid], ids=["softmax", "sigmoid"])
+def test_experts_are_one_set_and_their_router_is_left_alone(choose):
+    found = look(Mixture(choose), torch.randn(4, 24, 32), experts=frozenset({16}))
+    ups, *downs = found.sets
+    assert {name.partition(".")[0] for name in ups.linears} == {"experts", "shared"}
+    assert len(ups.linears) == 2 * 16 + 2
+    assert set(ups.beside) == {"router", "shared_gate"}
+    assert ups.source == "norm"
+    assert {group.linears: group.source for group in downs} == {
+        **{(f"experts.{e}.down_proj",): f"experts.{e}.up_proj" for e in range(16)},
+        ("shared.down_proj",): "shared.up_proj",
+    }
+    assert found.left_alone == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
+    assert found.dropped == ()
+
+
+def save(config, folder, name=None):
+    config.architectures = [name] if name else config.architectures
+    config.save_pretrained(folder)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    return CheckpointReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("t5", "T5ForConditionalGeneration", "T5ForConditionalGeneration is an encoder with a decoder"),
+        ("bert", "BertForMaskedLM", "BertForMaskedLM is no causal language model"),
+        ("clip", "CLIPModel", "CLIPModel is no causal language model"),
+    ],
+)
+def test_models_that_are_no_decoders_are_refused(tmp_path, family, name, message):
+    reader = save(AutoConfig.for_model(family), tmp_path, name)
+    with pytest.raises(ModelError, match=message):
+        discover(reader)
+
+
+def test_a_model_whose_layers_see_token_ids_is_refused(tmp_path):
+    reader = CheckpointReader(make_model(tmp_path))
+    from transformers import LlamaModel
+
+    original = LlamaModel.forward
+
+    def forward(self, input_ids=None, inputs_embeds=None, **others):
+        if input_ids is not None:
+            inputs_embeds = self.embed_tokens(input_ids) + input_ids[..., None]
+        return original(self, inputs_embeds=inputs_embeds, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaModel, "forward", forward)
+        with pytest.raises(ModelError, match="see more of the token ids than their embeddings"):
+            discover(reader)
+
+
+def test_a_model_whose_layers_hand_on_more_than_hidden_states_is_refused(tmp_path):
+    reader = CheckpointReader(make_model(tmp_path))
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    original = LlamaDecoderLayer.forward
+
+    def forward(self, hidden_states, position_embeddings=None, **others):
+        output = original(self, hidden_states, position_embeddings=position_embeddings, **others)
+        position_embeddings[0].mul_(1 + hidden_states[..., :1].mean())  # the next layer is given the same tensor
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaDecoderLayer, "forward", forward)
+        with pytest.raises(ModelError, match="its layers hand on more than hidden states"):
+            discover(reader)
+
+
+def test_no_weight_is_read(tmp_path):
+    """Only names and shapes are used: a model of zeros is found like any other."""
+    folder = make_undescribed(tmp_path, "persimmon")
+    before = discover(CheckpointReader(folder)).identity
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: torch.zeros_like(value) for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert discover(CheckpointReader(folder)).identity == before

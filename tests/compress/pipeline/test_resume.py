@@ -1,0 +1,295 @@
+"""kill -9 at any moment, then the same command: the result is that of an undisturbed run, byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import quantkit
+from quantkit.errors import InputError, OutputError, ResumeError
+from tests.helpers import edit_tensors, load_tensors, make_model
+
+# Runs one compression and kills itself at the n-th rename, before or after it: every commit point of a run is one.
+KILLER = """
+import os, pathlib, signal, sys
+import quantkit
+moment, after = int(sys.argv[1]), sys.argv[2] == "after"
+count = 0
+def patch(owner, name):
+    original = getattr(owner, name)
+    def counted(self, target):
+        global count
+        count += 1
+        if count == moment and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(self, target)
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(owner, name, counted)
+patch(pathlib.Path, "replace")
+patch(pathlib.Path, "rename")
+quantkit.quantize(sys.argv[3], "gptq-int4", sys.argv[4], overrides={
+    "weights.group_size": 32, "calibration.data": sys.argv[5], "calibration.samples": 8,
+    "calibration.sequence_length": 48})
+print("renames", count)
+"""
+
+
+def killer(moment, when, model, output, text):
+    command = [sys.executable, "-c", KILLER, str(moment), when, str(model), str(output), str(text)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def hashes(folder):
+    """SHA-256 of every file of a checkpoint but the run log, which holds timings."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != "quantkit-run.json"
+    }
+
+
+def quantize(model, output, text, **options):
+    overrides = {
+        "weights.group_size": 32,
+        "calibration.data": str(text),
+        "calibration.samples": 8,
+        "calibration.sequence_length": 48,
+        **options.pop("overrides", {}),
+    }
+    return quantkit.quantize(model, "gptq-int4", output, overrides=overrides, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama, tmp_path_factory, text_file):
+    """Output name, hashes and number of renames of a run that nobody disturbs."""
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    done = killer(-1, "after", tiny_llama, output, text_file)
+    assert done.returncode == 0, done.stderr
+    return hashes(output), int(done.stdout.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", range(10))
+def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, place):
+    expected, renames = undisturbed
+    moment = 1 + place * (renames - 1) // 9
+    output = tmp_path / "out"
+    killed = killer(moment, "after" if place % 2 else "before", tiny_llama, output, text_file)
+    assert killed.returncode == -signal.SIGKILL
+    result = quantize(tiny_llama, output, text_file)
+    assert hashes(output) == expected
+    assert not (tmp_path / "out.partial").exists()
+    assert result.num_layers == 2
+
+
+def finished_layers(progress):
+    """Layers that a progress.json names; the file is replaced atomically, so it is never half written."""
+    try:
+        return len(json.loads(progress.read_text())["records"])
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.slow
+def test_killed_by_the_clock(tmp_path, text_file):
+    """Three kills from outside at random times, always the same command, through the command line."""
+    model = make_model(tmp_path / "model", num_hidden_layers=10)
+    command = [sys.executable, "-m", "quantkit", "quantize", str(model), "--recipe", "gptq-int4", "-o"]
+    options = ["--set", "weights.group_size=32", "--calibration", str(text_file), "--samples", "8"]
+    options += ["--sequence-length", "48", "--quiet"]
+    subprocess.run([*command, str(tmp_path / "whole"), *options], check=True, capture_output=True)
+    generator, progress = random.Random(0), []
+    output, saved = tmp_path / "out", tmp_path / "out.partial" / "progress.json"
+    for _ in range(3):
+        process = subprocess.Popen([*command, str(output), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while process.poll() is None and finished_layers(saved) == (progress[-1] if progress else 0):
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        progress.append(finished_layers(saved))
+    assert progress[0] > 0, progress
+    if not output.exists():
+        subprocess.run([*command, str(output), *options], check=True, capture_output=True)
+    assert hashes(output) == hashes(tmp_path / "whole")
+
+
+def interrupted(model, output, text, **options):
+    """Leave a run behind that was killed after its first layer."""
+
+    class Stop(Exception):
+        pass
+
+    class Listener:
+        def __getattr__(self, name):
+            return lambda *args: None
+
+        def layer_finished(self, record):
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize(model, output, text, listener=Listener(), **options)
+
+
+def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
+
+
+def test_the_original_models_states_are_resumed_too(tiny_llama, tmp_path, text_file):
+    """A step that looks at the original model goes on, after an interruption, bit for bit where it was."""
+    overrides = {"steps.gptq.upstream": 1.0}
+    quantize(tiny_llama, tmp_path / "whole", text_file, overrides=overrides)
+    for mode in ("ram", "disk"):
+        output = tmp_path / mode
+        interrupted(tiny_llama, output, text_file, overrides=overrides, activations=mode)
+        assert quantize(tiny_llama, output, text_file, overrides=overrides, activations=mode).resumed_layers == 1
+        assert hashes(output) == hashes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"overrides": {"weights.group_size": 16}}, r"recipe\.weights\.group_size: 32 -> 16"),
+        ({"overrides": {"calibration.samples": 6}}, r"recipe\.calibration\.samples: 8 -> 6"),
+        ({"overrides": {"steps.gptq.damping": 0.05}}, r"damping"),
+    ],
+)
+def test_another_recipe_is_refused_by_name(tiny_llama, tmp_path, text_file, change, named):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    with pytest.raises(ResumeError, match="was started from something else") as caught:
+        quantize(tiny_llama, tmp_path / "out", text_file, **change)
+    assert caught.match(named)
+    assert quantize(tiny_llama, tmp_path / "out", text_file, resume=False, **change).resumed_layers == 0
+
+
+def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_file, monkeypatch):
+    model = make_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(text_file.read_text())
+    interrupted(model, tmp_path / "out", text)
+    norm = load_tensors(model)["model.norm.weight"]
+    edit_tensors(model, model__norm__weight=norm + 1)
+    with pytest.raises(ResumeError, match=r"source\.model\.safetensors"):
+        quantize(model, tmp_path / "out", text)
+    edit_tensors(model, model__norm__weight=norm)
+    text.write_text(text_file.read_text().replace("apples", "pears"))
+    with pytest.raises(ResumeError, match="calibration"):
+        quantize(model, tmp_path / "out", text)
+    text.write_text(text_file.read_text())
+    monkeypatch.setattr("quantkit.compress.pipeline.plan._version", lambda name: "9.9")
+    with pytest.raises(ResumeError, match=r"versions\..*9\.9"):
+        quantize(model, tmp_path / "out", text)
+    monkeypatch.undo()
+    assert quantize(model, tmp_path / "out", text).resumed_layers == 1
+
+
+@pytest.mark.parametrize("damage", ["shard", "shard-missing", "progress", "state"])
+def test_damaged_leftovers_are_noticed(tiny_llama, tmp_path, text_file, damage):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    partial = tmp_path / "out.partial"
+    target = {
+        "progress": partial / "progress.json",
+        "state": partial / "activations" / "1" / "00000.safetensors",
+    }.get(damage, partial / "checkpoint" / "model-00001-of-00003.safetensors")
+    if damage == "shard-missing":
+        target.unlink()
+    else:
+        target.write_bytes(target.read_bytes()[:-3] + b"\x00\x01\x02")
+    with pytest.raises(ResumeError, match="--no-resume"):
+        quantize(tiny_llama, tmp_path / "out", text_file)
+    quantize(tiny_llama, tmp_path / "out", text_file, resume=False)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_existing_output_is_not_touched(tiny_llama, tmp_path, text_file):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(tiny_llama, tmp_path / "out", text_file)
+    with pytest.raises(OutputError, match="is not a checkpoint"):
+        quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "model.safetensors").touch()
+    quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
+    assert not (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_a_second_writer_is_refused(tiny_llama, tmp_path, text_file):
+    import fcntl
+
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    with (partial / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another run is writing"):
+            quantize(tiny_llama, tmp_path / "out", text_file)
+
+
+def test_the_source_cannot_be_the_output(tmp_path, text_file):
+    model = make_model(tmp_path / "model")
+    for output in (model, model / "inside", tmp_path):
+        with pytest.raises(InputError, match="overlap"):
+            quantize(model, output, text_file, overwrite=True)
+    assert (model / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("leftover", ["progress.json", "activations/1"])
+def test_a_run_killed_while_tidying_up_is_complete(tiny_llama, tmp_path, text_file, leftover):
+    """Killed between the last rename and the removal of its leftovers: the same command tidies up and says done."""
+    first = quantize(tiny_llama, tmp_path / "out", text_file)
+    partial = tmp_path / "out.partial"
+    (partial / leftover).parent.mkdir(parents=True)
+    (partial / leftover).touch()
+    again = quantize(tiny_llama, tmp_path / "out", text_file)
+    assert not partial.exists()
+    assert again == first
+    partial.mkdir()
+    with pytest.raises(OutputError, match="exists already"):  # another recipe's output is not this one's
+        quantize(tiny_llama, tmp_path / "out", text_file, overrides={"weights.group_size": 16})
+    partial.mkdir(exist_ok=True)
+    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True).num_layers == 2
+
+
+def test_leftovers_of_an_unknown_run_are_not_kept(tiny_llama, tmp_path, text_file):
+    """Killed before it had written who it was: its files must not end up in this run's output."""
+    (tmp_path / "out.partial" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "out.partial" / "checkpoint" / "model-00001-of-00099.safetensors").touch()
+    quantize(tiny_llama, tmp_path / "out", text_file)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
+
+
+def test_what_appears_at_the_output_meanwhile_is_not_destroyed(tiny_llama, tmp_path, text_file):
+    class Listener:
+        def __getattr__(self, name):
+            return lambda *args: None
+
+        def layer_finished(self, record):
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / "precious.txt").write_text("keep")
+
+    with pytest.raises(OutputError, match="exists already"):
+        quantize(tiny_llama, tmp_path / "out", text_file, listener=Listener())
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep"
+
+
+def test_a_run_that_started_over_can_be_resumed(tiny_llama, tmp_path, text_file):
+    interrupted(tiny_llama, tmp_path / "out", text_file, resume=False)
+    assert quantize(tiny_llama, tmp_path / "out", text_file).resumed_layers == 1
+
+
+def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):
+    interrupted(tiny_llama, tmp_path / "out", text_file)
+    saved = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
+    assert saved["records"][0]["name"] == "model.layers.0"
+    assert [path.name for path in (tmp_path / "out.partial" / "activations").iterdir()] == ["1"]

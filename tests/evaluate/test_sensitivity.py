@@ -1,0 +1,229 @@
+"""The damage map: what is swapped and put back, the parts and the whole, smoothing undone, and proposals that hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.errors import InputError, ModelError
+from quantkit.evaluate import sensitivity as module
+from quantkit.evaluate.engine import load_llm
+from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
+from quantkit.evaluate.fused_groups import Unit, find_units, swapped
+from quantkit.evaluate.sensitivity import Goal, damage_map, propose
+from quantkit.results import DamageMap, DamageRecord
+from tests.helpers import TEXT, make_model
+
+NAMES = ["q/k/v", "o", "gate/up", "down"]
+CALIBRATED = ["calibration.samples=4", "calibration.sequence_length=64"]
+
+
+def load(path):
+    return load_llm(str(path), dtype="float32", device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def original(tiny_llama):
+    return load(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def windows(original):
+    return fixed_windows(original, TEXT, window=64, max_tokens=400)
+
+
+def compress(folder, output, recipe, *overrides):
+    quantkit.quantize(folder, recipe, output, overrides=list(overrides), device="cpu")
+    return load(output)
+
+
+@pytest.fixture(scope="module")
+def coarse(tiny_llama, tmp_path_factory):
+    return compress(
+        tiny_llama, tmp_path_factory.mktemp("out") / "int3", "rtn-int4", "weights.dtype=int3", "weights.group_size=32"
+    )
+
+
+@pytest.fixture(scope="module")
+def smoothed(tiny_llama, text_file, tmp_path_factory):
+    data = json.dumps(str(text_file))
+    sizes = [f"calibration.data={data}", "weights.group_size=32", *CALIBRATED]
+    return compress(tiny_llama, tmp_path_factory.mktemp("out") / "awq", "awq-int4", *sizes)
+
+
+def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
+    found = damage_map(coarse, original, windows, data="here")
+    assert [(record.layer, record.unit) for record in found.records] == [(i, name) for i in range(2) for name in NAMES]
+    first = found.records[0]
+    assert first.modules == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    assert first.dense_bytes == 2 * 64 * (64 + 32 + 32)
+    assert 0 < first.quantized_bytes < first.dense_bytes
+    assert all(record.kl > 0 for record in found.records)
+    assert (found.data, found.num_tokens) == ("here", sum(map(len, windows)))
+    assert found.proposal is None
+
+
+def test_the_whole_is_the_checkpoint_and_all_units_together_are_the_whole(coarse, original, windows):
+    reference = [logits(original, (ids,))[0] for ids in windows]
+    with swapped(find_units(coarse, original)):
+        together = [logits(original, (ids,))[0] for ids in windows]
+    own = [logits(coarse, (ids,))[0] for ids in windows]
+    for a, b in zip(together, own, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    after = [logits(original, (ids,))[0] for ids in windows]
+    assert all(torch.equal(a, b) for a, b in zip(reference, after, strict=True))
+
+
+def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, tmp_path):
+    """The same as a checkpoint in which only that unit was quantized."""
+    rest = ["*.layers.0.*", "*.self_attn.*", "*.gate_proj", "*.up_proj"]
+    alone = compress(
+        tiny_llama,
+        tmp_path / "down",
+        "rtn-int4",
+        "weights.dtype=int3",
+        "weights.group_size=32",
+        f"ignore={json.dumps(rest)}",
+    )
+    found = damage_map(coarse, original, windows)
+    expected = [distances(logits(original, (w,))[0], logits(alone, (w,))[0]).kl for w in windows]
+    record = next(r for r in found.records if (r.layer, r.unit) == (1, "down"))
+    assert record.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
+
+
+def test_the_original_is_restored_when_something_fails(coarse, original):
+    units = find_units(coarse, original)
+    kept = [getattr(*unit.part) for unit in units]
+    with pytest.raises(KeyError), swapped(units):
+        assert all(getattr(*unit.part) is unit.replacement for unit in units)
+        raise KeyError
+    assert all(getattr(*unit.part) is value for unit, value in zip(units, kept, strict=True))
+
+
+def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
+    """Without that a single AWQ unit in the original would be nonsense, and the parts would not add up."""
+    found = damage_map(smoothed, original, windows)
+    assert 0.5 < found.additivity < 2
+    raw = find_units(smoothed, original)
+    bare = [unit for unit in raw if not hasattr(unit.replacement, "_linear")]
+    assert len(bare) < len(raw)
+    unit = raw[0]
+    plain = Unit(**{name: getattr(unit, name) for name in Unit.__slots__} | {"replacement": unit.replacement._linear})
+    with swapped([plain]):
+        wrong = distances(logits(original, (windows[0],))[0], logits(smoothed, (windows[0],))[0]).mean
+    assert wrong > 3 * found.records[0].kl
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, parallel):
+    """StableLM's MLP reads a norm of its own or that of the attention, as config.json says."""
+    model = make_model(tmp_path / "model", "stablelm", use_parallel_residual=parallel)
+    sizes = [f"calibration.data={json.dumps(str(text_file))}", "weights.group_size=32", *CALIBRATED]
+    made, plain = compress(model, tmp_path / "awq", "awq-int4", *sizes), load(model)
+    units = find_units(made, plain)
+    assert all(hasattr(unit.replacement, "_linear") for unit in units if unit.name in ("q/k/v", "gate/up"))
+    assert 0.5 < damage_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
+
+
+def test_what_was_left_alone_is_no_unit(tiny_llama, original, windows, tmp_path):
+    llm = compress(tiny_llama, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
+    found = damage_map(llm, original, windows)
+    assert [(r.layer, r.unit) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
+
+
+def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, tiny_llama, windows, tmp_path):
+    total = damage_map(coarse, original, windows).total_kl
+    goal = Goal(kl=total / 2)
+    proposal = damage_map(coarse, original, windows, goal=goal, ignored=("*.nothing",)).proposal
+    assert 0 < len(proposal.units) < 8
+    assert proposal.predicted_kl <= module.MARGIN * goal.kl
+    assert proposal.extra_bytes > 0
+    patterns = json.loads(proposal.overrides[0].removeprefix("ignore="))
+    assert patterns[0] == "*.nothing"
+    mended = compress(
+        tiny_llama,
+        tmp_path / "out",
+        "rtn-int4",
+        "weights.dtype=int3",
+        "weights.group_size=32",
+        f"ignore={json.dumps(patterns[1:])}",
+    )
+    found = [distances(logits(original, (w,))[0], logits(mended, (w,))[0]).kl for w in windows]
+    assert float(torch.cat(found).mean()) == pytest.approx(proposal.predicted_kl, rel=1e-3)
+
+
+def test_a_goal_that_is_reached_needs_no_proposal(coarse, original, windows):
+    assert damage_map(coarse, original, windows, goal=Goal(kl=100.0)).proposal is None
+
+
+def fake_units(costs):
+    parts = [
+        Unit(
+            layer=index,
+            name="o",
+            modules=(f"m{index}",),
+            part=(object(), ""),
+            replacement=None,
+            quantized_bytes=10,
+            stored_bytes=10 + size,
+            dense_bytes=0,
+        )
+        for index, (_, size) in enumerate(costs)
+    ]
+    records = tuple(DamageRecord(layer=i, unit="o", modules=(f"m{i}",), kl=kl) for i, (kl, _) in enumerate(costs))
+    total = sum(kl for kl, _ in costs)
+    return parts, DamageMap(data="", num_tokens=1, records=records, total_kl=total)
+
+
+def exact(units, found):
+    """A model whose parts add up."""
+    kl = {f"m{r.layer}": r.kl for r in found.records}
+
+    def measure(chosen):
+        value = torch.tensor([sum(kl[unit.modules[0]] for unit in chosen)])
+        return Distances(kl=value, agrees=torch.tensor([bool(value < 0.05)]))
+
+    return measure
+
+
+def test_bytes_are_spent_where_they_mend_most():
+    units, found = fake_units([(0.1, 1000), (0.08, 100), (0.01, 100), (0.05, 50)])
+    proposal = propose(units, found, exact(units, found), Goal(kl=0.2))
+    assert proposal.units == ((3, "o"), (1, "o"))  # 0.24 in all, 0.16 may stay, 0.11 does
+    assert proposal.extra_bytes == 150
+    assert proposal.predicted_kl == pytest.approx(0.11)
+
+
+def test_a_prediction_that_does_not_hold_is_followed_by_another_unit():
+    units, found = fake_units([(0.1, 100), (0.09, 100), (0.01, 100)])
+
+    def twice(chosen):
+        return Distances(kl=2 * exact(units, found)(chosen).kl, agrees=torch.tensor([True]))
+
+    assert propose(units, found, exact(units, found), Goal(kl=0.15)).units == ((0, "o"),)
+    assert propose(units, found, twice, Goal(kl=0.15)).units == ((0, "o"), (1, "o"))
+
+
+def test_other_gates_count_too():
+    units, found = fake_units([(0.1, 100), (0.04, 100), (0.03, 100)])
+    assert propose(units, found, exact(units, found), Goal(top1=0.9)).units == ((0, "o"), (1, "o"))
+    assert propose(units, found, exact(units, found), Goal(kl_p99=0.08)).units == ((0, "o"),)
+
+
+def test_leaving_everything_alone_is_no_proposal():
+    units, found = fake_units([(0.1, 100), (0.1, 100)])
+    assert propose(units, found, exact(units, found), Goal(kl=0.01)) is None
+
+
+def test_refusals(coarse, original, tiny_llama, tmp_path):
+    with pytest.raises(InputError, match="needs text"):
+        damage_map(coarse, original, ())
+    half = load_llm(str(tiny_llama), dtype="bfloat16", device="cpu", threads=1)
+    with pytest.raises(ModelError, match="differ in arithmetic or layers"):
+        find_units(coarse, half)
+    foreign = load_llm(str(tiny_llama), dtype="float32", device="cpu", threads=1, backend="transformers")
+    with pytest.raises(ModelError, match="runs by transformers"):
+        find_units(foreign, original)

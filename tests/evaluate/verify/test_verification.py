@@ -1,0 +1,267 @@
+"""A verification as a whole, what it refuses before anything is loaded, and what a repair has to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+
+from quantkit.benchmark.run import BenchmarkOptions
+from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
+from quantkit.evaluate.run import EvaluationOptions
+from quantkit.evaluate.sensitivity import Goal
+from quantkit.evaluate.verify import VerifyOptions, check_gates, check_pair, set_aside, verify, verify_checkpoint, write
+from quantkit.evaluate.verify.goals import repair_goal
+from quantkit.report import read_report
+from quantkit.results import Report
+from quantkit.results.gates import evaluate_gates
+from tests.helpers import make_model
+from tests.report.synthetic import make_report
+
+BENCH = BenchmarkOptions(concurrencies=(1,), prompt_tokens=20, new_tokens=4, num_requests=2)
+ENGINE = {"threads": 1, "num_pages": 64, "device": "cpu"}
+
+
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
+
+
+def options(models, **changes):
+    evaluation = EvaluationOptions(texts=(str(models / "text.txt"),), window=64)
+    return VerifyOptions(**{"evaluation": evaluation, "bench": None, "engine": ENGINE, **changes})
+
+
+@pytest.fixture(scope="module")
+def report(models, quick_ceilings):
+    gates = ("kl<=0.0001", "memory_ratio<=0.9", "itl_ratio<=99")
+    return verify_checkpoint(models / "out", gates=gates, options=options(models, bench=BENCH))
+
+
+def test_it_finds_the_original_and_fills_the_report(report, models):
+    assert report.baseline_model.path == str(models / "llama")
+    assert (report.model.name, report.model.format, report.model.scheme) == ("out", "compressed-tensors", "int4 g32")
+    assert report.model.num_bytes < report.baseline_model.num_bytes
+    assert report.baseline_model.license == "mit"
+    assert report.compression.recipe == "rtn-int4"
+    assert [c.subject for c in report.comparisons] == [f"perplexity: {models / 'text.txt'}"]
+    assert report.evaluation.arithmetic == report.baseline.arithmetic != report.noise.arithmetic
+    assert 0 < report.noise_fidelity.mean_kl < report.fidelity.mean_kl
+    assert (
+        report.benchmark.memory_part("weights").observed_bytes
+        < report.baseline_benchmark.memory_part("weights").observed_bytes
+    )
+    assert report.baseline_benchmark.model == str(models / "llama")
+    assert report.diagnosis.findings
+    assert report.environment.hashes["checkpoint"]
+    assert report.environment.versions["quantkit"]
+
+
+def test_gates_judge_it_and_a_failed_one_has_a_remedy(report):
+    held = {gate.metric: gate.held for gate in report.gates}
+    assert held == {"kl": False, "memory_ratio": True, "itl_ratio": True}
+    assert not report.held
+    assert report.damage is not None  # because accuracy failed
+    assert len(report.damage.records) == 8
+    remedy = next(gate.remedy for gate in report.gates if not gate.held)
+    assert "leave" in remedy
+
+
+def test_it_survives_the_file(report, tmp_path):
+    files, problem = write(report, tmp_path / "new")
+    assert set(files) >= {"json", "junit", "card"}
+    assert problem == "" or "html" not in files
+    assert read_report(tmp_path / "new").to_dict() == report.to_dict()
+    assert "how it was made" in files["card"].read_text().lower()
+
+
+def test_gates_are_the_recipes_unless_given(models):
+    assert check_pair(models / "out", None).gates == ("recovery>=97", "perplexity_ratio<=1.1", "kl<=0.1")
+    assert check_pair(models / "out", None, ["kl <= 0.5"]).gates == ("kl<=0.5",)
+    assert check_pair(models / "out", None, []).gates == ()
+
+
+def test_damage_and_noise_can_be_asked_for_and_left_out(models):
+    pair = check_pair(models / "out", None, ["kl<=0.0000001"])
+    quiet = verify(pair, options(models, damage=False, noise=False))
+    assert (quiet.damage, quiet.noise, quiet.noise_fidelity, quiet.held) == (None, None, None, False)
+    held = verify(check_pair(models / "out", None, ["kl<=50"]), options(models, noise=False))
+    assert held.held
+    assert held.damage is None
+    asked = verify(check_pair(models / "out", None, []), options(models, damage=True, noise=False))
+    assert len(asked.damage.records) == 8
+    assert asked.damage.proposal is None
+
+
+def test_without_questions_only_distributions_are_compared(models):
+    pair = check_pair(models / "out", None, ["kl<=50"])
+    evaluation = EvaluationOptions()
+    found = verify(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
+    assert (found.evaluation, found.comparisons) == (None, ())
+    assert found.fidelity.num_tokens > 100
+    assert found.held
+
+
+def test_without_a_text_the_shipped_one_is_used_and_said_so(models):
+    found = verify(check_pair(models / "out", None, []), options(models, evaluation=EvaluationOptions(), noise=False))
+    assert any("calibration text" in note for note in found.notes)
+
+
+def test_a_quantized_cache_belongs_to_the_checkpoint_only(models):
+    pair = check_pair(models / "out", None, [])
+    plain = verify(pair, options(models, noise=False))
+    int8 = verify(pair, options(models, noise=False, engine={**ENGINE, "kv_cache": "int8"}))
+    assert int8.baseline.settings["KV cache"] == "auto"
+    assert int8.evaluation.settings["KV cache"] == "int8"
+    assert int8.baseline.perplexity == plain.baseline.perplexity
+    assert int8.fidelity.mean_kl != plain.fidelity.mean_kl
+
+
+def test_a_missing_checkpoint(tmp_path, models):
+    with pytest.raises(ModelError, match="no such model directory"):
+        check_pair(tmp_path / "gone", models / "llama")
+    with pytest.raises(ModelError, match="no such model directory"):
+        check_pair(models / "out", tmp_path / "gone")
+
+
+def test_a_baseline_of_another_vocabulary(models, tmp_path):
+    other = make_model(tmp_path / "other", vocab_size=300)
+    with pytest.raises(ModelError, match=r"has a vocabulary of 300 tokens, .* one of 260; give the model"):
+        check_pair(models / "out", other)
+
+
+def test_a_baseline_whose_tokens_mean_something_else(models, tmp_path):
+    other = shutil.copytree(models / "llama", tmp_path / "other")
+    file = other / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+    file.write_text(json.dumps(data))
+    with pytest.raises(DataError, match="has another vocabulary"):
+        check_pair(models / "out", other)
+
+
+def shard(checkpoint):
+    return sorted(checkpoint.glob("*.safetensors"))[0]
+
+
+def test_a_shard_that_changed_is_named(checkpoint, models):
+    file = shard(checkpoint)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"changed since the checkpoint was made: its SHA-256 is .* copy it again"
+    ) as error:
+        check_pair(checkpoint, models / "llama")
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_of_another_size_is_named(checkpoint, models):
+    manifest = json.loads((checkpoint / "quantkit.json").read_text())
+    manifest["files"][shard(checkpoint).name]["bytes"] += 8
+    (checkpoint / "quantkit.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"it has \d+ bytes, \d+ were written"):
+        check_pair(checkpoint, models / "llama")
+
+
+def test_a_shard_that_was_never_written_is_named(checkpoint, models):
+    manifest = json.loads((checkpoint / "quantkit.json").read_text())
+    del manifest["files"][shard(checkpoint).name]
+    (checkpoint / "quantkit.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"quantkit\.json does not name it"):
+        check_pair(checkpoint, models / "llama")
+
+
+def test_without_hashes_it_says_that_nothing_was_checked(checkpoint, models):
+    (checkpoint / "quantkit.json").unlink()
+    (checkpoint / "quantkit-run.json").unlink()
+    pair = check_pair(checkpoint, models / "llama")
+    assert "could not be checked" in pair.notes[0]
+    assert pair.gates == ()
+    with pytest.raises(ModelError, match="does not say what it was made from; give the original as --baseline"):
+        check_pair(checkpoint, None)
+
+
+def test_an_original_that_moved_away(checkpoint, tmp_path):
+    made = json.loads((checkpoint / "quantkit-run.json").read_text())
+    (checkpoint / "quantkit-run.json").write_text(json.dumps({**made, "model": str(tmp_path / "moved")}))
+    with pytest.raises(ModelError, match=r"was made from .*moved', which is not here .*give it as --baseline"):
+        check_pair(checkpoint, None)
+
+
+def test_a_damaged_manifest_and_a_model_beside_itself(checkpoint, models):
+    with pytest.raises(ModelError, match="is its own baseline"):
+        check_pair(models / "llama", models / "llama")
+    (checkpoint / "quantkit.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not readable JSON"):
+        check_pair(checkpoint, models / "llama")
+
+
+def test_gates_that_cannot_both_hold_or_be_read():
+    with pytest.raises(GateError, match="cannot both hold"):
+        check_gates(["kl<=0.1", "kl>=0.2"])
+    with pytest.raises(GateError, match="did you mean 'recovery'"):
+        check_gates(["recovry>=99"])
+    assert check_gates(["kl<=0.1", "kl <= 0.1", "recovery[a]>=99"]) == ("kl<=0.1", "recovery[a]>=99")
+
+
+def test_what_is_timed_must_fit_before_anything_is_loaded(models, monkeypatch):
+    monkeypatch.setattr("quantkit.evaluate.verify.run.load_llm", lambda *_, **__: pytest.fail("loaded"))
+    long = dataclasses.replace(BENCH, prompt_tokens=5000)
+    with pytest.raises(RequestError, match="5000"):
+        verify(check_pair(models / "out", None, []), options(models, bench=long))
+
+
+def test_a_failed_checkpoint_gets_another_name_and_replaces_an_earlier_failure(report, checkpoint):
+    moved, target = set_aside(report, checkpoint)
+    assert not checkpoint.exists()
+    assert target.name == "out.failed"
+    assert (moved.model.name, moved.model.path) == ("out.failed", str(target))
+    again = shutil.copytree(target, checkpoint)
+    set_aside(report, again)
+    assert target.is_dir()
+    assert not again.exists()
+
+
+def test_something_else_of_that_name_is_not_deleted(report, checkpoint):
+    other = checkpoint.with_name("out.failed")
+    other.mkdir()
+    (other / "letters.txt").write_text("dear")
+    with pytest.raises(OutputError, match="which is something else; move that away first"):
+        set_aside(report, checkpoint)
+    assert (other / "letters.txt").exists()
+    assert checkpoint.exists()
+
+
+def judged(*gates: str) -> Report:
+    report = make_report(broken=True, gates=())
+    return dataclasses.replace(report, gates=tuple(evaluate_gates(report, gates)))
+
+
+def test_what_a_repair_has_to_reach_follows_from_the_gates_that_failed():
+    total = judged().fidelity.mean_kl
+    assert repair_goal(judged()) is None
+    assert repair_goal(judged("kl<=9", "memory_ratio<=0.01")) is None  # held, and not about accuracy
+    assert repair_goal(judged("kl<=0.01")) == Goal(kl=0.01)
+    assert repair_goal(judged("top1>=0.95", "kl_p99<=0.1")) == Goal(top1=0.95, kl_p99=0.1)
+    found = next(c for c in judged().comparisons if c.subject == "all tasks")
+    limit = 100 - (100 - found.recovery) / 4
+    assert repair_goal(judged(f"recovery>={limit}")).kl == pytest.approx(total / 4, rel=1e-3)
+    ratio = evaluate_gates(judged(), ["perplexity_ratio<=1"])[0].value
+    assert repair_goal(judged(f"perplexity_ratio<={math.sqrt(ratio)}")).kl == pytest.approx(total / 2, rel=1e-3)
+    both = repair_goal(judged(f"recovery>={limit}", "kl<=0.001"))
+    assert both == Goal(kl=0.001)
+
+
+def test_a_score_and_a_perplexity_count_from_the_original():
+    report = judged()
+    total = report.fidelity.mean_kl
+    task = report.comparisons[1]
+    middle = (task.baseline + task.value) / 2
+    assert repair_goal(judged(f"score[{task.subject}]>={middle}")).kl == pytest.approx(total / 2, rel=1e-2)
+    text = max((c for c in report.comparisons if c.subject.startswith("perplexity: ")), key=lambda c: c.value)
+    limit = math.sqrt(text.baseline * text.value)
+    assert repair_goal(judged(f"perplexity<={limit}")).kl == pytest.approx(total / 2, rel=1e-2)

@@ -1,0 +1,101 @@
+"""Every family file names modules that its transformers model really has, and fused sets share their input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantkit.checkpoints.experts import rebuild_layer
+from quantkit.errors import ModelError
+from quantkit.models.families import find, supported
+from tests.helpers import (
+    COMPRESSED_ONLY,
+    EXPERT_FAMILIES,
+    FAMILIES,
+    MORE_FAMILIES,
+    known_to_transformers,
+    tiny_config,
+)
+
+EVERY = [
+    name for name in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *COMPRESSED_ONLY) if known_to_transformers(name)
+]
+
+
+def test_every_family_is_found_by_its_class_name():
+    names = supported()
+    assert {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(names)
+    for name, architecture in names.items():
+        assert find({"architectures": [name]}) is architecture
+
+
+def rebuilt_layers(family, device):
+    """The architecture, the model, and its layers with a linear for every weight."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    architecture = find({"architectures": [type(model).__name__]})
+    layers = model.get_submodule(architecture.layers)
+    return architecture, model, layers
+
+
+def sets_of(architecture, model, layer):
+    names = {name.removesuffix(".weight") for name, _ in layer.named_parameters()}
+    return architecture.sets_of_layer(names.__contains__, model.config.to_dict())
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_names_exist_and_cover_every_linear_of_a_layer(family):
+    architecture, model, layers = rebuilt_layers(family, "meta")
+    for part in (architecture.backbone, architecture.embedding, architecture.head, architecture.final_norm):
+        assert model.get_submodule(part) is not None
+    for layer in layers:
+        rebuild_layer(layer, architecture)
+        sets = sets_of(architecture, model, layer)
+        linears = {name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
+        listed = [name for group in sets for name in group.linears]
+        assert len(listed) == len(set(listed))
+        assert set(listed) == linears - {name for group in sets for name in group.beside}
+        for group in sets:
+            assert layer.get_submodule(group.parent) is not None
+            assert group.source is None or layer.get_parameter(f"{group.source}.weight") is not None
+            assert all(layer.get_parameter(f"{name}.weight").dim() == 2 for name in group.beside)
+
+
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in EXPERT_FAMILIES])
+def test_linears_of_a_set_see_the_same_tensor(family):
+    architecture, model, layers = rebuilt_layers(family, "cpu")
+    layer, seen = layers[0], {}
+    sets = sets_of(architecture, model, layer)
+    for name in (name for group in sets for name in group.linears if "experts." not in name):
+        layer.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: seen.update({name: args[0]}))
+    model(input_ids=torch.arange(12)[None])
+    for group in sets:
+        first = seen[group.linears[0]]
+        for name in group.linears:
+            assert seen[name] is first or seen[name].data_ptr() == first.data_ptr()  # a view of it is the same
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "no 'architectures' entry"),
+        ({"architectures": []}, "no 'architectures' entry"),
+        ({"architectures": ["BertModel"]}, "'BertModel' is not supported; supported: .*, LlamaForCausalLM"),
+    ],
+)
+def test_unknown_families_are_refused(config, message):
+    with pytest.raises(ModelError, match=message):
+        find(config)
+
+
+def test_every_family_here_has_a_tiny_model_in_the_tests():
+    tested = set()
+    for family in EVERY:
+        with torch.device("meta"):
+            tested.add(
+                id(find({"architectures": [type(AutoModelForCausalLM.from_config(tiny_config(family))).__name__]}))
+            )
+    missing = [name for name, data in supported().items() if id(data) not in tested]
+    assert not missing or not all(known_to_transformers(name) for name in COMPRESSED_ONLY)

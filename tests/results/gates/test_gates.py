@@ -1,0 +1,151 @@
+"""Gates: read or refused, judged on a report, and what to do when they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from quantkit.errors import GateError
+from quantkit.results import Diagnosis, ModelFacts, Report
+from quantkit.results.gates import METRICS, evaluate_gates, measure, parse_gate, parse_gates
+from tests.report.synthetic import GATES, make_report
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return make_report()
+
+
+@pytest.fixture(scope="module")
+def broken() -> Report:
+    return make_report(broken=True)
+
+
+READ = [
+    ("recovery>=98.9", ("recovery", None, ">=", 98.9)),
+    (" kl <= 0.02 ", ("kl", None, "<=", 0.02)),
+    ("recovery[demo_facts]>=97", ("recovery", "demo_facts", ">=", 97.0)),
+    ("recovery>=99%", ("recovery", None, ">=", 99.0)),
+    ("memory_ratio<=35%", ("memory_ratio", None, "<=", 0.35)),
+    ("kl<1e-2", ("kl", None, "<", 0.01)),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), READ)
+def test_gates_are_read(text, expected):
+    gate = parse_gate(text)
+    assert (gate.metric, gate.subject, gate.operator, gate.limit) == expected
+    assert parse_gate(gate.text) == gate
+
+
+REFUSED = [
+    ("recoverey>=98", r"no number is called 'recoverey' \(did you mean 'recovery'\?\)"),
+    ("recovery=98", r"cannot be read; write a number, a comparison and a limit, e\.g\. recovery>=98\.9"),
+    ("recovery>=", "cannot be read"),
+    ("recovery>=9.8.7", "'9.8.7' is not a number"),
+    ("recovery>=0.989", "recovery is in per cent of the original, about 100, so a limit of 0.989 is probably mistaken"),
+    ("top1>=97", "top1 is a share between 0 and 1"),
+    ("", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_what_is_no_gate_is_refused_with_what_to_write(text, message):
+    with pytest.raises(GateError, match=message):
+        parse_gates([text])
+
+
+def test_gates_are_judged_in_order(report):
+    results = evaluate_gates(report, GATES)
+    assert [result.gate for result in results] == list(GATES)
+    assert all(result.held and result.remedy is None for result in results)
+    assert results[2].value == report.fidelity.mean_kl
+    assert results[2].explanation == "kl is 0.0131, asked for <= 0.02"
+
+
+def test_failed_gates_name_the_modules_to_leave_alone(broken):
+    failed = [result for result in evaluate_gates(broken, GATES) if not result.held]
+    assert [result.metric for result in failed] == ["recovery", "perplexity_ratio", "kl", "top1"]
+    for result in failed:
+        assert result.remedy.startswith("leave alone layer 23 down, layer 1 down (predicted KL")
+        assert "--set 'ignore=[model.layers.23.mlp.down_proj, model.layers.1.mlp.down_proj]'" in result.remedy
+
+
+def test_without_a_proposal_the_worst_units_are_named_then_the_worst_linears(broken):
+    no_proposal = dataclasses.replace(broken, damage=dataclasses.replace(broken.damage, proposal=None))
+    assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the largest damage is in layer 23 down")
+    no_map = dataclasses.replace(broken, damage=None)
+    worst = broken.compression.worst_linears(1)[0][0]
+    assert f"the largest errors are in {worst}" in evaluate_gates(no_map, ["kl<=0.02"])[0].remedy
+    nothing = dataclasses.replace(no_map, compression=None)
+    assert "smaller groups" in evaluate_gates(nothing, ["kl<=0.02"])[0].remedy
+
+
+def test_speed_and_memory_have_remedies_of_their_own(report):
+    speed, memory = evaluate_gates(report, ["itl_ratio<=0.1", "memory_ratio<=0.1"])
+    assert "quantize the output head to 8 bits" in speed.remedy
+    assert "about 1.3x at batch 1" in speed.remedy
+    assert "fewer bits" in memory.remedy
+    undiagnosed = dataclasses.replace(report, diagnosis=Diagnosis())
+    assert "fewer weight bits" in evaluate_gates(undiagnosed, ["itl_ratio<=0.1"])[0].remedy
+
+
+def test_a_limit_inside_the_interval_is_told(report):
+    found = report.find_comparison("all tasks")
+    gate = f"recovery>={(found.recovery_low + found.recovery) / 2:.2f}"
+    result = evaluate_gates(report, [gate])[0]
+    assert result.held
+    assert "includes the limit: more samples would tell" in result.explanation
+
+
+def test_gates_on_one_task_one_text_one_workload(report):
+    gates = ["recovery[demo_facts]>=90", "itl_ratio[closed-8]<=0.6", "perplexity_ratio[demo-heldout (decode)]<=1.1"]
+    results = evaluate_gates(report, gates)
+    assert [result.subject for result in results] == ["demo_facts", "closed-8", "demo-heldout (decode)"]
+    assert results[0].value == report.find_comparison("demo_facts").recovery
+    assert all(result.held for result in results)
+
+
+def test_a_subject_that_does_not_exist_is_refused_with_the_nearest(report):
+    with pytest.raises(GateError, match=r"no recovery of 'demo_fact' \(did you mean 'demo_facts'\?\); the report has"):
+        evaluate_gates(report, ["recovery[demo_fact]>=90"])
+
+
+def test_without_a_subject_the_worst_text_counts(report):
+    ratios = METRICS["perplexity_ratio"].read(report)
+    assert len(ratios) == 2
+    assert evaluate_gates(report, ["perplexity_ratio<=1.05"])[0].value == max(ratios.values())
+
+
+def test_an_answer_length_is_gated_from_both_sides(report):
+    low, high = evaluate_gates(report, ["length_ratio>=0.9", "length_ratio<=0.95"])
+    assert low.held
+    assert not high.held
+
+
+def test_what_was_not_measured_does_not_hold():
+    result = evaluate_gates(Report(model=ModelFacts(name="x")), ["kl<=0.02"])[0]
+    assert (result.held, result.value) == (False, None)
+    assert "was not measured" in result.explanation
+    assert "quantkit verify" in result.remedy
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(name, report):
+    values = METRICS[name].read(report)
+    assert values
+    assert all(isinstance(value, int | float) for value in values.values())
+    assert METRICS[name].read(Report(model=ModelFacts(name="x"))) == {}
+
+
+def test_all_numbers_are_listed_by_the_names_gates_use(report):
+    found = measure(report)
+    assert found["recovery"] == found["recovery[all tasks]"]
+    assert found["memory_ratio"] == pytest.approx(331 / 988)
+    for name in found:
+        parse_gate(f"{name}>=50" if name.startswith("recovery") else f"{name}<=1")
+
+
+def test_memory_is_of_weights_in_memory_or_else_on_disk(report):
+    assert measure(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)
