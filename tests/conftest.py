@@ -95,7 +95,7 @@ def family_models(tmp_path_factory):
 def make_layer(family_models):
     """A function that gives a fresh LayerContext; equal arguments give equal contexts."""
 
-    def make(family="llama", dtype="int4", group_size=16, symmetric=True, activation=None, left_alone=()):
+    def make(family="llama", dtype="int4", group_size=16, symmetric=True, activation=None, ignored=()):
         reader = CheckpointReader(family_models[family])
         architecture = find(reader.config)
         skeleton = Skeleton(reader, architecture, torch.float32, torch.device("cpu"))
@@ -111,7 +111,7 @@ def make_layer(family_models):
             schemes={
                 name: LinearScheme(weight=weight, activation=activation)
                 for name in architecture.linears
-                if name not in left_alone
+                if name not in ignored
             },
             scale_dtype=dict.fromkeys(architecture.linears, torch.float32),
             head_dim=16,

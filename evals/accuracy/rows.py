@@ -62,10 +62,10 @@ METHODS: dict[str, Steps] = {
     "rtn calibrated": ["rtn"],
     "awq": ["awq"],
     "gptq": ["gptq"],
-    "gptq upstream": [{"gptq": {"upstream": 1.0}}],
-    "gptq upstream sequential": [{"gptq": {"upstream": 1.0, "true_sequential": True}}],
+    "gptq asymmetric": [{"gptq": {"asymmetric_calibration": 1.0}}],
+    "gptq asymmetric sequential": [{"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
     "awq+gptq": ["awq", "gptq"],
-    "awq+gptq upstream": ["awq", {"gptq": {"upstream": 1.0}}],
+    "awq+gptq asymmetric": ["awq", {"gptq": {"asymmetric_calibration": 1.0}}],
     "autoround": ["autoround"],
     "awq+autoround": ["awq", "autoround"],
 }

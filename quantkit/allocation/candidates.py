@@ -120,7 +120,7 @@ def mixed(base: Recipe, default: Candidate, choices: Sequence[tuple[Sequence[str
     Args:
         base: recipe.
         default: of what `choices` does not name.
-        choices: full module names and their candidate; None = left alone.
+        choices: full module names and their candidate; None = ignored.
     """
     return build(patched(base.source, mixed_changes(default, choices)), base.name)
 

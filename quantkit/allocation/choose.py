@@ -1,7 +1,7 @@
-"""From measured units to a choice: solved as if damages added up, then mended where they do not.
+"""From measured units to a choice: solved as if sensitivities added up, then mended where they do not.
 
-Damages are measured one unit at a time, and what a unit does beside others is another number. So the choice itself is
-measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved again
+Sensitivities are measured one unit at a time, and what a unit does beside others is another number. So the choice
+itself is measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved again
 with those numbers, for as long as that lowers what is measured.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from quantkit.allocation.solve import Choice, Option, least_cost, least_damage, total
+from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
 from quantkit.errors import GateFailure, InputError
 
 _ROUNDS = 3  # of moving every unit; each measures the model about twice per unit
@@ -79,7 +79,7 @@ def within_budget(units: Units, budget: float, *, rounds: int = _ROUNDS, progres
         GateFailure: even the cheapest options need more.
     """
     options = units.options
-    choice = least_damage(options, budget)
+    choice = least_sensitivity(options, budget)
     if choice is None:
         least = sum(min(o.cost for o in unit) for unit in options)
         raise GateFailure(
@@ -132,8 +132,8 @@ def steps(unit: Sequence[Option], at: int) -> tuple[int, ...]:
     """
     here = unit[at]
     cheaper = [n for n, option in enumerate(unit) if option.cost < here.cost]
-    dearer = [n for n, option in enumerate(unit) if option.cost > here.cost and option.damage < here.damage]
-    down = [min(cheaper, key=lambda n: (unit[n].damage, -unit[n].cost))] if cheaper else []
+    dearer = [n for n, option in enumerate(unit) if option.cost > here.cost and option.sensitivity < here.sensitivity]
+    down = [min(cheaper, key=lambda n: (unit[n].sensitivity, -unit[n].cost))] if cheaper else []
     up = [min(dearer, key=lambda n: unit[n].cost)] if dearer else []
     return (at, *down, *up)
 
@@ -143,7 +143,7 @@ def _moves(units: Units, choice: Choice, best: float, budget: float) -> Iterator
     options = units.options
     rows = [steps(unit, at) for unit, at in zip(options, choice, strict=True)]
     near = _neighbours(units, choice, best)
-    together = least_damage(near, budget)
+    together = least_sensitivity(near, budget)
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
@@ -154,7 +154,7 @@ def _moves(units: Units, choice: Choice, best: float, budget: float) -> Iterator
         if len({place for place, _ in moved}) < len(moved):
             continue
         cost = sum(near[place][n].cost - near[place][0].cost for place, n in moved)
-        gain = sum(near[place][n].damage for place, n in moved)
+        gain = sum(near[place][n].sensitivity for place, n in moved)
         if cost <= room and gain < 0:
             found.append((gain, moved))
     for _, moved in sorted(found)[:_PAIRS]:
@@ -169,6 +169,6 @@ def _neighbours(units: Units, choice: Choice, best: float) -> list[list[Option]]
         row = []
         for at in steps(unit, choice[number]):
             moved = (*choice[:number], at, *choice[number + 1 :])
-            row.append(replace(unit[at], damage=0.0 if at == choice[number] else units.kl(moved) - best))
+            row.append(replace(unit[at], sensitivity=0.0 if at == choice[number] else units.kl(moved) - best))
         found.append(row)
     return found

@@ -82,7 +82,7 @@ def write_recipe(
     recipe: Recipe,
     entries: Sequence[tuple[Sequence[tuple[Place, list[str]]], Candidate | None]],
     remarks: Sequence[str],
-    damage: dict[tuple[int, str], float],
+    sensitivity: dict[tuple[int, str], float],
 ) -> None:
     """Write a recipe as YAML for people.
 
@@ -91,7 +91,7 @@ def write_recipe(
         recipe: what it has to say when it is read again.
         entries: its overrides, see `overrides`.
         remarks: lines at the top.
-        damage: KL of each unit alone in its chosen form, by layer and name.
+        sensitivity: KL of each unit alone in its chosen form, by layer and name.
     """
     source = recipe.source
     lines = [f"# {text}" for text in remarks]
@@ -110,7 +110,7 @@ def write_recipe(
         )
         lines += [f"  - {what}", "    modules:"]
         for place, names in mine:
-            lines += [f"      # layer {place.layer} {place.name}: KL {damage[place.layer, place.name]:.2g} alone"]
+            lines += [f"      # layer {place.layer} {place.name}: KL {sensitivity[place.layer, place.name]:.2g} alone"]
             lines += [f"      - {_flow(name)}" for name in names]
     lines += ["steps:" if source["steps"] else "steps: []", *(f"  - {_flow(step)}" for step in source["steps"])]
     lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _SAID]

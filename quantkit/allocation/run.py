@@ -1,7 +1,7 @@
 """The whole of a search: measure units, choose, write the recipe, compress by it, and say how it came out.
 
-Every other window of the text is what damages are measured on and units chosen by; the others are kept for what is
-expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
+Every other window of the text is what sensitivities are measured on and units chosen by; the others are kept for what
+is expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SearchOptions:
         recipe: to start from: its steps, calibration, format and what it ignores stay.
         output: file of the recipe to write; None = `./<model>-<target>.yaml`.
         candidates: such as `int4:32`; none = the integer types that the format holds.
-        text: that damages are measured on, a name as for perplexity; None = a shipped one.
+        text: that sensitivities are measured on, a name as for perplexity; None = a shipped one.
         max_tokens: of it that each unit is measured on.
         work: where trials and measured numbers are kept for further searches; None = beside the output, until done.
         checkpoint: where the compressed model goes that is measured at the end; None = it is not kept.
@@ -209,7 +209,7 @@ class _Run:
         hopes = [
             f"Written by `quantkit search` for {self.target.text}, from {shop.base.name}: {bits:.3f} bits per weight.",
             f"Expected KL to the original {expected:.5f} nats per token, on {self.data}.",
-            f"On the tokens that units were chosen on {measured.kl(choice):.5f}; one at a time {summed.damage:.5f}.",
+            f"On the tokens of the choice {measured.kl(choice):.5f}; one at a time {summed.sensitivity:.5f}.",
         ]
         recipe = self._write(choice, hopes)
         shop.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
@@ -232,8 +232,8 @@ class _Run:
         gates = list(base.gates) if self.target.recovery is None and self.target.kl is None else [self.target.text]
         data = {**base.source, "name": self.name, "description": description, "gates": gates}
         recipe = build(patched(data, changes), self.output.name)
-        damage = {(p.layer, p.name): p.options[n].damage for p, n in zip(places, choice, strict=True)}
-        write_recipe(self.draft, recipe, entries, remarks, damage)
+        sensitivity = {(p.layer, p.name): p.options[n].sensitivity for p, n in zip(places, choice, strict=True)}
+        write_recipe(self.draft, recipe, entries, remarks, sensitivity)
         return recipe
 
     def _result(
@@ -262,7 +262,7 @@ class _Run:
             units=self._units(choice),
             data=self.data,
             num_tokens=sum(map(len, self.probed)),
-            sum_kl=summed.damage,
+            sum_kl=summed.sensitivity,
             search_kl=measured.kl(choice),
             expected_kl=expected,
             measured_kl=found,
@@ -276,7 +276,7 @@ class _Run:
         for number, name in enumerate([*(candidate.name for candidate in self.candidates), SKIP]):
             sums = total(self.measured.options, (number,) * len(places))
             bits = 8 * sums.cost / self.measured.num_weights
-            found.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.damage))
+            found.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.sensitivity))
         return tuple(found)
 
     def _units(self, choice: Choice) -> tuple[UnitChoice, ...]:
@@ -289,7 +289,7 @@ class _Run:
                 num_weights=place.num_weights,
                 choice=names[number],
                 bits_per_weight=8 * place.options[number].cost / place.num_weights,
-                kl=place.options[number].damage,
+                kl=place.options[number].sensitivity,
             )
             for place, number in zip(self.measured.places, choice, strict=True)
         )
@@ -359,7 +359,7 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
         name, content = "demo", read_text("demo", ())
     else:
         name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
-        notes = ("Damages are measured on quantkit's own calibration text; give one of yours with --text.",)
+        notes = ("Sensitivities are measured on quantkit's own calibration text; give one of yours with --text.",)
     if options.max_tokens < 1:
         raise InputError(f"max_tokens {options.max_tokens} is no number of tokens; give at least one")
     windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)

@@ -1,8 +1,8 @@
 """What each unit does to the model in each of its forms, measured with the base recipe's own steps.
 
 The whole model is compressed once per candidate; each unit of each of these takes its place in the original, alone, and
-the KL to the original is its damage. A choice for all units is measured the same way before anything is compressed by
-it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
+the KL to the original is its sensitivity. A choice for all units is measured the same way before anything is compressed
+by it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
 calibrated on.
 """
 
@@ -152,7 +152,7 @@ def measure_units(
         ModelError: a model does not run natively, or units differ between candidates.
     """
     forms: list[list[Unit]] = []
-    damages: list[list[float]] = []
+    sensitivities: list[list[float]] = []
     sizes: list[dict[str, tuple[int, int]]] = []
     rest = 0
     for candidate in candidates:
@@ -161,14 +161,14 @@ def measure_units(
         made = shop.compress(recipe, shop.folder / recipe.name)
         units = find_units(shop.load(shop.folder / recipe.name), original)
         forms.append(units)
-        damages.append(_damages(shop, candidate, units, probe, state))
+        sensitivities.append(_sensitivities(shop, candidate, units, probe, state))
         sizes.append(_sizes(made))
         rest = made.output_bytes - sum(stored for _, stored in sizes[-1].values())
         gc.collect()
     if not forms[0] or len({tuple(unit.modules for unit in units) for units in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no units in common; is everything ignored?")
     places = [
-        _place(number, [units[number] for units in forms], [found[number] for found in damages], sizes)
+        _place(number, [units[number] for units in forms], [found[number] for found in sensitivities], sizes)
         for number in range(len(forms[0]))
     ]
     return Measured(
@@ -176,7 +176,7 @@ def measure_units(
     )
 
 
-def _damages(shop: Workshop, candidate: Candidate, units: list[Unit], probe: Probe, state: State) -> list[float]:
+def _sensitivities(shop: Workshop, candidate: Candidate, units: list[Unit], probe: Probe, state: State) -> list[float]:
     found = []
     for number, unit in enumerate(units, start=1):
         key = f"{candidate.name} {unit.layer} {unit.name}"
@@ -196,15 +196,19 @@ def _sizes(made: CompressionResult) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _place(number: int, forms: list[Unit], damages: list[float], sizes: list[dict[str, tuple[int, int]]]) -> Place:
+def _place(
+    number: int, forms: list[Unit], sensitivities: list[float], sizes: list[dict[str, tuple[int, int]]]
+) -> Place:
     unit = forms[0]
     costs = [sum(stored[module][1] for module in unit.modules) for stored in sizes]
-    options = [Option(cost=cost, damage=damage) for cost, damage in zip(costs, damages, strict=True)]
+    options = [
+        Option(cost=cost, sensitivity=sensitivity) for cost, sensitivity in zip(costs, sensitivities, strict=True)
+    ]
     return Place(
         layer=unit.layer,
         name=unit.name,
         modules=unit.modules,
         num_weights=sum(sizes[0][module][0] for module in unit.modules),
-        options=(*options, Option(cost=unit.stored_bytes, damage=0.0)),
+        options=(*options, Option(cost=unit.stored_bytes, sensitivity=0.0)),
         forms=tuple(forms),
     )

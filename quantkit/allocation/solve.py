@@ -1,4 +1,4 @@
-"""Which option each unit takes so that the damage is least within a budget: exact, and nothing but numbers.
+"""Which option each unit takes so that the sensitivity is least within a budget: exact, and nothing but numbers.
 
 This is the multiple-choice knapsack problem. Lagrange's relaxation gives a price per unit of cost, a first choice and a
 bound on what any other can reach; states that the bound rules out are dropped, and what is left is searched in full.
@@ -23,18 +23,18 @@ class Option:
 
     Args:
         cost: what it takes, e.g. bytes.
-        damage: what it does to the model, e.g. KL; may be negative.
+        sensitivity: what it does to the model, e.g. KL; may be negative.
     """
 
     cost: float
-    damage: float
+    sensitivity: float
 
 
 Options = Sequence[Sequence[Option]]
 
 
-def least_damage(units: Options, budget: float) -> Choice | None:
-    """The choice with the least damage that the budget allows.
+def least_sensitivity(units: Options, budget: float) -> Choice | None:
+    """The choice with the least sensitivity that the budget allows.
 
     Args:
         units: options of each unit, at least one.
@@ -42,25 +42,25 @@ def least_damage(units: Options, budget: float) -> Choice | None:
     Returns:
         number of the chosen option of each unit; None when the cheapest options are beyond the budget.
     """
-    return _solve([[(o.cost, o.damage) for o in options] for options in units], budget)
+    return _solve([[(o.cost, o.sensitivity) for o in options] for options in units], budget)
 
 
-def least_cost(units: Options, damage: float) -> Choice | None:
-    """The cheapest choice with at most this damage.
+def least_cost(units: Options, sensitivity: float) -> Choice | None:
+    """The cheapest choice with at most this sensitivity.
 
     Args:
         units: options of each unit, at least one.
-        damage: in total at most.
+        sensitivity: in total at most.
     Returns:
-        as `least_damage`; None when the least damage possible is more.
+        as `least_sensitivity`; None when the least sensitivity possible is more.
     """
-    return _solve([[(o.damage, o.cost) for o in options] for options in units], damage)
+    return _solve([[(o.sensitivity, o.cost) for o in options] for options in units], sensitivity)
 
 
 def total(units: Options, choice: Choice) -> Option:
-    """Cost and damage of a choice, summed."""
+    """Cost and sensitivity of a choice, summed."""
     chosen = [options[number] for options, number in zip(units, choice, strict=True)]
-    return Option(cost=math.fsum(o.cost for o in chosen), damage=math.fsum(o.damage for o in chosen))
+    return Option(cost=math.fsum(o.cost for o in chosen), sensitivity=math.fsum(o.sensitivity for o in chosen))
 
 
 Points = list[tuple[float, float, int]]  # weight, value and number of an option

@@ -71,7 +71,7 @@ def evaluation_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_options(
-    asked: Mapping[str, Any], engine: Mapping[str, Any], *, bench: bool = True, damage: bool | None = None
+    asked: Mapping[str, Any], engine: Mapping[str, Any], *, bench: bool = True, sensitivity: bool | None = None
 ) -> VerifyOptions:
     """What to look at, from the options of a command."""
     from quantkit.evaluate.run import EvaluationOptions
@@ -90,7 +90,7 @@ def make_options(
         evaluation=evaluation,
         text=asked["text"],
         bench=BENCH if bench else None,
-        damage=damage,
+        sensitivity=sensitivity,
         engine={name: value for name, value in engine.items() if value is not None},
         command=shlex.join(["quantkit", *sys.argv[1:]]),
     )
@@ -145,7 +145,7 @@ def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     from quantkit.report.json import finite
     from quantkit.results.gates import measure
 
-    proposal = report.damage.proposal if report.damage is not None else None
+    proposal = report.sensitivity.proposal if report.sensitivity is not None else None
     found: dict[str, Any] = finite(
         {
             "held": report.held,
@@ -167,8 +167,8 @@ def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Render
     if report.gates:
         parts.append(lambda: "\n".join(gate_lines(report.gates)))
     parts += [lambda: accuracy_table(report), lambda: fidelity_table(report)]
-    if report.damage is not None:
-        parts.append(lambda: damage_table(report))
+    if report.sensitivity is not None:
+        parts.append(lambda: sensitivity_table(report))
     if report.benchmark is not None:
         parts.append(lambda: speed_table(report))
     where = sorted({str(path.parent) for path in files.values()})
@@ -214,15 +214,15 @@ def _throughout(found: FidelityResult) -> str:
     return f"{agreed} of {len(found.first_divergence)}"
 
 
-def damage_table(report: Report) -> Table:
+def sensitivity_table(report: Report) -> Table:
     """The units that hurt most."""
     from quantkit.report.words import number, percent
 
-    damage = report.damage
-    assert damage is not None
-    total = damage.sum_kl or 1.0
-    rows = [(f"layer {r.layer} {r.unit}", number(r.kl), percent(100 * r.kl / total)) for r in damage.worst(5)]
-    title = f"worst units, each alone; all at once {number(damage.total_kl)}, sum {number(damage.sum_kl)}"
+    sensitivity = report.sensitivity
+    assert sensitivity is not None
+    total = sensitivity.sum_kl or 1.0
+    rows = [(f"layer {r.layer} {r.unit}", number(r.kl), percent(100 * r.kl / total)) for r in sensitivity.worst(5)]
+    title = f"worst units, each alone; all at once {number(sensitivity.total_kl)}, sum {number(sensitivity.sum_kl)}"
     return _table(title, ("", "KL", "share"), rows)
 
 

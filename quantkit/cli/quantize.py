@@ -158,7 +158,7 @@ def _summary(result: CompressionResult) -> Table:
     table.add_column(overflow="fold")
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
     sizes = f"{human_bytes(result.source_bytes)} → {human_bytes(result.output_bytes)} ({ratio:.2f}x smaller)"
-    layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.left_alone)} left alone"
+    layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
     if result.resumed_layers:
         layers += f"; {result.resumed_layers} layers taken over from an interrupted run"
     table.add_row("model", result.model)

@@ -22,7 +22,7 @@ Examples:
   quantkit verify demo-awq-int4
   quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
   quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
-  quantkit verify demo-awq-int4 --damage --suite none --gate "kl<=0.01"
+  quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
 """
 
 
@@ -32,7 +32,9 @@ Examples:
 @click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
-    "--damage/--no-damage", default=None, help="Find the parts of the model that hurt.  [default: when accuracy fails]"
+    "--sensitivity/--no-sensitivity",
+    default=None,
+    help="Find the parts of the model that hurt.  [default: when accuracy fails]",
 )
 @_verify.gate_option
 @_verify.evaluation_options
@@ -46,7 +48,7 @@ def verify(
     baseline: str | None,
     output: str | None,
     bench: bool,
-    damage: bool | None,
+    sensitivity: bool | None,
     gates: tuple[str, ...] | None,
     asked: dict[str, Any],
 ) -> None:
@@ -57,7 +59,7 @@ def verify(
     from quantkit.evaluate.verify import check, check_pair, write
     from quantkit.evaluate.verify.pair import check_output
 
-    options = _verify.make_options(asked, engine, bench=bench, damage=damage)
+    options = _verify.make_options(asked, engine, bench=bench, sensitivity=sensitivity)
     check(options)
     if output is not None:
         check_output(Path(output))

@@ -100,7 +100,9 @@ def find_units(llm: LLM, original: LLM) -> list[Unit]:
     """
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
-        raise ModelError(f"{llm.path}: a damage map needs models that run natively, and this one runs by transformers")
+        raise ModelError(
+            f"{llm.path}: a sensitivity map needs models that run natively, and this one runs by transformers"
+        )
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
     sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.architecture.layers)

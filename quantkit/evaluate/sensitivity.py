@@ -1,4 +1,4 @@
-"""The damage map: every quantized unit alone in the otherwise original model, and what to change in the recipe.
+"""The sensitivity map: every quantized unit alone in the otherwise original model, and what to change in the recipe.
 
 The original is loaded once; one unit at a time takes its place in it, the same text is read, and the KL to the
 original is what that unit costs. Where the parts add up to the whole, the whole can be mended part by part: the
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.evaluate.fidelity import Distances, Windows, batches, check_vocabulary, distances, join, logits
 from quantkit.evaluate.fused_groups import Unit, find_units, swapped
-from quantkit.results import DamageMap, DamageProposal, DamageRecord
+from quantkit.results import SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.runtime.llm import LLM
 
 MAX_TOKENS = 4096
@@ -46,7 +46,7 @@ class Goal:
         return found.mean <= MARGIN * self.kl and found.p99 <= self.kl_p99 and agrees
 
 
-def damage_map(
+def sensitivity_map(
     llm: LLM,
     original: LLM,
     windows: Windows,
@@ -55,7 +55,7 @@ def damage_map(
     goal: Goal | None = None,
     ignored: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> DamageMap:
+) -> SensitivityMap:
     """Measure what each unit costs.
 
     Args:
@@ -74,26 +74,26 @@ def damage_map(
     probe = Probe(original, few(windows, original.model.vocab_size))
     records = []
     for number, unit in enumerate(units, start=1):
-        progress(f"damage map: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
+        progress(f"sensitivity map: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
         records.append(_record(unit, probe.measure([unit]).mean))
     whole = probe.compare(llm)
-    found = DamageMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
+    found = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
     if goal is None or goal.reached(whole):
         return found
-    progress("damage map: looking for the fewest bytes that mend it")
+    progress("sensitivity map: looking for the fewest bytes that mend it")
     proposal = propose(units, found, probe.measure, goal, ignored)
-    return DamageMap(
+    return SensitivityMap(
         data=data, num_tokens=found.num_tokens, records=found.records, total_kl=found.total_kl, proposal=proposal
     )
 
 
 def propose(
     units: Sequence[Unit],
-    found: DamageMap,
+    found: SensitivityMap,
     measure: Callable[[list[Unit]], Distances],
     goal: Goal,
     ignored: Sequence[str] = (),
-) -> DamageProposal | None:
+) -> SensitivityProposal | None:
     """The units to leave alone, those with the most KL per byte first.
 
     Args:
@@ -119,9 +119,9 @@ def propose(
     return None
 
 
-def _proposal(chosen: Sequence[Unit], kl: float, ignored: Sequence[str]) -> DamageProposal:
+def _proposal(chosen: Sequence[Unit], kl: float, ignored: Sequence[str]) -> SensitivityProposal:
     patterns = [*ignored, *(module for unit in chosen for module in unit.modules)]
-    return DamageProposal(
+    return SensitivityProposal(
         action="leave alone",
         units=tuple((unit.layer, unit.name) for unit in chosen),
         overrides=(f"ignore={json.dumps(patterns)}",),
@@ -135,8 +135,8 @@ def _extra_bytes(unit: Unit) -> int:
     return unit.stored_bytes - unit.quantized_bytes
 
 
-def _record(unit: Unit, kl: float) -> DamageRecord:
-    return DamageRecord(
+def _record(unit: Unit, kl: float) -> SensitivityRecord:
+    return SensitivityRecord(
         layer=unit.layer,
         unit=unit.name,
         modules=unit.modules,
@@ -167,7 +167,7 @@ def few(
         kept.append(ids)
         room -= len(ids)
     if not kept:
-        raise InputError("a damage map needs text; give at least one window")
+        raise InputError("a sensitivity map needs text; give at least one window")
     return tuple(kept)
 
 

@@ -25,7 +25,7 @@ _READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", _MIXED, *MICROSCALING.va
 _LINEAR = "Linear"  # a target or ignored name that means every linear
 
 
-def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) -> dict[str, Any]:
+def make_config(linears: Mapping[str, LinearScheme], ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` entry of config.json; nothing when no linear is quantized.
 
     With several schemes every group lists its modules by name and none says "Linear": vLLM looks for a class
@@ -33,7 +33,7 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
 
     Args:
         linears: scheme of each quantized linear by full module name.
-        left_alone: full names of linears that are not quantized.
+        ignored: full names of linears that are not quantized.
     Raises:
         SchemeError: compressed-tensors cannot hold one of the schemes, or its readers not all of them together.
     """
@@ -58,7 +58,7 @@ def make_config(linears: Mapping[str, LinearScheme], left_alone: Sequence[str]) 
         config_groups=groups,
         format=layouts[0] if len(layouts) == 1 else _MIXED,
         quantization_status="compressed",
-        ignore=list(left_alone),
+        ignore=list(ignored),
     )
     fields = config.model_dump(mode="json")
     # Known to newer versions only and without meaning here, so older readers need not meet it.

@@ -65,10 +65,10 @@ class GPTQ:
         return layout.decode(tensors, scheme.weight, self.zero_offset)
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """The `quantization_config` entry of config.json; see `_gptq_config.make_config`."""
-        return make_config(linears, left_alone, self.version, group_order=group_order)
+        return make_config(linears, ignored, self.version, group_order=group_order)
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
         """The scheme of a config.json in this format, written by any tool; None when it is in another format."""

@@ -20,20 +20,20 @@ _HEAD = "lm_head"
 
 
 def make_config(
-    linears: Mapping[str, LinearScheme], left_alone: Sequence[str], version: str, *, group_order: bool
+    linears: Mapping[str, LinearScheme], ignored: Sequence[str], version: str, *, group_order: bool
 ) -> dict[str, Any]:
     """The `quantization_config` entry of config.json; nothing when no linear is quantized.
 
     Args:
         linears: scheme of each quantized linear by full module name.
-        left_alone: full names of linears that are not quantized.
+        ignored: full names of linears that are not quantized.
         version: "gptq" or "gptq_v2".
         group_order: whether groups follow the activations' order.
     """
     if not linears:
         return {}
     common = Counter(linears.values()).most_common(1)[0][0].weight
-    dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in left_alone if not _is_head(name)}
+    dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in ignored if not _is_head(name)}
     for name, scheme in linears.items():
         if scheme.weight != common:
             dynamic[f"+:{_exactly(name)}"] = _numbers(scheme.weight)

@@ -119,13 +119,13 @@ class AWQ:
         )
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """The `quantization_config` entry of config.json; nothing when no linear is quantized.
 
         Args:
             linears: scheme of each quantized linear by full module name.
-            left_alone: full names of linears that are not quantized, the output head included.
+            ignored: full names of linears that are not quantized, the output head included.
             group_order: ignored: groups are always in order.
         Raises:
             SchemeError: linears have different schemes, which this format cannot say.
@@ -142,7 +142,7 @@ class AWQ:
             "group_size": -1 if group_size is None else group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": list(left_alone) or None,
+            "modules_to_not_convert": list(ignored) or None,
         }
         return {"quantization_config": section}
 

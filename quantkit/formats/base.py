@@ -67,13 +67,13 @@ class Format(Protocol):
         ...
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """Entries to add to config.json.
 
         Args:
             linears: scheme of each quantized linear by full module name.
-            left_alone: full names of linears that are not quantized, the output head included.
+            ignored: full names of linears that are not quantized, the output head included.
             group_order: whether groups of some linear follow another order than that of the inputs; only formats
                 with `holds_group_index` are told so.
         """

@@ -118,15 +118,15 @@ class CompressedTensors:
         return replace(weight, input_scale=_input_scale(tensors, _input_name(scheme.activation)))
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """The `quantization_config` entry of config.json; nothing when no linear is quantized.
 
         Args:
             linears: scheme of each quantized linear by full module name.
-            left_alone: full names of linears that are not quantized, the output head included.
+            ignored: full names of linears that are not quantized, the output head included.
         """
-        return make_config(linears, left_alone)
+        return make_config(linears, ignored)
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
         """The scheme of a config.json in this format, written by any tool; None when it is in another format.

@@ -71,7 +71,7 @@ class Dense:
         )
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """Nothing: to a loader this is an ordinary checkpoint."""
         return {}

@@ -86,10 +86,10 @@ class GGUF:
         return STAGE.decode(tensors, scheme)
 
     def config(
-        self, linears: Mapping[str, LinearScheme], left_alone: Sequence[str], *, group_order: bool = False
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
     ) -> dict[str, Any]:
         """That of the folder in between."""
-        return STAGE.config(linears, left_alone)
+        return STAGE.config(linears, ignored)
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
         """That of the folder in between."""

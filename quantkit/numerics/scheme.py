@@ -169,13 +169,13 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """The scheme of every linear of a model: a default, None = left alone, and rules; the last that matches wins."""
+    """The scheme of every linear of a model: a default, None = ignored, and rules; the last that matches wins."""
 
     default: LinearScheme | None
     rules: tuple[Rule, ...] = ()
 
     def find(self, name: str) -> LinearScheme | None:
-        """Scheme of the linear with this full module name; None = left alone."""
+        """Scheme of the linear with this full module name; None = ignored."""
         found: LinearScheme | None = self.default
         for rule in self.rules:
             if rule.matches(name):

@@ -26,7 +26,7 @@ class Scheme:
         name: for tables.
         choose: the form of each matrix.
         head: form of the output head; None = as stored.
-        unquantized: what is left alone becomes this instead of what it is stored in; None = as stored.
+        unquantized: what is ignored becomes this instead of what it is stored in; None = as stored.
         beside: bytes on disk of scales of the KV cache.
     """
 

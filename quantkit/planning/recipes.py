@@ -154,4 +154,4 @@ def _unequal(shape: ModelShape, index: int, names: list[str], chosen: dict[tuple
 
 
 def _describe(linear: Any) -> str:
-    return "left alone" if linear is None else str(linear.describe())
+    return "ignored" if linear is None else str(linear.describe())

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, drawing, new_figure, to_svg
 from quantkit.report.words import byte_size, number, percent
-from quantkit.results import BenchmarkResult, BenchmarkRun, DamageMap, Report, RooflineRecord
+from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
 from quantkit.results.statistics import fit, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
@@ -44,18 +44,18 @@ def accuracy_plot(report: Report) -> str | None:
         return to_svg(figure, "accuracy", "Recovery with 95 % intervals", f"Per cent of the original: {spoken}.")
 
 
-def damage_plot(damage: DamageMap | None) -> str | None:
+def sensitivity_plot(sensitivity: SensitivityMap | None) -> str | None:
     """A heat strip: units down, layers across, shade by KL on a logarithmic scale."""
-    if damage is None or not damage.records:
+    if sensitivity is None or not sensitivity.records:
         return None
-    units = list(dict.fromkeys(record.unit for record in damage.records))
-    layers = max(record.layer for record in damage.records) + 1
-    edges = heat_edges([record.kl for record in damage.records])
+    units = list(dict.fromkeys(record.unit for record in sensitivity.records))
+    layers = max(record.layer for record in sensitivity.records) + 1
+    edges = heat_edges([record.kl for record in sensitivity.records])
     with drawing():
         from matplotlib.patches import Patch, Rectangle
 
         figure, axes = new_figure(5.2, 1.35 + 0.34 * len(units))
-        for record in damage.records:
+        for record in sensitivity.records:
             corner = (record.layer - 0.5, units.index(record.unit) - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
         axes.set_xlim(-0.5, layers - 0.5)
@@ -66,9 +66,9 @@ def damage_plot(damage: DamageMap | None) -> str | None:
         axes.grid(visible=False)
         patches = [Patch(facecolor=HEAT[i], edgecolor=LINE, label=text) for i, text in enumerate(heat_labels(edges))]
         figure.legend(handles=patches, **{**LEGEND, "handlelength": 1.2})
-        worst = "; ".join(f"layer {r.layer} {r.unit} {number(r.kl)}" for r in damage.worst(5))
+        worst = "; ".join(f"layer {r.layer} {r.unit} {number(r.kl)}" for r in sensitivity.worst(5))
         text = f"KL divergence when one unit is quantized alone, {layers} layers by {len(units)} units. Worst: {worst}."
-        return to_svg(figure, "damage", "Damage by layer and unit", text)
+        return to_svg(figure, "sensitivity", "Sensitivity by layer and unit", text)
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:

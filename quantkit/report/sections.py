@@ -60,7 +60,14 @@ class Section:
 
 def report_sections(report: Report) -> list[Section]:
     """All sections that have something to say, in order."""
-    found = [_accuracy(report), _fidelity(report), _damage(report), _diagnosis(report), _speed(report), _memory(report)]
+    found = [
+        _accuracy(report),
+        _fidelity(report),
+        _sensitivity(report),
+        _diagnosis(report),
+        _speed(report),
+        _memory(report),
+    ]
     found += [_roofline(report), _making(report), _definitions(report)]
     return [section for section in found if section is not None]
 
@@ -94,21 +101,21 @@ def _fidelity(report: Report) -> Section | None:
     return None if table is None else Section(name="fidelity", title="Closeness to the original", tables=[table])
 
 
-def _damage(report: Report) -> Section | None:
-    damage = report.damage
-    if damage is None or not damage.records:
+def _sensitivity(report: Report) -> Section | None:
+    sensitivity = report.sensitivity
+    if sensitivity is None or not sensitivity.records:
         return None
     text = ["Each unit was swapped alone into the original. Linears that engines fuse (q/k/v, gate/up) count as one."]
-    if damage.proposal is not None:
-        text.append(f"To lose less: {describe_proposal(damage.proposal)}.")
+    if sensitivity.proposal is not None:
+        text.append(f"To lose less: {describe_proposal(sensitivity.proposal)}.")
     return Section(
-        name="damage",
-        title="Where the damage is",
+        name="sensitivity",
+        title="Where the sensitivity is",
         text=text,
-        figures=_present(plots.damage_plot(damage)),
-        tables=[tables.worst_damage_table(damage)],
+        figures=_present(plots.sensitivity_plot(sensitivity)),
+        tables=[tables.worst_sensitivity_table(sensitivity)],
         beside=True,
-        more=[tables.damage_table(damage)],
+        more=[tables.sensitivity_table(sensitivity)],
     )
 
 

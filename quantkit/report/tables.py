@@ -18,7 +18,7 @@ from quantkit.report.words import (
     recovery_text,
     signed,
 )
-from quantkit.results import BenchmarkResult, BenchmarkRun, Comparison, DamageMap, FidelityResult, Report
+from quantkit.results import BenchmarkResult, BenchmarkRun, Comparison, FidelityResult, Report, SensitivityMap
 from quantkit.results.statistics import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND, fit, median_interval, quantiles
 
 Row = tuple[str, ...]
@@ -155,36 +155,38 @@ def divergence_text(fidelity: FidelityResult | None) -> str:
     return f"{middle:g} of {length}; {never} of {len(fidelity.first_divergence)} prompts throughout"
 
 
-def worst_damage_table(damage: DamageMap, count: int = 8) -> Table:
+def worst_sensitivity_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
     """The units that hurt most and their share of the whole."""
-    total = damage.sum_kl or 1.0
+    total = sensitivity.sum_kl or 1.0
     rows = tuple(
         (f"layer {r.layer} {r.unit}", number(r.kl), percent(100 * r.kl / total), byte_size(r.dense_bytes or None))
-        for r in damage.worst(count)
+        for r in sensitivity.worst(count)
     )
     return Table(
         caption="Worst units, each quantized alone",
         columns=("unit", "KL, nats per token", "share of the sum", "bytes in 16 bits"),
         rows=rows,
-        note=_additivity_note(damage),
+        note=_additivity_note(sensitivity),
     )
 
 
-def _additivity_note(damage: DamageMap) -> str:
-    if damage.additivity is None:
+def _additivity_note(sensitivity: SensitivityMap) -> str:
+    if sensitivity.additivity is None:
         return ""
-    sums = f"All at once: KL {number(damage.total_kl)}; sum of the parts: {number(damage.sum_kl)}"
+    sums = f"All at once: KL {number(sensitivity.total_kl)}; sum of the parts: {number(sensitivity.sum_kl)}"
     reading = (
-        "so the parts add up" if 0.7 <= damage.additivity <= 1.4 else "so parts interact: read single units with care"
+        "so the parts add up"
+        if 0.7 <= sensitivity.additivity <= 1.4
+        else "so parts interact: read single units with care"
     )
-    return f"{sums} ({percent(100 * damage.additivity, 0)}), {reading}."
+    return f"{sums} ({percent(100 * sensitivity.additivity, 0)}), {reading}."
 
 
-def damage_table(damage: DamageMap) -> Table:
+def sensitivity_table(sensitivity: SensitivityMap) -> Table:
     """The whole map: layers down, units across."""
-    units = list(dict.fromkeys(record.unit for record in damage.records))
-    values = {(record.layer, record.unit): number(record.kl) for record in damage.records}
-    layers = sorted({record.layer for record in damage.records})
+    units = list(dict.fromkeys(record.unit for record in sensitivity.records))
+    values = {(record.layer, record.unit): number(record.kl) for record in sensitivity.records}
+    layers = sorted({record.layer for record in sensitivity.records})
     rows = tuple((str(layer), *(values.get((layer, unit), MISSING) for unit in units)) for layer in layers)
     return Table(caption="KL of every unit quantized alone, nats per token", columns=("layer", *units), rows=rows)
 
@@ -324,7 +326,7 @@ def making_table(report: Report) -> Table:
         ("parameters", f"{model.num_parameters:,}" if model.num_parameters else ""),
         ("bits per weight", f"{model.bits_per_weight:.3f} (quantized linears)" if model.bits_per_weight else ""),
         ("size", byte_size(model.num_bytes or None)),
-        ("left alone", ", ".join(made.left_alone) if made else ""),
+        ("ignored", ", ".join(made.ignored) if made else ""),
         ("time to make", f"{sum(made.seconds.values()):,.0f} s" if made and made.seconds else ""),
         ("peak memory", byte_size(made.peak_bytes) if made and made.peak_bytes else ""),
     ]

@@ -12,7 +12,7 @@ class CandidateRecord(Record):
     """One way to store weights, and the model that is stored so throughout.
 
     Args:
-        name: e.g. "int4:32", or "skip" for weights left alone.
+        name: e.g. "int4:32", or "skip" for weights ignored.
         bits_per_weight: stored bits, scales included, if every unit took it.
         sum_kl: what the units do one at a time, added up.
     """
@@ -61,7 +61,7 @@ class SearchResult(Record):
         candidates: what each unit could be given.
         units: what each was given.
         data: name of the text.
-        num_tokens: positions that damages were measured on, and about as many for what was expected and measured.
+        num_tokens: positions that sensitivities were measured on, and about as many for what was expected and measured.
         sum_kl: of the units chosen, one at a time, added up.
         search_kl: of all of them together, on the tokens that they were chosen on: lower than on others.
         expected_kl: the same on tokens that the search has not used, before anything was compressed by the recipe.

@@ -107,7 +107,7 @@ class CompressionResult:
         format: on-disk format.
         num_layers: decoder layers.
         num_quantized: linears that were quantized.
-        left_alone: full names of linears that were not.
+        ignored: full names of linears that were not.
         bits_per_weight: over the quantized linears, scales and zero points included.
         source_bytes, output_bytes: tensor bytes before and after, everything included.
         layers: one record each.
@@ -123,7 +123,7 @@ class CompressionResult:
     format: str
     num_layers: int
     num_quantized: int
-    left_alone: tuple[str, ...]
+    ignored: tuple[str, ...]
     bits_per_weight: float
     source_bytes: int
     output_bytes: int
@@ -138,7 +138,7 @@ class CompressionResult:
     def from_dict(cls, data: dict[str, Any]) -> CompressionResult:
         """Inverse of `to_dict` after a round trip through JSON."""
         layers = tuple(LayerRecord.from_dict(layer) for layer in data["layers"])
-        lists = {key: tuple(data[key]) for key in ("left_alone", "warnings")}
+        lists = {key: tuple(data[key]) for key in ("ignored", "warnings")}
         return cls(**{**data, **lists, "layers": layers})
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
@@ -175,15 +175,19 @@ def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
     if not counts:
         return None
     name, few = min(counts.items(), key=lambda item: min(item[1]))
-    starved = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
+    under_calibrated = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
     text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one: {min(few):,} ({name})"
-    return text if not starved else f"{text}; starved in {len(starved)} layers: {starved[0].rpartition('; ')[2]}"
+    return (
+        text
+        if not under_calibrated
+        else f"{text}; under_calibrated in {len(under_calibrated)} layers: {under_calibrated[0].rpartition('; ')[2]}"
+    )
 
 
 def _describe_cache(record: CacheRecord) -> str:
     def side(name: str) -> str:
         kept = record.scheme.get(name)
-        return f"{name} left alone" if kept is None else f"{name} {kept['dtype']} per {kept['granularity']}"
+        return f"{name} ignored" if kept is None else f"{name} {kept['dtype']} per {kept['granularity']}"
 
     rotated = ", keys rotated" if record.scheme.get("rotation", "none") != "none" else ""
     return f"{side('keys')}, {side('values')}{rotated}"

@@ -1,4 +1,4 @@
-"""What answering questions and reading text gave: per-sample records, perplexity, fidelity, and the damage map.
+"""What answering questions and reading text gave: per-sample records, perplexity, fidelity, and the sensitivity map.
 
 Raw counts and per-sample scores are stored; perplexity, agreement and the like are computed from them, so that two
 models can be compared sample by sample. Nothing here computes a statistic: see `quantkit.results.statistics`.
@@ -167,7 +167,7 @@ class FidelityResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DamageRecord(Record):
+class SensitivityRecord(Record):
     """What one quantized unit, swapped alone into the original model, does.
 
     Args:
@@ -187,12 +187,12 @@ class DamageRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DamageProposal(Record):
+class SensitivityProposal(Record):
     """What to change in the recipe so that the model passes.
 
     Args:
         action: "leave alone" the units, or give them "more bits".
-        units: (layer, unit) in the order of damage per byte.
+        units: (layer, unit) in the order of sensitivity per byte.
         overrides: arguments for `quantkit quantize --set`, ready to paste.
         predicted_kl: of the model after the change, from the records' sum.
         extra_bytes: what the change costs on disk.
@@ -206,8 +206,8 @@ class DamageProposal(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DamageMap(Record):
-    """Damage by layer and unit.
+class SensitivityMap(Record):
+    """Sensitivity by layer and unit.
 
     Args:
         data: name of the text.
@@ -219,9 +219,9 @@ class DamageMap(Record):
 
     data: str
     num_tokens: int
-    records: tuple[DamageRecord, ...]
+    records: tuple[SensitivityRecord, ...]
     total_kl: float
-    proposal: DamageProposal | None = None
+    proposal: SensitivityProposal | None = None
 
     @property
     def sum_kl(self) -> float:
@@ -233,6 +233,6 @@ class DamageMap(Record):
         """Sum of the parts over the whole; near 1 the map can be read part by part."""
         return self.sum_kl / self.total_kl if self.total_kl > 0 else None
 
-    def worst(self, count: int = 5) -> list[DamageRecord]:
+    def worst(self, count: int = 5) -> list[SensitivityRecord]:
         """The units with the largest KL, worst first."""
         return sorted(self.records, key=lambda record: record.kl, reverse=True)[:count]

@@ -10,7 +10,7 @@ from quantkit.errors import ReportError
 from quantkit.results._record import Record
 from quantkit.results.benchmark import BenchmarkResult, Diagnosis
 from quantkit.results.compression import CompressionResult
-from quantkit.results.evaluation import DamageMap, EvaluationResult, FidelityResult
+from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
 
 REPORT_VERSION = 1
 
@@ -149,7 +149,7 @@ class Report(Record):
         comparisons: model beside original, computed from the three above; the first is the headline.
         fidelity: distance of the next-token distributions.
         noise_fidelity: the same of the original under other arithmetic.
-        damage: which units hurt.
+        sensitivity: which units hurt.
         benchmark, baseline_benchmark: speed and memory of both.
         diagnosis: what binds, in plain words.
         gates: promises and whether they were kept.
@@ -167,7 +167,7 @@ class Report(Record):
     comparisons: tuple[Comparison, ...] = ()
     fidelity: FidelityResult | None = None
     noise_fidelity: FidelityResult | None = None
-    damage: DamageMap | None = None
+    sensitivity: SensitivityMap | None = None
     benchmark: BenchmarkResult | None = None
     baseline_benchmark: BenchmarkResult | None = None
     diagnosis: Diagnosis | None = None

@@ -12,16 +12,18 @@ from quantkit.errors import GateFailure, InputError
 
 
 class Numbers:
-    """Units whose damages add up, but for what pairs of them do to each other."""
+    """Units whose sensitivities add up, but for what pairs of them do to each other."""
 
     def __init__(self, harms, together=lambda choice: 0.0, factor=1.0):
-        self.options = [tuple(Option(cost=bits, damage=harm * 4.0**-bits) for bits in (2, 3, 4, 8)) for harm in harms]
+        self.options = [
+            tuple(Option(cost=bits, sensitivity=harm * 4.0**-bits) for bits in (2, 3, 4, 8)) for harm in harms
+        ]
         self.asked = []
         self._together, self._factor = together, factor
 
     def kl(self, choice):
         self.asked.append(choice)
-        return self._factor * total(self.options, choice).damage + self._together(choice)
+        return self._factor * total(self.options, choice).sensitivity + self._together(choice)
 
 
 def best_of_all(units, budget):
@@ -52,7 +54,7 @@ def test_refining_never_ends_worse_than_it_began():
 
 
 def test_steps_are_one_down_and_one_up():
-    unit = [Option(cost=c, damage=d) for c, d in ((2, 9.0), (4, 5.0), (4.5, 6.0), (5, 3.0), (8, 1.0), (16, 0.0))]
+    unit = [Option(cost=c, sensitivity=d) for c, d in ((2, 9.0), (4, 5.0), (4.5, 6.0), (5, 3.0), (8, 1.0), (16, 0.0))]
     assert steps(unit, 3) == (3, 1, 4)
     assert steps(unit, 0) == (0, 1)
     assert steps(unit, 5) == (5, 4)

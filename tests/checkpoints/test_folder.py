@@ -1,4 +1,4 @@
-"""Folders that are not a checkpoint: one clear line for each kind of damage."""
+"""Folders that are not a checkpoint: one clear line for each kind of sensitivity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CheckpointReader: exact bytes, nothing but what was asked for, and one clear line for every kind of damage."""
+"""CheckpointReader: exact bytes, nothing but what was asked for, and one clear line for every kind of sensitivity."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def result(**changes) -> CompressionResult:
         "format": "compressed-tensors",
         "num_layers": 2,
         "num_quantized": 14,
-        "left_alone": ("lm_head",),
+        "ignored": ("lm_head",),
         "bits_per_weight": 4.5,
         "source_bytes": 3 << 20,
         "output_bytes": 1 << 20,
@@ -326,7 +326,7 @@ def test_a_calibration_file_is_taken_as_it_is_written(run, calls):
 
 def test_the_closing_table_tells_what_was_done(run, calls):
     out = run("quantize", "--recipe", "rtn-int4").stdout
-    for part in ("demo", "rtn-int4 (compressed-tensors)", "14 linears quantized, 1 left alone", "4.500"):
+    for part in ("demo", "rtn-int4 (compressed-tensors)", "14 linears quantized, 1 ignored", "4.500"):
         assert part in out
     for part in ("3.0 MiB → 1.0 MiB (3.00x smaller)", "4 min 12 s: gptq 4 min 10 s, load 2.0 s", "512.0 MiB"):
         assert part in out

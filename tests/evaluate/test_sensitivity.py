@@ -1,4 +1,4 @@
-"""The damage map: what is swapped and put back, the parts and the whole, smoothing undone, and proposals that hold."""
+"""The sensitivity map: what is swapped and put back, parts and whole, smoothing undone, and proposals that hold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quantkit.evaluate import sensitivity as module
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
 from quantkit.evaluate.fused_groups import Unit, find_units, swapped
-from quantkit.evaluate.sensitivity import Goal, damage_map, propose
-from quantkit.results import DamageMap, DamageRecord
+from quantkit.evaluate.sensitivity import Goal, propose, sensitivity_map
+from quantkit.results import SensitivityMap, SensitivityRecord
 from tests.helpers import TEXT, make_model
 
 NAMES = ["q/k/v", "o", "gate/up", "down"]
@@ -55,7 +55,7 @@ def smoothed(tiny_llama, text_file, tmp_path_factory):
 
 
 def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
-    found = damage_map(coarse, original, windows, data="here")
+    found = sensitivity_map(coarse, original, windows, data="here")
     assert [(record.layer, record.unit) for record in found.records] == [(i, name) for i in range(2) for name in NAMES]
     first = found.records[0]
     assert first.modules == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
@@ -88,7 +88,7 @@ def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, t
         "weights.group_size=32",
         f"ignore={json.dumps(rest)}",
     )
-    found = damage_map(coarse, original, windows)
+    found = sensitivity_map(coarse, original, windows)
     expected = [distances(logits(original, (w,))[0], logits(alone, (w,))[0]).kl for w in windows]
     record = next(r for r in found.records if (r.layer, r.unit) == (1, "down"))
     assert record.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
@@ -105,7 +105,7 @@ def test_the_original_is_restored_when_something_fails(coarse, original):
 
 def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     """Without that a single AWQ unit in the original would be nonsense, and the parts would not add up."""
-    found = damage_map(smoothed, original, windows)
+    found = sensitivity_map(smoothed, original, windows)
     assert 0.5 < found.additivity < 2
     raw = find_units(smoothed, original)
     bare = [unit for unit in raw if not hasattr(unit.replacement, "_linear")]
@@ -125,19 +125,19 @@ def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, par
     made, plain = compress(model, tmp_path / "awq", "awq-int4", *sizes), load(model)
     units = find_units(made, plain)
     assert all(hasattr(unit.replacement, "_linear") for unit in units if unit.name in ("q/k/v", "gate/up"))
-    assert 0.5 < damage_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
+    assert 0.5 < sensitivity_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
 
 
-def test_what_was_left_alone_is_no_unit(tiny_llama, original, windows, tmp_path):
+def test_what_was_ignored_is_no_unit(tiny_llama, original, windows, tmp_path):
     llm = compress(tiny_llama, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
-    found = damage_map(llm, original, windows)
+    found = sensitivity_map(llm, original, windows)
     assert [(r.layer, r.unit) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
 
 
 def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, tiny_llama, windows, tmp_path):
-    total = damage_map(coarse, original, windows).total_kl
+    total = sensitivity_map(coarse, original, windows).total_kl
     goal = Goal(kl=total / 2)
-    proposal = damage_map(coarse, original, windows, goal=goal, ignored=("*.nothing",)).proposal
+    proposal = sensitivity_map(coarse, original, windows, goal=goal, ignored=("*.nothing",)).proposal
     assert 0 < len(proposal.units) < 8
     assert proposal.predicted_kl <= module.MARGIN * goal.kl
     assert proposal.extra_bytes > 0
@@ -156,7 +156,7 @@ def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, ti
 
 
 def test_a_goal_that_is_reached_needs_no_proposal(coarse, original, windows):
-    assert damage_map(coarse, original, windows, goal=Goal(kl=100.0)).proposal is None
+    assert sensitivity_map(coarse, original, windows, goal=Goal(kl=100.0)).proposal is None
 
 
 def fake_units(costs):
@@ -173,9 +173,9 @@ def fake_units(costs):
         )
         for index, (_, size) in enumerate(costs)
     ]
-    records = tuple(DamageRecord(layer=i, unit="o", modules=(f"m{i}",), kl=kl) for i, (kl, _) in enumerate(costs))
+    records = tuple(SensitivityRecord(layer=i, unit="o", modules=(f"m{i}",), kl=kl) for i, (kl, _) in enumerate(costs))
     total = sum(kl for kl, _ in costs)
-    return parts, DamageMap(data="", num_tokens=1, records=records, total_kl=total)
+    return parts, SensitivityMap(data="", num_tokens=1, records=records, total_kl=total)
 
 
 def exact(units, found):
@@ -220,7 +220,7 @@ def test_leaving_everything_alone_is_no_proposal():
 
 def test_refusals(coarse, original, tiny_llama, tmp_path):
     with pytest.raises(InputError, match="needs text"):
-        damage_map(coarse, original, ())
+        sensitivity_map(coarse, original, ())
     half = load_llm(str(tiny_llama), dtype="bfloat16", device="cpu", threads=1)
     with pytest.raises(ModelError, match="differ in arithmetic or layers"):
         find_units(coarse, half)

@@ -54,8 +54,8 @@ def write_checkpoint(folder: Path, model: LlamaForCausalLM, schemes: Mapping[str
                     fake_quantize_inputs(inputs[0], activation, scale),
                 )
             )
-    left_alone = [name for name in linears_of(model) if name not in schemes]
-    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]} | FORMAT.config(schemes, left_alone)
+    ignored = [name for name in linears_of(model) if name not in schemes]
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]} | FORMAT.config(schemes, ignored)
     write_json(folder / "config.json", config)
     write_shard(folder / "model.safetensors", tensors)
     return expected

@@ -36,7 +36,7 @@ CACHES = {
         scheme=KVScheme(key=INT4_CHANNEL, value=FP8_HEAD), value_scale=(0.3, 2.0)
     ),
     "fp8 per token, int4 values": LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN)),
-    "keys left alone": LayerCache(scheme=KVScheme(value=INT4_TOKEN)),
+    "keys ignored": LayerCache(scheme=KVScheme(value=INT4_TOKEN)),
     "rotated int4": LayerCache(scheme=KVScheme(key=INT4_TOKEN, value=INT4_TOKEN, rotation="hadamard")),
     "rotated int8": LayerCache(scheme=KVScheme(key=INT8_TOKEN, value=INT8_TOKEN, rotation="hadamard")),
 }

@@ -151,5 +151,5 @@ def test_impossible_layouts_are_refused():
         layout(page_size=0)
 
 
-def test_a_layer_can_be_left_alone():
+def test_a_layer_can_be_ignored():
     assert layout("int4", quantize=False) == layout()

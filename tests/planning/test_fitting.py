@@ -201,7 +201,7 @@ def test_fused_linears_with_different_schemes_are_a_conflict():
     assert "model.layers.0.mlp: engines run gate_proj int4 g128, up_proj int8 channel as one linear" in conflicts[0]
     alone = plan_recipe(LLAMA, recipe_of(ignore=["*.layers.3.self_attn.q_proj"])).conflicts
     assert len(alone) == 1
-    assert "model.layers.3.self_attn: engines run q_proj left alone, k_proj int4 g128" in alone[0]
+    assert "model.layers.3.self_attn: engines run q_proj ignored, k_proj int4 g128" in alone[0]
     whole = recipe_of(overrides=[{"modules": ["*.mlp.*"], "weights": {"dtype": "int8", "group_size": "channel"}}])
     assert not plan_recipe(LLAMA, whole).conflicts
 

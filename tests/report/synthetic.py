@@ -10,9 +10,6 @@ from quantkit.results import (
     BenchmarkResult,
     BenchmarkRun,
     CompressionResult,
-    DamageMap,
-    DamageProposal,
-    DamageRecord,
     Diagnosis,
     Environment,
     EvaluationResult,
@@ -27,6 +24,9 @@ from quantkit.results import (
     RequestTiming,
     RooflineRecord,
     SampleRecord,
+    SensitivityMap,
+    SensitivityProposal,
+    SensitivityRecord,
     TaskResult,
     Workload,
 )
@@ -166,7 +166,7 @@ def benchmark(name: str, weights: int, base_s: float, prompt_s: float, decode_fl
     )
 
 
-def damage(scale: float = 1.0) -> DamageMap:
+def sensitivity(scale: float = 1.0) -> SensitivityMap:
     rng = random.Random(7)
     records = []
     for layer in range(LAYERS):
@@ -177,20 +177,22 @@ def damage(scale: float = 1.0) -> DamageMap:
             block = "mlp" if unit in ("gate/up", "down") else "self_attn"
             modules = tuple(f"model.layers.{layer}.{block}.{name}" for name in names)
             records.append(
-                DamageRecord(
+                SensitivityRecord(
                     layer=layer, unit=unit, modules=modules, kl=kl, quantized_bytes=540_000, dense_bytes=2_097_152
                 )
             )
     total = sum(record.kl for record in records) * 1.07
     worst = sorted(records, key=lambda r: r.kl, reverse=True)[:2]
-    proposal = DamageProposal(
+    proposal = SensitivityProposal(
         action="leave alone",
         units=tuple((record.layer, record.unit) for record in worst),
         overrides=(f"ignore=[{', '.join(m for record in worst for m in record.modules)}]",),
         predicted_kl=total - sum(record.kl for record in worst),
         extra_bytes=2 * 1_557_152,
     )
-    return DamageMap(data="demo-heldout", num_tokens=8192, records=tuple(records), total_kl=total, proposal=proposal)
+    return SensitivityMap(
+        data="demo-heldout", num_tokens=8192, records=tuple(records), total_kl=total, proposal=proposal
+    )
 
 
 def compression() -> CompressionResult:
@@ -223,7 +225,7 @@ def compression() -> CompressionResult:
         format="compressed-tensors",
         num_layers=LAYERS,
         num_quantized=LAYERS * 7,
-        left_alone=("lm_head",),
+        ignored=("lm_head",),
         bits_per_weight=4.156,
         source_bytes=988_000_000,
         output_bytes=331_000_000,
@@ -241,7 +243,7 @@ def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: s
     ours = evaluation(name, 11, lost, won, shift, "bfloat16")
     original = evaluation("acme/tiny-500m", 0, 0.0, 0.0, 0.0, "bfloat16")
     noise = evaluation("acme/tiny-500m", 5, 0.003, 0.004, 0.0006, "float32")
-    damage_map = damage(6.0 if broken else 1.0)
+    sensitivity_map = sensitivity(6.0 if broken else 1.0)
     report = Report(
         model=ModelFacts(
             name=name,
@@ -280,7 +282,7 @@ def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: s
         noise_fidelity=FidelityResult(
             data="demo-heldout", num_tokens=8192, mean_kl=0.00012, p99_kl=0.0011, top1_agreement=0.9988
         ),
-        damage=damage_map,
+        sensitivity=sensitivity_map,
         benchmark=benchmark(name, 331_000_000, 0.0165, 0.00012, 70e9),
         baseline_benchmark=benchmark("acme/tiny-500m", 988_000_000, 0.0535, 0.00011, 80e9),
         diagnosis=Diagnosis(

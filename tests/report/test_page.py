@@ -76,7 +76,7 @@ def test_ids_are_unique_and_everything_referred_to_exists(text):
 
 
 def test_every_plot_has_a_title_and_says_what_there_is_to_see(text):
-    names = ["accuracy", "damage", "ttft", "itl", "context", "memory", "roofline"]
+    names = ["accuracy", "sensitivity", "ttft", "itl", "context", "memory", "roofline"]
     for name in names:
         title = re.search(rf'<title id="{name}-title">([^<]+)</title>', text)
         spoken = re.search(rf'<desc id="{name}-desc">([^<]+)</desc>', text)
@@ -112,7 +112,7 @@ def test_names_from_outside_are_escaped(report):
     assert "&lt;b&gt;" in text
 
 
-SECTIONS = ["accuracy", "fidelity", "damage", "diagnosis", "speed", "memory", "roofline", "making", "terms"]
+SECTIONS = ["accuracy", "fidelity", "sensitivity", "diagnosis", "speed", "memory", "roofline", "making", "terms"]
 
 
 def test_sections_stand_in_the_order_of_decision(report):

@@ -10,13 +10,13 @@ import pytest
 from quantkit.errors import ReportError
 from quantkit.results import (
     BenchmarkRun,
-    DamageMap,
-    DamageRecord,
     ModelFacts,
     PerplexityResult,
     Report,
     RequestTiming,
     RooflineRecord,
+    SensitivityMap,
+    SensitivityRecord,
     TaskResult,
     Workload,
 )
@@ -55,11 +55,11 @@ def put(path, value):
 WRONG = [
     (put(["model", "num_bytes"], "many"), r"report\.model\.num_bytes: expected int, found 'many'"),
     (put(["model", "num_byte"], 1), r"report\.model: unknown field 'num_byte' \(did you mean 'num_bytes'\?\)"),
-    (put(["damage", "records", 0, "kl"], None), None),  # null stands for what is not finite
-    (put(["damage", "records", 0, "modules"], "q"), r"damage\.records\[0\]\.modules: expected .*found 'q'"),
-    (put(["damage", "proposal", "action"], "pray"), r"action: 'pray' is not one of 'leave alone', 'more bits'"),
+    (put(["sensitivity", "records", 0, "kl"], None), None),  # null stands for what is not finite
+    (put(["sensitivity", "records", 0, "modules"], "q"), r"sensitivity\.records\[0\]\.modules: expected .*found 'q'"),
+    (put(["sensitivity", "proposal", "action"], "pray"), r"action: 'pray' is not one of 'leave alone', 'more bits'"),
     (put(["gates", 1, "held"], 1), r"report\.gates\[1\]\.held: expected bool, found 1"),
-    (put(["damage", "proposal", "units", 0], [1]), r"units\[0\]: expected 2 entries, found 1"),
+    (put(["sensitivity", "proposal", "units", 0], [1]), r"units\[0\]: expected 2 entries, found 1"),
     (put(["evaluation"], [1]), r"report\.evaluation: expected an object, found list"),
     (lambda data: data["fidelity"].pop("mean_kl"), r"report\.fidelity: field 'mean_kl' is missing"),
 ]
@@ -69,7 +69,7 @@ WRONG = [
 def test_what_does_not_fit_is_refused_with_its_path(report, change, message):
     data = changed(report, change)
     if message is None:
-        assert math.isnan(Report.from_dict(data).damage.records[0].kl)
+        assert math.isnan(Report.from_dict(data).sensitivity.records[0].kl)
         return
     with pytest.raises(ReportError, match=message):
         Report.from_dict(data)
@@ -142,12 +142,12 @@ def test_a_perplexity_beyond_floats_is_infinite():
     assert text.perplexity == math.inf
 
 
-def test_a_damage_map_adds_up():
-    records = tuple(DamageRecord(layer=i, unit="o", modules=("m",), kl=kl) for i, kl in enumerate((0.1, 0.3)))
-    damage = DamageMap(data="x", num_tokens=1, records=records, total_kl=0.5)
-    assert damage.additivity == pytest.approx(0.8)
-    assert [r.layer for r in damage.worst(1)] == [1]
-    assert DamageMap(data="x", num_tokens=1, records=(), total_kl=0.0).additivity is None
+def test_a_sensitivity_map_adds_up():
+    records = tuple(SensitivityRecord(layer=i, unit="o", modules=("m",), kl=kl) for i, kl in enumerate((0.1, 0.3)))
+    sensitivity = SensitivityMap(data="x", num_tokens=1, records=records, total_kl=0.5)
+    assert sensitivity.additivity == pytest.approx(0.8)
+    assert [r.layer for r in sensitivity.worst(1)] == [1]
+    assert SensitivityMap(data="x", num_tokens=1, records=(), total_kl=0.0).additivity is None
 
 
 def test_answers_without_text_have_no_length():

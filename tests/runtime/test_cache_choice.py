@@ -184,7 +184,7 @@ def test_no_scale_is_ever_made_up(tmp_path, name):
         run(path)
 
 
-def test_windows_are_left_alone_and_need_no_scale(tmp_path):
+def test_windows_are_ignored_and_need_no_scale(tmp_path):
     tensors = by_layer("k_scale", "v_scale", count=6)
     kept_layers = {name: value for name, value in tensors.items() if ".0." not in name}
     config = {**PLAIN, "kv_cache_scheme": SCHEME}
@@ -223,7 +223,7 @@ def test_the_summary_says_which_layers_differ(made):
     assert describe_caches(records) == "keys int4 per channel, values int4 per token"
     layers[1]["kv_cache"]["scheme"]["keys"] = None
     records = [LayerRecord.from_dict(layer) for layer in [*layers, layers[0]]]
-    assert describe_caches(records).endswith("; layers 1: keys left alone, values int4 per token")
+    assert describe_caches(records).endswith("; layers 1: keys ignored, values int4 per token")
     assert describe_caches([]) is None
 
 

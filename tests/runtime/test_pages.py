@@ -70,7 +70,7 @@ def test_a_random_life_keeps_its_integrity():
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "sensitivity",
     [
         lambda pool: pool._blank.append(0),
         lambda pool: pool._blank.pop(),
@@ -79,12 +79,12 @@ def test_a_random_life_keeps_its_integrity():
         lambda pool: pool._blank.append(pool._blank[-1]),
     ],
 )
-def test_damage_is_found(damage):
+def test_sensitivity_is_found(sensitivity):
     pool = PagePool(4)
     pages = pool.allocate(2)
     pool.publish(b"a", pages[0])
     pool.check_integrity([pages])
-    damage(pool)
+    sensitivity(pool)
     with pytest.raises(AssertionError):
         pool.check_integrity([pages])
 

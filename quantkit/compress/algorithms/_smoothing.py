@@ -46,7 +46,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     """Divide the set's input by `scales` at its source and multiply the weights of all its linears.
 
     Args:
-        layer: modified; what is left alone is rescaled too, or the layer would change.
+        layer: modified; what is ignored is rescaled too, or the layer would change.
         group: a set for which `can_fold` holds.
         scales: (K,) float32, > 0, equal within shared heads.
     """

@@ -53,8 +53,8 @@ class GPTQ:
             inputs was measured to be worse: the loop moves them to other columns anyway.
         true_sequential: each set of linears sees inputs made with the sets before it already quantized; a little
             better at 3 bits and fewer, a quarter slower.
-        upstream: share, 0 to 1, of what the layers before have got wrong that this one's target makes up for; above
-            0 the original model runs beside the quantized one, for twice the memory and a half more time.
+        asymmetric_calibration: share, 0 to 1, of what the layers before have got wrong that this one's target
+            makes up for (GPTAQ); above 0 the original model runs beside the quantized one, for twice the memory and a half more time.
         refit: how often the scales of integers are fitted to the codes by least squares on the outputs, and the codes
             chosen again; each time costs one more run of the loop.
     """
@@ -65,15 +65,17 @@ class GPTQ:
     scale_search: bool = True
     true_sequential: bool = False
     refit: int = 1
-    upstream: float = 0.0
+    asymmetric_calibration: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size {self.block_size} is not a positive number")
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping {self.damping} is not in (0, 1]")
-        if self.refit < 0 or not 0 <= self.upstream <= 1:
-            raise ValueError(f"refit {self.refit} must not be negative, upstream {self.upstream} not outside [0, 1]")
+        if self.refit < 0:
+            raise ValueError(f"refit {self.refit} is negative")
+        if not 0 <= self.asymmetric_calibration <= 1:
+            raise ValueError(f"asymmetric_calibration {self.asymmetric_calibration} is not in [0, 1]")
 
     @property
     def reorders_groups(self) -> bool:
@@ -83,11 +85,11 @@ class GPTQ:
     @property
     def needs_original(self) -> bool:
         """Whether the inputs of the original model are looked at too."""
-        return self.upstream > 0
+        return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """The Gram matrix of the widest inputs, its factor, and with `upstream` the cross Gram; see `Step`."""
-        return StepBytes(statistics=(3 if self.upstream else 2) * 4 * sizes.width**2)
+        """The Gram matrix of the widest inputs, its factor, the cross Gram of asymmetric calibration; see `Step`."""
+        return StepBytes(statistics=(3 if self.asymmetric_calibration else 2) * 4 * sizes.width**2)
 
     def apply(self, layer: LayerContext) -> None:
         """Quantize every linear of the layer that has no codes yet; see `Step.apply`."""
@@ -103,7 +105,7 @@ class GPTQ:
 
     def _observe_errors(self, layer: LayerContext, names: list[str]) -> dict[str, CrossGram]:
         """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
-        if not self.upstream:
+        if not self.asymmetric_calibration:
             return {}
         errors = {
             name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
@@ -140,7 +142,7 @@ class GPTQ:
             members = names[start : start + each]
             weights = [layer.weight(name) for name in members]
             if error is not None:
-                weights = [corrected(weight, error, factor, order, self.upstream) for weight in weights]
+                weights = [corrected(weight, error, factor, order, self.asymmetric_calibration) for weight in weights]
             largest = [layer.tensor_largest(name) for name in members]
             found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
             for name, part in zip(members, found, strict=True):

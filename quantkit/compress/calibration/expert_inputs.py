@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from quantkit.models.families import find_expert
 
-# An expert that saw fewer tokens than this is starved: its own statistics would be mostly noise.
-STARVED_TOKENS = 64
+# An expert that saw fewer tokens than this is under_calibrated: its own statistics would be mostly noise.
+UNDER_CALIBRATED_TOKENS = 64
 
 
 class _Enough(Exception):
@@ -107,16 +107,18 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], look: Callable[...
     return block.get_submodule(place.owner).register_forward_pre_hook(before)
 
 
-def describe_starved(counts: Mapping[int, int], all_tokens: bool) -> list[str]:
-    """A note when some experts are starved.
+def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> list[str]:
+    """A note when some experts are under-calibrated.
 
     Args:
         counts: tokens routed to each expert.
         all_tokens: whether statistics are of all tokens all the same.
     """
-    starved = [number for number, count in counts.items() if count < STARVED_TOKENS]
-    if not starved:
+    few = [number for number, count in counts.items() if count < UNDER_CALIBRATED_TOKENS]
+    if not few:
         return []
-    listed = ", ".join(map(str, starved[:8])) + (", ..." if len(starved) > 8 else "")
+    listed = ", ".join(map(str, few[:8])) + (", ..." if len(few) > 8 else "")
     treated = "their statistics are of all tokens" if all_tokens else "they are rounded to nearest"
-    return [f"{len(starved)} of {len(counts)} experts saw fewer than {STARVED_TOKENS} tokens ({listed}); {treated}"]
+    return [
+        f"{len(few)} of {len(counts)} experts saw fewer than {UNDER_CALIBRATED_TOKENS} tokens ({listed}); {treated}"
+    ]

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.compress.calibration.expert_inputs import STARVED_TOKENS, describe_starved, probe, probe_until
+from quantkit.compress.calibration.expert_inputs import (
+    UNDER_CALIBRATED_TOKENS,
+    describe_under_calibrated,
+    probe,
+    probe_until,
+)
 from quantkit.compress.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.families import LinearSet, find_expert
@@ -45,7 +50,7 @@ class LayerContext:
     Args:
         name: full module name, e.g. `model.layers.3`.
         block: the layer with its weights, in the compute dtype, on the compute device.
-        sets: linears that share an input, in running order; those that are left alone included.
+        sets: linears that share an input, in running order; those that are ignored included.
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
@@ -110,17 +115,17 @@ class LayerContext:
         return [(group, names) for group, names in todo if names]
 
     def _is_pending(self, name: str) -> bool:
-        return name in self.schemes and name not in self.quantized and not self._is_starved(name)
+        return name in self.schemes and name not in self.quantized and not self._is_under_calibrated(name)
 
-    def _is_starved(self, name: str) -> bool:
+    def _is_under_calibrated(self, name: str) -> bool:
         """Whether a linear belongs to an expert that saw too little for any step to work on."""
         place = find_expert(name)
         if place is None or self.all_tokens or not self.tokens_per_expert:
             return False
-        return self.tokens_per_expert[place.number] < STARVED_TOKENS
+        return self.tokens_per_expert[place.number] < UNDER_CALIBRATED_TOKENS
 
     def count_tokens(self) -> None:
-        """Route all calibration data, count the tokens of each expert, and note those that are starved."""
+        """Route all calibration data, count the tokens of each expert, and note those that are under-calibrated."""
         places = [place for group in self.sets for name in group.linears if (place := find_expert(name))]
         if not places or self.store is None:
             return
@@ -133,7 +138,7 @@ class LayerContext:
         for hidden in self._hidden_states():
             probe_until(self.block, list(names), places[0].owner, look, partial(self.forward, hidden))
         self.tokens_per_expert = tuple(counts.values())
-        self.notes += describe_starved(counts, self.all_tokens)
+        self.notes += describe_under_calibrated(counts, self.all_tokens)
 
     def observe(self, observers: Mapping[str, Observer]) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.

@@ -262,7 +262,7 @@ def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
     kept = {key: value for key, value in source.reader.config.items() if key != "quantization_config"}
-    described = target.format.config(target.linears, target.left_alone, group_order=target.group_order)
+    described = target.format.config(target.linears, target.ignored, group_order=target.group_order)
     scales = kv_cache_scheme(source)
     if scales is not None and "quantization_config" in described:
         described["quantization_config"]["kv_cache_scheme"] = scales
@@ -275,7 +275,7 @@ def _check_config(target: Target, reader: CheckpointReader) -> None:
     for name, linear in target.linears.items() if target.format.keeps_codes else ():
         if scheme is None or scheme.find(name) != linear:
             raise AuditError(f"config.json describes {name} differently from how it was written")
-    for name in target.left_alone if scheme is not None else ():
+    for name in target.ignored if scheme is not None else ():
         if scheme is not None and scheme.find(name) is not None:
             raise AuditError(f"config.json does not leave {name} alone")
 

@@ -27,14 +27,14 @@ class Target:
         format: itself.
         linears: scheme of each linear as it will be written: that of the source, or the same codes with zero points
             of 0 where the format always has zero points.
-        left_alone: full names of linears that stay as they are.
+        ignored: full names of linears that stay as they are.
         group_order: whether groups of some linear follow another order than that of the inputs.
     """
 
     name: str
     format: Format
     linears: dict[str, LinearScheme]
-    left_alone: tuple[str, ...]
+    ignored: tuple[str, ...]
     group_order: bool
 
 
@@ -122,9 +122,9 @@ def _check(source: Source, name: str, format_: Format) -> Target:
     _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and name != source.name:
         raise SchemeError("it has calibrated scales of the KV cache, which only compressed-tensors says in config.json")
-    left_alone = tuple(_left_alone(source))
-    format_.config(linears, left_alone, group_order=reordered)
-    return Target(name=name, format=format_, linears=linears, left_alone=left_alone, group_order=reordered)
+    ignored = tuple(_ignored(source))
+    format_.config(linears, ignored, group_order=reordered)
+    return Target(name=name, format=format_, linears=linears, ignored=ignored, group_order=reordered)
 
 
 def _works(source: Source, name: str) -> bool:
@@ -192,7 +192,7 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
         raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
 
 
-def _left_alone(source: Source) -> list[str]:
+def _ignored(source: Source) -> list[str]:
     """Linears that are not quantized: matrices called `weight` inside layers, and the head."""
     names = ["lm_head"]
     for layer, modules in source.layers():

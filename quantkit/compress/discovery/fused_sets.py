@@ -1,6 +1,6 @@
-"""Which linears of one decoder layer read the same tensor, and which are left alone, seen in one run of it.
+"""Which linears of one decoder layer read the same tensor, and which are ignored, seen in one run of it.
 
-Left alone are linears that were not called, that have no more outputs than the model has heads (gates), or whose
+Ignored are linears that were not called, that have no more outputs than the model has heads (gates), or whose
 outputs go straight into a softmax or a choice of the largest, or into a sigmoid if there are as many as experts
 (routers). Inputs are compared as numbers: what is
 equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
@@ -62,7 +62,7 @@ def template(name: str) -> str:
 
 
 def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
-    """Sets of linears in running order, and why the others are left alone.
+    """Sets of linears in running order, and why the others are ignored.
 
     Args:
         block: the layer.
@@ -70,7 +70,7 @@ def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Dr
         gates: which linears are no features by the number of their outputs.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    alone = {name: reason for name, module in linears.items() if (reason := _left_alone(name, module, seen, gates))}
+    alone = {name: reason for name, module in linears.items() if (reason := _ignored(name, module, seen, gates))}
     called = sorted((name for name in linears if name not in alone), key=lambda name: seen.modules[name].order)
     drafts: list[Draft] = []
     for name in called:
@@ -90,7 +90,7 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
     return left.shape[-1] == right.shape[-1] and torch.equal(left.reshape(right.shape), right)
 
 
-def _left_alone(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str | None:
+def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str | None:
     found = seen.modules.get(name)
     if found is None or found.rows is None or not found.rows.shape[0]:
         return NOT_CALLED

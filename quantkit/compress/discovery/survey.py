@@ -23,13 +23,13 @@ class Survey:
 
     Args:
         sets: linears that read the same tensor, in running order, with the sources that were verified.
-        left_alone: linears that are not to be quantized, and why.
+        ignored: linears that are not to be quantized, and why.
         pairs: smoothing pairs that were tried: one per set to whose input something seemed to lead.
         dropped: those that failed, each as one phrase.
     """
 
     sets: tuple[LinearSet, ...]
-    left_alone: dict[str, str]
+    ignored: dict[str, str]
     pairs: int
     dropped: tuple[str, ...]
 
@@ -62,7 +62,7 @@ def survey(
         dropped += [failure] if failure else []
         found += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
     sets = tuple(group for _, group in sorted(found, key=lambda item: item[0]))
-    return Survey(sets=sets, left_alone=alone, pairs=pairs, dropped=tuple(dropped))
+    return Survey(sets=sets, ignored=alone, pairs=pairs, dropped=tuple(dropped))
 
 
 def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:

@@ -67,11 +67,11 @@ def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
     """
     reader = ModelReader(folder, plan.architecture)
     _check_targets(plan, reader, records)
-    for name in plan.left_alone:
+    for name in plan.ignored:
         source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
         kept = reader.info(f"{name}.weight") if f"{name}.weight" in reader else None
         if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
-            raise AuditError(f"{name} was to be left alone, but its weight is {kept and kept.dtype}")
+            raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
     _check_tied(plan, reader)
     _check_format(plan, folder)
 
@@ -141,7 +141,7 @@ def _check_format(plan: Plan, folder: Path) -> None:
     for name, linear in plan.linears.items():
         if scheme.find(name) != linear:
             raise AuditError(f"config.json describes {name} differently from how it was quantized")
-    for name in plan.left_alone:
+    for name in plan.ignored:
         if scheme.find(name) is not None:
             raise AuditError(f"config.json does not leave {name} alone")
 

@@ -30,7 +30,7 @@ def find_model(reader: CheckpointReader) -> tuple[Architecture, Discovery | None
 
 
 def with_stored_names(
-    reader: ModelReader, skeleton: Skeleton, linears: Mapping[str, LinearScheme], left_alone: Sequence[str]
+    reader: ModelReader, skeleton: Skeleton, linears: Mapping[str, LinearScheme], ignored: Sequence[str]
 ) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
     """What config.json says of which module, for loaders that go by module names and those that go by tensor names.
 
@@ -41,12 +41,12 @@ def with_stored_names(
         reader: of the source.
         skeleton: the model.
         linears: scheme of each quantized linear, by module name.
-        left_alone: module names of the other linears.
+        ignored: module names of the other linears.
     Returns:
         both with the names of the files added.
     """
     schemes = dict(linears) | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in linears.items()}
-    others = [*left_alone, *(reader.stored_name(f"{name}.")[:-1] for name in left_alone)]
+    others = [*ignored, *(reader.stored_name(f"{name}.")[:-1] for name in ignored)]
     for name in reader.names:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and len(reader.info(name).shape) == 2 and not skeleton.has_parameter(name):

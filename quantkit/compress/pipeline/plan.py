@@ -39,7 +39,7 @@ class Plan:
         model: as given, "demo" for the bundled model.
         reader, skeleton, architecture, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
-        left_alone: full names of linears that are not quantized, the head included.
+        ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
         compute_dtype: of the layer under compression and the hidden states.
@@ -56,7 +56,7 @@ class Plan:
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
-    left_alone: tuple[str, ...]
+    ignored: tuple[str, ...]
     scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -137,7 +137,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     compute = pick_compute_dtype(dtype, place)
     skeleton = Skeleton(reader, architecture, compute, place)
     skeleton.check_tensors()
-    layers, left_alone = _assign(skeleton, recipe)
+    layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
     warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
@@ -153,7 +153,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         recipe=recipe,
         format=format_,
         layers=layers,
-        left_alone=left_alone,
+        ignored=ignored,
         scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
         source_dtype=dtype,
         compute_dtype=compute,
@@ -235,7 +235,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
     scheme, every = recipe.scheme, list[str]()
     layers: list[dict[str, LinearScheme]] = []
-    left_alone: list[str] = []
+    ignored: list[str] = []
     for index in range(skeleton.num_layers):
         prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
         found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
@@ -248,14 +248,14 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
                 )
         every += [f"{prefix}.{name}" for name in found]
         layers.append({name: item for name, item in found.items() if item is not None})
-        left_alone += [f"{prefix}.{name}" for name, item in found.items() if item is None]
-        left_alone += [f"{prefix}.{name}" for group in sets for name in group.beside]
+        ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]
+        ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
     for rule in scheme.rules:
         if not any(rule.matches(name) for name in every):
             raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*left_alone, *skeleton.other_linears(), skeleton.architecture.head)))
+    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.architecture.head)))
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:

@@ -286,7 +286,7 @@ class _Run:
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
         described = plan.format.config(
-            *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.left_alone), group_order=plan.group_order
+            *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored), group_order=plan.group_order
         )
         described = decode_at_load(described, plan.architecture)
         config = with_cache(plan.recipe, plan.reader.config, described, self.state.records)
@@ -318,7 +318,7 @@ class _Run:
             format=plan.recipe.format,
             num_layers=len(records),
             num_quantized=len(linears),
-            left_alone=plan.left_alone,
+            ignored=plan.ignored,
             bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
             source_bytes=plan.reader.num_bytes,
             output_bytes=size,

@@ -1,4 +1,4 @@
-"""From gates that failed to what a repair has to reach, in the one number that a damage map is made of: KL.
+"""From gates that failed to what a repair has to reach, in the one number that a sensitivity map is made of: KL.
 
 Losses of accuracy and the logarithm of a perplexity ratio are taken to shrink in proportion to KL. That is a first
 guess, and a careful one: accuracy is lost the faster the more KL there is.

@@ -31,7 +31,7 @@ from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixe
 from quantkit.evaluate.pairing import other_arithmetic
 from quantkit.evaluate.run import EXTRA, EvaluationOptions, evaluate
 from quantkit.evaluate.run import check as check_evaluation
-from quantkit.evaluate.sensitivity import damage_map
+from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
@@ -56,7 +56,7 @@ class VerifyOptions:
         text: that distributions are compared on, a name as for perplexity; None = the first text of the evaluation.
         noise: whether the original is run in another arithmetic, to know what is noise.
         bench: what is timed; None = nothing.
-        damage: whether to map which units hurt; None = when a gate about accuracy fails.
+        sensitivity: whether to map which units hurt; None = when a gate about accuracy fails.
         engine: keywords of `LLM`, for both models; KV cache, head and speculation only for the checkpoint.
         command: as given, for the record.
     """
@@ -65,7 +65,7 @@ class VerifyOptions:
     text: str | None = None
     noise: bool = True
     bench: BenchmarkOptions | None = BENCH
-    damage: bool | None = None
+    sensitivity: bool | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
 
@@ -144,7 +144,7 @@ def verify_checkpoint(
 
 
 def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Report, _Text]:
-    """Tasks, perplexity, fidelity and damage; no model outlives this."""
+    """Tasks, perplexity, fidelity and sensitivity; no model outlives this."""
     progress("loading the original")
     original = _load(pair.baseline, _baseline_engine(options))
     progress("loading the checkpoint")
@@ -170,7 +170,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
         notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
     )
     report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
-    return _damage(pair, options, llm, original, windows, text, report, progress), text
+    return _sensitivity(pair, options, llm, original, windows, text, report, progress), text
 
 
 def _load(path: Path, engine: Mapping[str, Any]) -> LLM:
@@ -222,7 +222,7 @@ def _noise(
     return result, fidelity(other, original, windows, data=text.name)
 
 
-def _damage(
+def _sensitivity(
     pair: Pair,
     options: VerifyOptions,
     llm: LLM,
@@ -232,11 +232,11 @@ def _damage(
     report: Report,
     progress: Progress,
 ) -> Report:
-    """The report with the damage map, where one is wanted and can be made."""
-    if not (bool(failed_accuracy(report)) if options.damage is None else options.damage):
+    """The report with the sensitivity map, where one is wanted and can be made."""
+    if not (bool(failed_accuracy(report)) if options.sensitivity is None else options.sensitivity):
         return report
     try:
-        found = damage_map(
+        found = sensitivity_map(
             llm,
             original,
             windows,
@@ -246,10 +246,10 @@ def _damage(
             progress=progress,
         )
     except ModelError as error:
-        if options.damage:
+        if options.sensitivity:
             raise
-        return replace(report, notes=(*report.notes, f"No damage map: {first_line(error)}."))
-    return replace(report, damage=found)
+        return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
+    return replace(report, sensitivity=found)
 
 
 def _fitting(pair: Pair, options: VerifyOptions) -> BenchmarkOptions:

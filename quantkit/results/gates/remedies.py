@@ -1,8 +1,8 @@
-"""What to do about a gate that did not hold, from the damage map, the diagnosis, or experience."""
+"""What to do about a gate that did not hold, from the sensitivity map, the diagnosis, or experience."""
 
 from __future__ import annotations
 
-from quantkit.results import DamageProposal, Report
+from quantkit.results import Report, SensitivityProposal
 from quantkit.results.gates.language import Gate
 from quantkit.results.gates.metrics import METRICS
 
@@ -11,7 +11,7 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
     """The nearest thing to change, one line.
 
     Args:
-        report: what was measured; its damage map and diagnosis are used where they are there.
+        report: what was measured; its sensitivity map and diagnosis are used where they are there.
         gate: that did not hold.
         measured: whether there was a number at all.
     """
@@ -21,24 +21,24 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
     if kind == "speed":
         return _speed_remedy(report)
     if kind == "memory":
-        return "fewer bits (`--set weights.dtype=int4`), larger groups, or quantize what is left alone, the head too"
+        return "fewer bits (`--set weights.dtype=int4`), larger groups, or quantize what is ignored, the head too"
     return _accuracy_remedy(report)
 
 
 def _accuracy_remedy(report: Report) -> str:
-    damage = report.damage
-    if damage is not None and damage.proposal is not None:
-        return describe_proposal(damage.proposal)
-    if damage is not None and damage.records:
-        names = ", ".join(f"layer {r.layer} {r.unit}" for r in damage.worst(3))
-        return f"the largest damage is in {names}: leave these alone or give them more bits"
+    sensitivity = report.sensitivity
+    if sensitivity is not None and sensitivity.proposal is not None:
+        return describe_proposal(sensitivity.proposal)
+    if sensitivity is not None and sensitivity.records:
+        names = ", ".join(f"layer {r.layer} {r.unit}" for r in sensitivity.worst(3))
+        return f"the largest sensitivity is in {names}: leave these alone or give them more bits"
     if report.compression is not None and report.compression.layers:
         names = ", ".join(name for name, _ in report.compression.worst_linears(3))
         return f"the largest errors are in {names}: leave these alone, or use smaller groups or more bits"
     return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
 
 
-def describe_proposal(proposal: DamageProposal) -> str:
+def describe_proposal(proposal: SensitivityProposal) -> str:
     """A proposal as one line, with the override to paste."""
     units = ", ".join(f"layer {layer} {unit}" for layer, unit in proposal.units)
     verb = "leave alone" if proposal.action == "leave alone" else "give more bits to"

@@ -155,8 +155,8 @@ def test_an_error_that_is_no_number_falls_back(layer_of, monkeypatch):
         assert torch.equal(weight.codes, start.quantized[name].codes)
 
 
-def test_linears_left_alone_stay_as_they_are(layer_of):
-    layer = layer_of(left_alone=("self_attn.o_proj",))
+def test_linears_ignored_stay_as_they_are(layer_of):
+    layer = layer_of(ignored=("self_attn.o_proj",))
     before = layer.weight("self_attn.o_proj").clone()
     with torch.inference_mode():
         STEP(**QUICK).apply(layer)

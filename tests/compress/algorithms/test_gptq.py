@@ -215,11 +215,11 @@ def with_original(layer, noise):
 
 @pytest.mark.parametrize("options", [{}, {"true_sequential": True}, {"act_order": "group"}])
 def test_upstream_errors_are_made_up_for(make_layer, options):
-    def run(upstream):
+    def run(asymmetric_calibration):
         layer = with_original(make_layer(), noise=0.2)
         wanted = [layer.original_forward(hidden) for hidden in layer.original_store]
         with torch.inference_mode():
-            GPTQ(upstream=upstream, **options).apply(layer)
+            GPTQ(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
         found = [layer.forward(hidden) for hidden in layer.store]
         # The residual stream carries the error on; the layer can only mend what it adds.
         added = zip(found, layer.store, wanted, layer.original_store, strict=True)
@@ -231,7 +231,7 @@ def test_upstream_errors_are_made_up_for(make_layer, options):
 def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
     """Smoothing changes inputs and weights, but is no error: the inputs are compared as they were before it."""
     layer = with_original(make_layer(), noise=0.0)
-    plain, step = make_layer(), STEP(upstream=1.0, true_sequential=False)
+    plain, step = make_layer(), STEP(asymmetric_calibration=1.0, true_sequential=False)
     with torch.inference_mode():
         for item in (layer, plain):
             AWQ(grid=4).apply(item)
@@ -252,8 +252,8 @@ def test_refitting_lowers_the_output_error(make_layer, output_error, group_size)
     assert run(1) < run(0)
 
 
-def test_linears_left_alone_stay_as_they_are(make_layer):
-    layer = make_layer(left_alone=("self_attn.o_proj",))
+def test_linears_ignored_stay_as_they_are(make_layer):
+    layer = make_layer(ignored=("self_attn.o_proj",))
     before = layer.weight("self_attn.o_proj").clone()
     with torch.inference_mode():
         GPTQ().apply(layer)

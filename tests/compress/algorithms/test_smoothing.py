@@ -26,9 +26,9 @@ def test_the_layer_computes_the_same(make_layer, output_error, family, number):
     torch.testing.assert_close(layer.weight(group.linears[0]), before * random_scales(layer, group))
 
 
-def test_a_linear_left_alone_follows_its_set(make_layer, output_error):
+def test_a_linear_ignored_follows_its_set(make_layer, output_error):
     """k is not quantized but reads what q reads: it must follow the norm that shrank."""
-    layer = make_layer(left_alone=("self_attn.k_proj",))
+    layer = make_layer(ignored=("self_attn.k_proj",))
     before = layer.weight("self_attn.k_proj").clone()
     group = layer.sets[0]
     assert output_error(layer, lambda layer: fold(layer, group, random_scales(layer, group))) < 1e-5

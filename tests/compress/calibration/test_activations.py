@@ -45,7 +45,7 @@ def test_previous_states_stay_until_forgotten(tmp_path):
     assert torch.equal(again[0], make_batches()[0])
 
 
-def test_damage_is_noticed(tmp_path):
+def test_sensitivity_is_noticed(tmp_path):
     store = ActivationStore(tmp_path, "ram", iter(make_batches()))
     path = tmp_path / "0" / "00001.safetensors"
     data = bytearray(path.read_bytes())

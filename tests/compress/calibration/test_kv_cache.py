@@ -80,7 +80,7 @@ REMEDIES = [
     (INT4_TOKEN, "auto", 1.0, INT4_TOKEN),
     (INT4_TOKEN, "auto", 100.0, INT4_CHANNEL),
     (INT4_TOKEN, "int8", 20.0, INT8_TOKEN),
-    (INT4_TOKEN, "int8", 500.0, CacheScheme()),  # 8 bits do not help either, so they are left alone
+    (INT4_TOKEN, "int8", 500.0, CacheScheme()),  # 8 bits do not help either, so they are ignored
     (INT4_TOKEN, "fp8", 500.0, FP8_TOKEN),
     (INT4_TOKEN, "leave", 100.0, CacheScheme()),
     (INT8_TOKEN, "auto", 20.0, INT8_TOKEN),

@@ -214,7 +214,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize("choose", [lambda x: x.softmax(-1), torch.sigmoid], ids=["softmax", "sigmoid"])
-def test_experts_are_one_set_and_their_router_is_left_alone(choose):
+def test_experts_are_one_set_and_their_router_is_ignored(choose):
     found = look(Mixture(choose), torch.randn(4, 24, 32), experts=frozenset({16}))
     ups, *downs = found.sets
     assert {name.partition(".")[0] for name in ups.linears} == {"experts", "shared"}
@@ -225,7 +225,7 @@ def test_experts_are_one_set_and_their_router_is_left_alone(choose):
         **{(f"experts.{e}.down_proj",): f"experts.{e}.up_proj" for e in range(16)},
         ("shared.down_proj",): "shared.up_proj",
     }
-    assert found.left_alone == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
+    assert found.ignored == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
     assert found.dropped == ()
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts under compression: one linear per expert, tokens counted, starved experts by a stated rule."""
+"""Mixtures of experts under compression: a linear per expert, tokens counted, a rule for under-calibrated ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms.gptq import fitting_rounds
-from quantkit.compress.calibration.expert_inputs import STARVED_TOKENS
+from quantkit.compress.calibration.expert_inputs import UNDER_CALIBRATED_TOKENS
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.run import _Run
 from quantkit.errors import RecipeError, SchemeError
@@ -108,7 +108,7 @@ def test_stacked_and_single_experts_are_one_model(tmp_path, text_file):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_what_is_left_alone_keeps_the_layout_it_came_in(tmp_path):
+def test_what_is_ignored_keeps_the_layout_it_came_in(tmp_path):
     stacked = stack_experts(make_model(tmp_path / "single", "qwen3_moe"), tmp_path / "stacked")
     run(stacked, "rtn-int8", tmp_path / "out", overrides={"ignore": ["*.mlp.experts.*"]})
     before, after = load_tensors(stacked), load_tensors(tmp_path / "out")
@@ -122,16 +122,16 @@ def test_tokens_are_counted_and_starved_experts_noted(mixtral, tmp_path, text_fi
     for layer in result.layers:
         assert len(layer.tokens_per_expert) == 4
         assert sum(layer.tokens_per_expert) == 2 * 4 * 32  # two experts for each of four times 32 tokens
-        starved = sum(count < STARVED_TOKENS for count in layer.tokens_per_expert)
+        under_calibrated = sum(count < UNDER_CALIBRATED_TOKENS for count in layer.tokens_per_expert)
         noted = [note for note in layer.notes if "experts saw fewer than" in note]
-        assert len(noted) == (starved > 0)
+        assert len(noted) == (under_calibrated > 0)
         assert all("their statistics are of all tokens" in note for note in noted)
-    assert any(min(layer.tokens_per_expert) < STARVED_TOKENS for layer in result.layers)
+    assert any(min(layer.tokens_per_expert) < UNDER_CALIBRATED_TOKENS for layer in result.layers)
     written = json.loads((tmp_path / "out" / "quantkit.json").read_text())["result"]["layers"]
     assert [tuple(layer["tokens_per_expert"]) for layer in written] == [
         layer.tokens_per_expert for layer in result.layers
     ]
-    assert {"model.layers.0.block_sparse_moe.gate", "lm_head"} <= set(result.left_alone)
+    assert {"model.layers.0.block_sparse_moe.gate", "lm_head"} <= set(result.ignored)
     router = "model.layers.0.block_sparse_moe.gate.weight"
     assert torch.equal(load_tensors(mixtral)[router], load_tensors(tmp_path / "out")[router])
 
@@ -145,9 +145,9 @@ def test_routed_statistics_leave_starved_experts_to_plain_rounding(mixtral, tmp_
     for layer in result.layers:
         for number, count in enumerate(layer.tokens_per_expert):
             name = f"{layer.name}.block_sparse_moe.experts.{number}.w1.weight_packed"
-            assert torch.equal(ours[name], rounded[name]) == (count < STARVED_TOKENS)
-            compared += count < STARVED_TOKENS
-        if min(layer.tokens_per_expert) < STARVED_TOKENS:
+            assert torch.equal(ours[name], rounded[name]) == (count < UNDER_CALIBRATED_TOKENS)
+            compared += count < UNDER_CALIBRATED_TOKENS
+        if min(layer.tokens_per_expert) < UNDER_CALIBRATED_TOKENS:
             assert any("they are rounded to nearest" in note for note in layer.notes)
     assert compared
 

@@ -96,7 +96,7 @@ def test_transformers_takes_the_scales_and_leaves_what_is_ours(tiny_llama, tmp_p
     assert torch.equal(transformers_logits(tmp_path / "int8", ids), original)
 
 
-def test_weights_that_are_left_alone_are_the_source_bit_for_bit(tiny_llama, tmp_path, text_file):
+def test_weights_that_are_ignored_are_the_source_bit_for_bit(tiny_llama, tmp_path, text_file):
     result = quantize(tiny_llama, tmp_path / "out", text_file)
     source, written = load_tensors(tiny_llama), load_tensors(tmp_path / "out")
     assert written.keys() - source.keys() == {
@@ -106,7 +106,7 @@ def test_weights_that_are_left_alone_are_the_source_bit_for_bit(tiny_llama, tmp_
     assert (result.num_quantized, result.bits_per_weight) == (0, 32.0)
 
 
-def test_bits_per_weight_of_what_is_left_alone_are_the_stored_ones(tmp_path, text_file):
+def test_bits_per_weight_of_what_is_ignored_are_the_stored_ones(tmp_path, text_file):
     """CPUs compute in float32 where the checkpoint has float16."""
     model = make_model(tmp_path / "model", dtype=torch.float16)
     assert quantize(model, tmp_path / "out", text_file).bits_per_weight == 16.0
@@ -221,7 +221,7 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
 
 
 def test_a_cache_described_by_the_source_is_replaced(tmp_path, text_file):
-    """Scales and entries of a checkpoint whose weights were left alone, or of another tool."""
+    """Scales and entries of a checkpoint whose weights were ignored, or of another tool."""
     model = make_model(tmp_path / "model")
     edit_config(model, **{CONFIG_KEY: {"version": 1, "keys": None, "values": None, "rotation": "none", "layers": {}}})
     edit_tensors(model, model__layers__0__self_attn__k_scale=torch.tensor([77.0]))

@@ -142,7 +142,7 @@ def test_overrides_reach_the_layers_they_name(tiny_llama, tmp_path):
     recipe.write_text(
         """
 name: mixed
-description: Four bits, eight in the first layer, and o_proj left alone.
+description: Four bits, eight in the first layer, and o_proj ignored.
 weights: {dtype: int4, group_size: 32}
 ignore: ["*.o_proj"]
 overrides:
@@ -155,7 +155,7 @@ format: compressed-tensors
     by_name = {f"{layer.name}.{linear.name}": linear.scheme for layer in result.layers for linear in layer.linears}
     assert by_name["model.layers.0.mlp.up_proj"] == "int8 channel"
     assert by_name["model.layers.1.mlp.up_proj"] == by_name["model.layers.0.self_attn.q_proj"] == "int4 g32"
-    assert "model.layers.0.self_attn.o_proj" in result.left_alone
+    assert "model.layers.0.self_attn.o_proj" in result.ignored
     assert "model.layers.1.self_attn.o_proj.weight" in load_tensors(tmp_path / "out")
     torch.testing.assert_close(
         transformers_logits(tmp_path / "out", IDS), decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4
@@ -194,7 +194,7 @@ def test_every_integer_scheme_loads(tiny_llama, tmp_path, dtype, group_size, sym
 
 
 def test_mixed_source_dtypes_lose_nothing(tmp_path, text_file):
-    """Norms in bfloat16, linears in float32: what is left alone comes out bit for bit."""
+    """Norms in bfloat16, linears in float32: what is ignored comes out bit for bit."""
     model = make_model(tmp_path / "model")
     norms = {n: t.bfloat16() for n, t in load_tensors(model).items() if "norm" in n}
     edit_tensors(model, **{name.replace(".", "__"): value for name, value in norms.items()})

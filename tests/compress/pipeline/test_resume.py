@@ -147,7 +147,7 @@ def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):
 
 def test_the_original_models_states_are_resumed_too(tiny_llama, tmp_path, text_file):
     """A step that looks at the original model goes on, after an interruption, bit for bit where it was."""
-    overrides = {"steps.gptq.upstream": 1.0}
+    overrides = {"steps.gptq.asymmetric_calibration": 1.0}
     quantize(tiny_llama, tmp_path / "whole", text_file, overrides=overrides)
     for mode in ("ram", "disk"):
         output = tmp_path / mode
@@ -193,15 +193,15 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     assert quantize(model, tmp_path / "out", text).resumed_layers == 1
 
 
-@pytest.mark.parametrize("damage", ["shard", "shard-missing", "progress", "state"])
-def test_damaged_leftovers_are_noticed(tiny_llama, tmp_path, text_file, damage):
+@pytest.mark.parametrize("sensitivity", ["shard", "shard-missing", "progress", "state"])
+def test_damaged_leftovers_are_noticed(tiny_llama, tmp_path, text_file, sensitivity):
     interrupted(tiny_llama, tmp_path / "out", text_file)
     partial = tmp_path / "out.partial"
     target = {
         "progress": partial / "progress.json",
         "state": partial / "activations" / "1" / "00000.safetensors",
-    }.get(damage, partial / "checkpoint" / "model-00001-of-00003.safetensors")
-    if damage == "shard-missing":
+    }.get(sensitivity, partial / "checkpoint" / "model-00001-of-00003.safetensors")
+    if sensitivity == "shard-missing":
         target.unlink()
     else:
         target.write_bytes(target.read_bytes()[:-3] + b"\x00\x01\x02")

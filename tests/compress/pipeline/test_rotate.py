@@ -13,7 +13,7 @@ from tests.helpers import load_tensors, make_model, transformers_logits
 
 RECIPE = """
 weights: {dtype: int8, group_size: 32}
-steps: [rotate, {gptq: {upstream: 1.0}}]
+steps: [rotate, {gptq: {asymmetric_calibration: 1.0}}]
 calibration: {samples: 8, sequence_length: 48}
 """
 

@@ -62,8 +62,8 @@ def test_gates_judge_it_and_a_failed_one_has_a_remedy(report):
     held = {gate.metric: gate.held for gate in report.gates}
     assert held == {"kl": False, "memory_ratio": True, "itl_ratio": True}
     assert not report.held
-    assert report.damage is not None  # because accuracy failed
-    assert len(report.damage.records) == 8
+    assert report.sensitivity is not None  # because accuracy failed
+    assert len(report.sensitivity.records) == 8
     remedy = next(gate.remedy for gate in report.gates if not gate.held)
     assert "leave" in remedy
 
@@ -82,16 +82,16 @@ def test_gates_are_the_recipes_unless_given(models):
     assert check_pair(models / "out", None, []).gates == ()
 
 
-def test_damage_and_noise_can_be_asked_for_and_left_out(models):
+def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
     pair = check_pair(models / "out", None, ["kl<=0.0000001"])
-    quiet = verify(pair, options(models, damage=False, noise=False))
-    assert (quiet.damage, quiet.noise, quiet.noise_fidelity, quiet.held) == (None, None, None, False)
+    quiet = verify(pair, options(models, sensitivity=False, noise=False))
+    assert (quiet.sensitivity, quiet.noise, quiet.noise_fidelity, quiet.held) == (None, None, None, False)
     held = verify(check_pair(models / "out", None, ["kl<=50"]), options(models, noise=False))
     assert held.held
-    assert held.damage is None
-    asked = verify(check_pair(models / "out", None, []), options(models, damage=True, noise=False))
-    assert len(asked.damage.records) == 8
-    assert asked.damage.proposal is None
+    assert held.sensitivity is None
+    asked = verify(check_pair(models / "out", None, []), options(models, sensitivity=True, noise=False))
+    assert len(asked.sensitivity.records) == 8
+    assert asked.sensitivity.proposal is None
 
 
 def test_without_questions_only_distributions_are_compared(models):

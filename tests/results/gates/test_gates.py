@@ -73,9 +73,9 @@ def test_failed_gates_name_the_modules_to_leave_alone(broken):
 
 
 def test_without_a_proposal_the_worst_units_are_named_then_the_worst_linears(broken):
-    no_proposal = dataclasses.replace(broken, damage=dataclasses.replace(broken.damage, proposal=None))
-    assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the largest damage is in layer 23 down")
-    no_map = dataclasses.replace(broken, damage=None)
+    no_proposal = dataclasses.replace(broken, sensitivity=dataclasses.replace(broken.sensitivity, proposal=None))
+    assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the largest sensitivity is in layer 23 down")
+    no_map = dataclasses.replace(broken, sensitivity=None)
     worst = broken.compression.worst_linears(1)[0][0]
     assert f"the largest errors are in {worst}" in evaluate_gates(no_map, ["kl<=0.02"])[0].remedy
     nothing = dataclasses.replace(no_map, compression=None)
