@@ -1,8 +1,8 @@
 """From measured units to a choice: solved as if sensitivities added up, then mended where they do not.
 
 Sensitivities are measured one unit at a time, and what a unit does beside others is another number. So the choice
-itself is measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved again
-with those numbers, for as long as that lowers what is measured.
+itself is measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved
+again with those numbers, for as long as that lowers what is measured.
 """
 
 from __future__ import annotations
