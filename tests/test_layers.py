@@ -51,6 +51,7 @@ LAYERS = {
     "results": 1,
     "errors": 0,
     "registry": 0,
+    "untrusted": 0,  # bounded reading, which every layer may need
     "demo": 0,  # data
 }
 TORCH_FREE = ("models", "results", "report", "errors", "registry", "cli", "planning", "demo")

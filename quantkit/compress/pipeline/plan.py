@@ -250,9 +250,8 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
         layers.append({name: item for name, item in found.items() if item is not None})
         ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]
         ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
-    for rule in scheme.rules:
-        if not any(rule.matches(name) for name in every):
-            raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
+    for rule in scheme.unmatched(every):
+        raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
     return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.architecture.head)))
