@@ -154,4 +154,4 @@ def test_there_is_one_openmp_in_the_process():
 
 def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert "kernels/native/*.[ch]" in pyproject
+    assert "kernels/cpu/*.[ch]" in pyproject
