@@ -205,3 +205,13 @@ def transformers_logits(folder: Path, token_ids: Tensor, dtype: torch.dtype = to
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():
         return model(input_ids=token_ids).logits
+
+
+def tree(folder: Path) -> dict[str, bytes | str | None]:
+    """Everything under a folder: bytes of files, targets of links, None for the rest."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink())
+        if path.is_symlink()
+        else (path.read_bytes() if path.is_file() else None)
+        for path in sorted(folder.rglob("*"))
+    }

@@ -114,10 +114,12 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 
 def metadata_files(folder: Path) -> list[Path]:
     """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and _is_metadata(path.name.lower()))
+    return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
 
 
-def _is_metadata(name: str) -> bool:
+def is_metadata(name: str) -> bool:
+    """Whether a file of this name belongs to the model, see `metadata_files`."""
+    name = name.lower()
     wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _METADATA)
     return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_CARRIED)
 

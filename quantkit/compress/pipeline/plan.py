@@ -12,6 +12,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original
@@ -22,7 +23,7 @@ from quantkit.compress.pipeline.loaders import check_loaders
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
-from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
+from quantkit.errors import InputError, ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.models.families import Architecture, LinearSet, split_experts
@@ -143,7 +144,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
-    _check_output(target, reader.path)
+    check_apart(target, reader.path)
     full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
     return Plan(
         model=name,
@@ -206,13 +207,6 @@ def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype
     if source == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16
     return torch.float32
-
-
-def _check_output(output: Path, source: Path) -> None:
-    """The output must not be the source, nor lie inside it or around it: replacing it would destroy the model."""
-    target, model = output.resolve(), source.resolve()
-    if target == model or target in model.parents or model in target.parents:
-        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
 
 
 def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:

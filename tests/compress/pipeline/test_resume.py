@@ -13,6 +13,8 @@ import time
 import pytest
 
 import quantkit
+from quantkit.checkpoints.staging import open_stage
+from quantkit.checkpoints.work_folder import work_folder
 from quantkit.errors import InputError, OutputError, ResumeError
 from tests.helpers import edit_tensors, load_tensors, make_model
 
@@ -216,24 +218,22 @@ def test_an_existing_output_is_not_touched(tiny_llama, tmp_path, text_file):
     (tmp_path / "out" / "mine.txt").write_text("keep")
     with pytest.raises(OutputError, match="exists already"):
         quantize(tiny_llama, tmp_path / "out", text_file)
-    with pytest.raises(OutputError, match="is not a checkpoint"):
+    with pytest.raises(OutputError, match=r"has no quantkit\.json that quantkit wrote, so it is not replaced"):
         quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
-    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "out" / "model.safetensors").touch()
-    quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
-    assert not (tmp_path / "out" / "mine.txt").exists()
+    with pytest.raises(OutputError, match=r"has no quantkit\.json that quantkit wrote, so it is not replaced"):
+        quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_second_writer_is_refused(tiny_llama, tmp_path, text_file):
-    import fcntl
-
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    with (partial / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(OutputError, match="another run is writing"):
-            quantize(tiny_llama, tmp_path / "out", text_file)
+    with (
+        open_stage(tmp_path / "out", "quantize", overwrite=False, resumable=True),
+        pytest.raises(OutputError, match=r"another run is writing .*out\.partial"),
+    ):
+        quantize(tiny_llama, tmp_path / "out", text_file)
 
 
 def test_the_source_cannot_be_the_output(tmp_path, text_file):
@@ -248,23 +248,30 @@ def test_the_source_cannot_be_the_output(tmp_path, text_file):
 def test_a_run_killed_while_tidying_up_is_complete(tiny_llama, tmp_path, text_file, leftover):
     """Killed between the last rename and the removal of its leftovers: the same command tidies up and says done."""
     first = quantize(tiny_llama, tmp_path / "out", text_file)
-    partial = tmp_path / "out.partial"
-    (partial / leftover).parent.mkdir(parents=True)
-    (partial / leftover).touch()
+    partial = left_behind(tmp_path / "out.partial", leftover)
     again = quantize(tiny_llama, tmp_path / "out", text_file)
     assert not partial.exists()
     assert again == first
-    partial.mkdir()
+    left_behind(partial, leftover)
     with pytest.raises(OutputError, match="exists already"):  # another recipe's output is not this one's
         quantize(tiny_llama, tmp_path / "out", text_file, overrides={"weights.group_size": 16})
-    partial.mkdir(exist_ok=True)
-    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True).num_layers == 2
+    left_behind(partial, leftover)
+    changed = {"weights.group_size": 16}
+    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True, overrides=changed).num_layers == 2
+    assert not partial.exists()
+
+
+def left_behind(partial, leftover):
+    """The work folder of a run that was killed, with one file."""
+    with work_folder(partial, "quantize"):
+        (partial / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (partial / leftover).touch()
+    return partial
 
 
 def test_leftovers_of_an_unknown_run_are_not_kept(tiny_llama, tmp_path, text_file):
     """Killed before it had written who it was: its files must not end up in this run's output."""
-    (tmp_path / "out.partial" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "out.partial" / "checkpoint" / "model-00001-of-00099.safetensors").touch()
+    left_behind(tmp_path / "out.partial", "checkpoint/model-00001-of-00099.safetensors")
     quantize(tiny_llama, tmp_path / "out", text_file)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
 
