@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.gpu.test_interpreted import needs_triton, too_old
+from tests.kernels.gpu.interpreter import is_too_old, needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "evals/gpu"
@@ -124,7 +124,7 @@ def test_all_parts_fit_into_nine_minutes():
 @pytest.mark.slow
 def test_all_parts_run_on_tiny_shapes(tmp_path):
     """Every part through Triton's interpreter; each writes machine, versions, commit, and rows with times."""
-    if too_old():
+    if is_too_old():
         pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")

@@ -1,7 +1,4 @@
-"""Attention on the GPU in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type.
-
-Run by `test_interpreted`; see `interpreted`.
-"""
+"""Attention in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type."""
 
 from __future__ import annotations
 

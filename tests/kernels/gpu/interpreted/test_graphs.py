@@ -1,4 +1,4 @@
-"""Decode steps over fixed buffers in Triton's interpreter: what a graph would repeat. Run by `test_interpreted`.
+"""Decode steps over fixed buffers in Triton's interpreter: what a graph would repeat.
 
 A graph repeats its launches with the numbers of the host as they were when it was captured. Here the "graph" is the
 step itself on its fixed batch, whose host side says nothing true: what it computes right, it has read from the device.

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton's interpreter against the experts one by one. Run by `test_interpreted`."""
+"""Mixtures of experts in Triton's interpreter against the experts one by one."""
 
 from __future__ import annotations
 
