@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# Trained models beside the repository, where they are; they are no part of it.
+SHARED = Path(__file__).parents[2] / "shared" / "models"
 # Of every tiny model, unless its family needs others.
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
