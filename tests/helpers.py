@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -118,6 +120,15 @@ def known_to_transformers(family: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return family in CONFIG_MAPPING_NAMES
+
+
+def one_of_each(names: Sequence[str], recipes: Sequence[str]) -> list[Any]:
+    """Every pair, for `parametrize`; but for one recipe of each name, the next name's the next one, they are slow."""
+    return [
+        pytest.param(name, recipe, marks=[] if number % len(recipes) == turn else [pytest.mark.slow])
+        for number, name in enumerate(names)
+        for turn, recipe in enumerate(recipes)
+    ]
 
 
 TEXT = "\n\n".join(
