@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,12 @@ def known_to_transformers(family: str) -> bool:
     return family in CONFIG_MAPPING_NAMES
 
 
-def one_of_each(names: Sequence[str], recipes: Sequence[str]) -> list[Any]:
-    """Every pair, for `parametrize`; but for one recipe of each name, the next name's the next one, they are slow."""
+def one_of_each(names: Iterable[str], choices: Collection[str]) -> list[Any]:
+    """Every pair, for `parametrize`; slow but for one choice of each name: the next name's is the next one."""
     return [
-        pytest.param(name, recipe, marks=[] if number % len(recipes) == turn else [pytest.mark.slow])
+        pytest.param(name, choice, marks=[] if number % len(choices) == turn else [pytest.mark.slow])
         for number, name in enumerate(names)
-        for turn, recipe in enumerate(recipes)
+        for turn, choice in enumerate(choices)
     ]
 
 
