@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# Trained models beside the repository, where they are; they are no part of it.
+SHARED = Path(__file__).parents[2] / "shared" / "models"
 # Of every tiny model, unless its family needs others.
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -116,6 +120,15 @@ def known_to_transformers(family: str) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return family in CONFIG_MAPPING_NAMES
+
+
+def one_of_each(names: Iterable[str], choices: Collection[str]) -> list[Any]:
+    """Every pair, for `parametrize`; slow but for one choice of each name: the next name's is the next one."""
+    return [
+        pytest.param(name, choice, marks=[] if number % len(choices) == turn else [pytest.mark.slow])
+        for number, name in enumerate(names)
+        for turn, choice in enumerate(choices)
+    ]
 
 
 TEXT = "\n\n".join(
