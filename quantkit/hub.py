@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.links import check_links
-from quantkit.checkpoints.sizes import human_bytes
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
+from quantkit.quantities import byte_size
 from quantkit.results import CheckpointSummary
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
@@ -144,7 +144,7 @@ def _front_matter(folder: Path) -> dict[str, Any]:
 
 
 def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummary) -> str:
-    rows = [f"| {row.kind} | {row.stored_as} | {row.count} | {human_bytes(row.num_bytes)} |" for row in summary.modules]
+    rows = [f"| {row.kind} | {row.stored_as} | {row.count} | {byte_size(row.num_bytes)} |" for row in summary.modules]
     made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
     recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
@@ -152,7 +152,7 @@ def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummar
     lines = [
         f"# {repo.partition('/')[2]}",
         "",
-        f"{made}{recipe}. Format: {summary.format}; {bits}{human_bytes(summary.num_bytes)} in all.",
+        f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
         "",
         "| module | stored as | count | size |",
         "|---|---|---|---|",

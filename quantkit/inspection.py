@@ -5,6 +5,7 @@ Not a check of its numbers: whether codes decode to the right values is the busi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -16,12 +17,12 @@ from typing import Any
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.results import CheckpointSummary, LayerRecord, ModuleSummary
+from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
 
 __all__ = ["compare", "inspect"]
 
@@ -209,10 +210,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _records(layers: Any) -> Iterable[LayerRecord]:
     """Records of the layers; the manifest leaves out what differs from run to run, and other versions may lack more."""
     for layer in layers if isinstance(layers, list) else []:
-        try:
-            yield LayerRecord.from_dict({"notes": [], "output_snr_db": None, "seconds": {}, "peak_bytes": 0, **layer})
-        except (TypeError, KeyError, IndexError):
-            continue
+        with contextlib.suppress(ReportError):
+            yield LayerRecord.from_dict(layer)
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
@@ -241,29 +240,6 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
 
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointDifference:
-    """What `quantkit inspect A B` found; every row is (what, in A, in B).
-
-    Args:
-        left, right: the checkpoints.
-        facts: of the whole.
-        modules: how modules of one kind are stored.
-        entries: of config.json, or of the metadata of GGUF files.
-    """
-
-    left: str
-    right: str
-    facts: tuple[tuple[str, str, str], ...]
-    modules: tuple[tuple[str, str, str], ...]
-    entries: tuple[tuple[str, str, str], ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.facts or self.modules or self.entries)
 
 
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:

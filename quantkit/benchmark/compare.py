@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
 
 Verdict = Literal["faster", "slower", "noise"]
 

@@ -12,8 +12,7 @@ import statistics
 from quantkit.benchmark.ceilings import Ceilings
 from quantkit.benchmark.cost import Cost
 from quantkit.benchmark.steps import typical_step
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkRun, RooflineRecord
+from quantkit.results import SWEEP_NAME, BenchmarkRun, RooflineRecord
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:

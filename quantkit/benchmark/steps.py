@@ -11,8 +11,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
 from quantkit.results.statistics import Fit, fit
 
 

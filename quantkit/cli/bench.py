@@ -139,14 +139,14 @@ def bench(
 
 def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
     """Keywords of `BenchmarkOptions`: what was left out gets its default."""
-    found = dict(workload)
-    batch, rate, rounds = found.pop("batch"), found.pop("rate"), found.pop("rounds")
+    given = dict(workload)
+    batch, rate, rounds = given.pop("batch"), given.pop("rate"), given.pop("rounds")
     return {
-        **found,
+        **given,
         "concurrencies": batch or (() if rate else (1, 8)),
         "rates": rate or (),
-        "prompt_tokens": found["prompt_tokens"] or DEFAULT_PROMPT,
-        "new_tokens": found["new_tokens"] or DEFAULT_NEW,
+        "prompt_tokens": given["prompt_tokens"] or DEFAULT_PROMPT,
+        "new_tokens": given["new_tokens"] or DEFAULT_NEW,
         "rounds": rounds or (ROUNDS_AGAINST if compares else 1),
     }
 
@@ -167,18 +167,25 @@ def _report(output_to: Output, targets: list[Target], results: list[BenchmarkRes
         diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
-        found = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        numbers = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
         rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-        other = {"against": found[1], "ratios": rows} if versus is not None else {}
-        return {**found[0], "ceilings": asdict(ceilings), **other}
+        other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
+        return {**numbers[0], "ceilings": asdict(ceilings), **other}
 
-    shown: list[Callable[[], Any]] = [lambda: show.settings_lines(results)]
-    shown += [lambda: show.latency_table(results), lambda: show.throughput_table(results)]
-    if versus is not None:
-        shown += [lambda: show.ratio_table(ratios, versus.model)]
-    shown += [lambda: show.fit_lines(fits[0]), lambda: show.memory_table(results[0])]
-    shown += [lambda: show.roofline_table(results[0]), lambda: show.diagnosis_table(diagnoses[0])]
-    output_to.result(data, *shown)
+    from quantkit.report.speed_tables import memory_table, roofline_table, throughput_table
+
+    runs = show.labelled_runs(results)
+    output_to.result(
+        data,
+        lambda: show.settings_lines(results),
+        lambda: show.latency_table(runs),
+        lambda: throughput_table(runs),
+        lambda: None if versus is None else show.ratio_table(ratios, versus.model),
+        lambda: show.fit_lines(fits[0]),
+        lambda: memory_table(results[0]),
+        lambda: roofline_table(("", record) for record in results[0].roofline),
+        lambda: show.diagnosis_table(diagnoses[0]),
+    )
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:

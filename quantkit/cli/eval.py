@@ -15,6 +15,7 @@ from quantkit.cli._runtime import runtime_options
 
 if TYPE_CHECKING:
     from quantkit.evaluate.run import EvaluationOptions
+    from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
 
 EPILOG = """\b
@@ -135,10 +136,13 @@ def evaluate(
             found["comparisons"] = [comparison.to_dict() for comparison in compared]
         return found
 
-    def table() -> Any:
-        return show.result_table(result) if original is None else show.comparison_table(compared, original)
+    def table() -> Table | None:
+        from quantkit.report.tables import comparison_table
 
-    output_to.result(data, lambda: show.settings_line(result), table)
+        return show.result_table(result) if original is None else comparison_table(compared)
+
+    against = None if original is None else f"against {original.model} in {original.arithmetic}"
+    output_to.result(data, lambda: show.settings_line(result), lambda: against, table)
 
 
 def _completed(asked: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,8 @@ import click
 from quantkit.cli._output import Output, output_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from quantkit.compress.recipe import Recipe
+    from quantkit.report.table import Table
 
 EPILOG = """\b
 Examples:
@@ -80,11 +79,9 @@ def check_file(output_to: Output, *, file: str) -> None:
 
 
 def _table(found: dict[str, Recipe]) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import Column, Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("recipe", "weights", "activations", "steps"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for name, recipe in found.items():
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
@@ -92,8 +89,8 @@ def _table(found: dict[str, Recipe]) -> Table:
         weights = "as they are" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
-        table.add_row(name, weights, activations, steps)
-    return table
+        rows.append((name, weights, activations, steps))
+    return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
 
 
 COMMAND = recipes

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._output import Output, human_seconds, output_options
+from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size, elapsed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from quantkit.report.table import Table
     from quantkit.results import SearchResult
 
 EPILOG = """\b
@@ -136,7 +136,7 @@ def search(
     )
     tell: Callable[[str], None] = lambda text: click.echo(text, err=True) if output_to.shows_progress else None  # noqa: E731
     result = allocation.search(model, target, options, progress=tell)
-    output_to.result(result.to_dict, lambda: _summary(result), lambda: _units(result), lambda: _next_steps(result))
+    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     if result.reached:
         return
     if output_to.as_json:
@@ -145,46 +145,34 @@ def search(
 
 
 def _summary(result: SearchResult) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import facts
 
-    from quantkit.checkpoints.sizes import human_bytes
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("model", result.model)
-    table.add_row("target", f"{result.target}, {'reached' if result.reached else 'missed'}")
-    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}, scales included")
-    table.add_row("size", human_bytes(result.output_bytes))
-    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up unit by unit"
-    table.add_row("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})")
-    table.add_row("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)")
-    if result.recovery is not None:
-        table.add_row("recovery", f"{result.recovery:.2f} %")
-    table.add_row("time", human_seconds(result.seconds))
-    for text in result.notes:
-        table.add_row("note", text)
-    return table
+    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up group by group"
+    return facts(
+        [
+            ("model", result.model),
+            ("target", f"{result.target}, {'reached' if result.reached else 'missed'}"),
+            ("bits per weight", f"{result.bits_per_weight:.3f}, scales included"),
+            ("size", byte_size(result.output_bytes)),
+            ("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})"),
+            ("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)"),
+            ("recovery", None if result.recovery is None else f"{result.recovery:.2f} %"),
+            ("time", elapsed(result.seconds)),
+            *(("note", text) for text in result.notes),
+        ]
+    )
 
 
-def _units(result: SearchResult) -> Table:
-    """What each layer's units were given, one row per layer."""
-    from rich.table import Table
+def _choices(result: SearchResult) -> Table:
+    from quantkit.report.tables import layer_table
 
-    names = list(dict.fromkeys(unit.unit for unit in result.units))
-    table = Table(title="chosen, by layer", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
-    for name in ("layer", *names):
-        table.add_column(name, no_wrap=True)
-    found = {(unit.layer, unit.unit): unit.choice for unit in result.units}
-    for layer in dict.fromkeys(unit.layer for unit in result.units):
-        table.add_row(str(layer), *(found.get((layer, name), "") for name in names))
-    return table
+    return layer_table("chosen, by layer", {(group.layer, group.group): group.choice for group in result.groups})
 
 
 def _missed(result: SearchResult) -> str:
-    found = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
+    reached = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
     return (
-        f"{result.target} was not reached: {result.recipe} gives {found} at {result.bits_per_weight:.3f} bits; "
+        f"{result.target} was not reached: {result.recipe} gives {reached} at {result.bits_per_weight:.3f} bits; "
         "allow more, or give larger candidates"
     )
 

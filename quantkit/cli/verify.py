@@ -26,7 +26,7 @@ Examples:
 """
 
 
-@click.command("verify", epilog=EPILOG, short_help="Prove a checkpoint: accuracy, fidelity, speed, then gates.")
+@click.command("verify", epilog=EPILOG, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
 @click.argument("checkpoint")
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: what it was made from]")
 @click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
@@ -59,7 +59,7 @@ def verify(
     from quantkit.evaluate.verify import check, check_pair, write
     from quantkit.evaluate.verify.pair import check_output
 
-    options = _verify.make_options(asked, engine, bench=bench, sensitivity=sensitivity)
+    options = _verify.verify_options(asked, engine, bench=bench, sensitivity=sensitivity)
     check(options)
     if output is not None:
         check_output(Path(output))

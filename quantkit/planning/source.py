@@ -19,7 +19,8 @@ from quantkit.planning.families import from_config
 from quantkit.planning.headers import Stored, from_headers, read_tensors
 from quantkit.planning.kv_forms import KVForm, from_schemes
 from quantkit.planning.shape import DTYPE_BYTES, ModelShape
-from quantkit.planning.units import human_count, parse_parameters
+from quantkit.planning.units import parse_parameters
+from quantkit.quantities import scaled_count
 from quantkit.untrusted import parse_yaml, read_text
 
 _MAX_JSON_BYTES = 1 << 26
@@ -86,7 +87,7 @@ def from_parameters(text: str) -> ModelShape:
     """
     total, active = parse_parameters(text)
     return ModelShape(
-        name=f"{human_count(total)} parameters",
+        name=f"{scaled_count(total)} parameters",
         family="unknown",
         counted_from="parameter count",
         dtype="bfloat16",

@@ -75,20 +75,3 @@ def _amount(text: str, unit: str, factors: dict[str, int], noun: str, examples: 
     if number is None or found is None:
         raise InputError(f"{noun} {text!r} is not an amount that plan can read; write it as {examples}")
     return float(number[1]) * factors[found[1].lower()]
-
-
-def human_count(count: float) -> str:
-    """A count for people: `8.03 B`, `37.0 B`, `671 B`, `1.2 M`."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            digits = 0 if count >= 100 * size else 1 if count >= 10 * size else 2
-            return f"{count / size:.{digits}f} {unit}"
-    return f"{count:.0f}"
-
-
-def human_time(seconds: float) -> str:
-    """A duration for people: `0.97 ms`, `42.1 ms`, `1.2 s`, `3.1 us`."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} us"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.results import REPORT_VERSION, Report
-from quantkit.results._record import field_types, required_fields, union_members
+from quantkit.results import SCHEMA_VERSION, Report
+from quantkit.results._record import field_types, is_union, required_fields
 from quantkit.results.gates import METRICS, measure
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
@@ -58,7 +58,7 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     _define(Report, definitions)
     report = definitions.pop("Report")
-    report["properties"]["schema_version"] = {"const": REPORT_VERSION}
+    report["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
     report["properties"]["metrics"] = {
         "type": "object",
         "description": "Numbers that gates can be about, by the name a gate uses: " + ", ".join(METRICS) + ".",
@@ -74,7 +74,7 @@ def finite(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list) else value
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _define(cls: type, definitions: dict[str, Any]) -> None:
@@ -98,10 +98,9 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
 def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if kind is Any:
         return {}
-    members = union_members(kind)
-    if members:
-        return {"anyOf": [_schema_of(member, definitions) for member in members]}
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        return {"anyOf": [_schema_of(member, definitions) for member in inner]}
     if origin is tuple and len(inner) == 2 and inner[1] is Ellipsis:
         return {"type": "array", "items": _schema_of(inner[0], definitions)}
     if origin is tuple:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quantkit.quantities import byte_size, number, percent
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, drawing, new_figure, to_svg
-from quantkit.report.words import byte_size, number, percent
 from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
 from quantkit.results.statistics import fit, percentile
 
@@ -45,30 +45,30 @@ def accuracy_plot(report: Report) -> str | None:
 
 
 def sensitivity_plot(sensitivity: SensitivityMap | None) -> str | None:
-    """A heat strip: units down, layers across, shade by KL on a logarithmic scale."""
+    """A heat strip: fused groups down, layers across, shade by KL on a logarithmic scale."""
     if sensitivity is None or not sensitivity.records:
         return None
-    units = list(dict.fromkeys(record.unit for record in sensitivity.records))
+    groups = list(dict.fromkeys(record.group for record in sensitivity.records))
     layers = max(record.layer for record in sensitivity.records) + 1
     edges = heat_edges([record.kl for record in sensitivity.records])
     with drawing():
         from matplotlib.patches import Patch, Rectangle
 
-        figure, axes = new_figure(5.2, 1.35 + 0.34 * len(units))
+        figure, axes = new_figure(5.2, 1.35 + 0.34 * len(groups))
         for record in sensitivity.records:
-            corner = (record.layer - 0.5, units.index(record.unit) - 0.5)
+            corner = (record.layer - 0.5, groups.index(record.group) - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
         axes.set_xlim(-0.5, layers - 0.5)
-        axes.set_ylim(len(units) - 0.5, -0.5)
-        axes.set_yticks(range(len(units)), units)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_yticks(range(len(groups)), groups)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("decoder layer")
         axes.grid(visible=False)
         patches = [Patch(facecolor=HEAT[i], edgecolor=LINE, label=text) for i, text in enumerate(heat_labels(edges))]
         figure.legend(handles=patches, **{**LEGEND, "handlelength": 1.2})
-        worst = "; ".join(f"layer {r.layer} {r.unit} {number(r.kl)}" for r in sensitivity.worst(5))
-        text = f"KL divergence when one unit is quantized alone, {layers} layers by {len(units)} units. Worst: {worst}."
-        return to_svg(figure, "sensitivity", "Sensitivity by layer and unit", text)
+        worst = "; ".join(f"layer {r.layer} {r.group} {number(r.kl)}" for r in sensitivity.worst(5))
+        text = f"KL divergence with one fused group quantized, {layers} layers by {len(groups)} groups. Worst: {worst}."
+        return to_svg(figure, "sensitivity", "Sensitivity by layer and fused group", text)
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:

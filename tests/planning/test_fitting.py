@@ -19,8 +19,6 @@ from quantkit.planning.memory import activation_bytes, everywhere, kv_allocated_
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import KEYS, from_parameters, from_shape_file
 from quantkit.planning.units import (
-    human_count,
-    human_time,
     parse_bytes,
     parse_flops,
     parse_parameters,
@@ -171,13 +169,6 @@ def test_other_amounts_are_refused_with_an_example(call, text):
     with pytest.raises(InputError, match=r"write (it|them) as") as caught:
         call(text)
     assert repr(text) in str(caught.value)
-
-
-def test_amounts_for_people():
-    assert [human_count(x) for x in (8.03e9, 37e9, 671e9, 1.6e12, 12, 3.4e6)] == [
-        *("8.03 B", "37.0 B", "671 B", "1.60 T", "12", "3.40 M"),
-    ]
-    assert [human_time(x) for x in (0.00197, 1.234, 3.1e-6, 0.0421)] == ["1.97 ms", "1.23 s", "3.1 us", "42.1 ms"]
 
 
 def recipe_of(**changes):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import first_line
+from quantkit.errors import ReportError, first_line
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.inspection import inspect
 from quantkit.results import CompressionResult, Environment, ModelFacts
@@ -54,7 +54,7 @@ def compression(pair: Pair) -> CompressionResult | None:
     """How the checkpoint was made; None when it does not say, or another version wrote it."""
     try:
         return CompressionResult.from_dict(pair.made)
-    except (TypeError, KeyError, IndexError):
+    except ReportError:
         return None
 
 
