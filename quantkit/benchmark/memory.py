@@ -32,19 +32,19 @@ _CLOSED = (
 )
 
 
-def weight_bytes(model: Model) -> int:
+def observed_weight_bytes(model: Model) -> int:
     """Bytes of all weight tensors that a model holds, each storage once."""
     if isinstance(model, NativeModel):
         return _storage_bytes(_walk(model))
     return model.num_bytes
 
 
-def cache_bytes(cache: KVCache | None) -> int:
+def observed_cache_bytes(cache: KVCache | None) -> int:
     """Bytes of all pools and tails of a cache, counted on its tensors."""
     return 0 if cache is None else _storage_bytes(_walk(cache))
 
 
-def activation_bytes(work: Callable[[], object], device: torch.device) -> int:
+def observed_activation_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Most bytes that a piece of work held at once in tensors that it made.
 
     On CUDA by the allocator. On a CPU by following every result of every operation until it is freed; scratch space
@@ -109,12 +109,12 @@ def memory_records(
         MemoryRecord(
             part="weights",
             predicted_bytes=None if prediction is None else prediction.weight_bytes,
-            observed_bytes=weight_bytes(model),
+            observed_bytes=observed_weight_bytes(model),
         ),
         MemoryRecord(
             part="kv pool",
             predicted_bytes=pool,
-            observed_bytes=None if cache is None else cache_bytes(cache) - observed_tails,
+            observed_bytes=None if cache is None else observed_cache_bytes(cache) - observed_tails,
             note=f"{num_pages * page_size:,} tokens of capacity" if cache is not None else "kept by transformers",
         ),
         MemoryRecord(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
-from quantkit.results.statistics import Fit, fit
+from quantkit.results.statistics import PolynomialFit, fit_polynomial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +64,13 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
     )
 
 
-def fit_itl(result: BenchmarkResult) -> Fit | None:
+def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
     """ITL = a + b context, seconds and tokens, over all steps of a single sequence; None with too few."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
-    return fit([step.context for step in steps], [step.seconds for step in steps])
+    return fit_polynomial([step.context for step in steps], [step.seconds for step in steps])
 
 
-def fit_ttft(result: BenchmarkResult) -> Fit | None:
+def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
     """TTFT = a + b prompt + c prompt^2, seconds and tokens, over requests that had the engine to themselves.
 
     A straight line where there are too few lengths for a curve; None where there are too few for that.
@@ -78,7 +78,7 @@ def fit_ttft(result: BenchmarkResult) -> Fit | None:
     alone = [timing for run in result.runs if _is_single(run) for timing in run.requests if timing.token_s]
     lengths, seconds = _points(alone)
     degree = 2 if len(set(lengths)) >= 4 else 1
-    return fit(lengths, seconds, degree=degree)
+    return fit_polynomial(lengths, seconds, degree=degree)
 
 
 def _is_single(run: BenchmarkRun) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.benchmark.no_cache import CacheComparison
     from quantkit.report.table import Table
     from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
-    from quantkit.results.statistics import Fit
+    from quantkit.results.statistics import PolynomialFit
 
 DEFINITIONS = (
     "TTFT: request arrived to first token.\n"
@@ -24,7 +24,9 @@ DEFINITIONS = (
 )
 
 
-def numbers(result: BenchmarkResult, fits: dict[str, Fit | None], diagnosis: Diagnosis | None) -> dict[str, Any]:
+def numbers(
+    result: BenchmarkResult, fits: dict[str, PolynomialFit | None], diagnosis: Diagnosis | None
+) -> dict[str, Any]:
     """Everything about one model: raw timestamps, percentiles, fits, memory, roofline, diagnosis."""
     return {
         "benchmark": result.to_dict(),
@@ -92,13 +94,13 @@ def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
     )
 
 
-def fit_lines(fits: dict[str, Fit | None]) -> str:
+def fit_lines(fits: dict[str, PolynomialFit | None]) -> str:
     """Both fits as formulas with their standard errors."""
     lines = [_fit_line(name, variable, fits[name]) for name, variable in (("ITL", "c"), ("TTFT", "p"))]
     return "\n".join([*lines, "c: context, p: prompt, in 1,000 tokens; batch 1; standard errors in brackets"])
 
 
-def _fit_line(name: str, variable: str, fit: Fit | None) -> str:
+def _fit_line(name: str, variable: str, fit: PolynomialFit | None) -> str:
     if fit is None:
         return f"{name} fit: too few different lengths"
     text = name

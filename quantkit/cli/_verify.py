@@ -88,11 +88,11 @@ def verify_options(
 
 def run(output_to: Output, pair: Pair, options: VerifyOptions) -> Report:
     """Verify, telling progress."""
-    from quantkit.evaluate.verify import verify
+    from quantkit.evaluate.verify import verify_pair
 
     quiet: Callable[[str], None] = lambda _: None  # noqa: E731
     tell: Callable[[str], None] = lambda text: click.echo(text, err=True)  # noqa: E731
-    return verify(pair, options, progress=tell if output_to.shows_progress else quiet)
+    return verify_pair(pair, options, progress=tell if output_to.shows_progress else quiet)
 
 
 def finish(
@@ -132,15 +132,15 @@ def failure(report: Report) -> str:
 
 def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
-    from quantkit.report.json import finite
-    from quantkit.results.gates import measure
+    from quantkit.report.json import json_ready
+    from quantkit.results.gates import gate_numbers
 
     proposal = report.sensitivity.proposal if report.sensitivity is not None else None
-    entries: dict[str, Any] = finite(
+    entries: dict[str, Any] = json_ready(
         {
             "held": report.held,
             "gates": [gate.to_dict() for gate in report.gates],
-            "metrics": measure(report),
+            "metrics": gate_numbers(report),
             "proposal": None if proposal is None else proposal.to_dict(),
             "notes": list(report.notes),
             "files": {kind: str(path) for kind, path in files.items()},
@@ -177,7 +177,7 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
     """
     from quantkit.errors import RecipeError
-    from quantkit.evaluate.verify import VerifyOptions, check, check_gates
+    from quantkit.evaluate.verify import VerifyOptions, check_gates, check_options
 
     if recipe.format == "gguf":
         raise RecipeError(
@@ -185,7 +185,7 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
             "compressed-tensors and convert that with `quantkit convert --to gguf`"
         )
     check_gates(recipe.gates if gates is None else gates)
-    check(VerifyOptions())
+    check_options(VerifyOptions())
 
 
 def verify_result(
@@ -202,7 +202,7 @@ def verify_result(
         GateFailure: it failed.
     """
     from quantkit.demo import DEMO_MODEL
-    from quantkit.evaluate.verify import check_pair, set_aside, write
+    from quantkit.evaluate.verify import check_pair, set_aside, write_files
 
     defaults = {**dict.fromkeys(ASKED), "suite": "quick", "data": (), "include_path": ()}
     path = Path(result.output)
@@ -212,7 +212,7 @@ def verify_result(
         report, path = set_aside(report, path)
         if output_to.shows_progress:
             click.echo(f"the checkpoint failed and is kept as {path}", err=True)
-    files, problem = write(report, path)
+    files, problem = write_files(report, path)
     if not output_to.as_json:
         output_to.result(dict, summary, lambda: "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})

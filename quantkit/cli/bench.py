@@ -14,7 +14,7 @@ from quantkit.cli._runtime import numbers, runtime_options
 
 if TYPE_CHECKING:
     from quantkit.benchmark.ceilings import Ceilings
-    from quantkit.benchmark.run import Target
+    from quantkit.benchmark.run import BenchmarkTarget
     from quantkit.results import BenchmarkResult
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
@@ -133,7 +133,7 @@ def bench(
     if against:
         results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, progress))
     else:
-        results = [benchmark.measure(targets[0], options, ceilings, progress)]
+        results = [benchmark.measure_model(targets[0], options, ceilings, progress)]
     _report(output_to, targets, results, ceilings)
 
 
@@ -151,7 +151,9 @@ def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
     }
 
 
-def _report(output_to: Output, targets: list[Target], results: list[BenchmarkResult], ceilings: Ceilings) -> None:
+def _report(
+    output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
+) -> None:
     from dataclasses import asdict, replace
 
     from quantkit.benchmark.compare import compare_results

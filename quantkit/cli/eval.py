@@ -113,12 +113,12 @@ def evaluate(
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
-    from quantkit.evaluate.run import EvaluationOptions, check
+    from quantkit.evaluate.run import EvaluationOptions, check_evaluation
     from quantkit.results.statistics import compare_evaluations
 
     options = EvaluationOptions(**_completed(asked))
     settings = {**engine, "max_sequences": batch}
-    check(options)
+    check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, settings, options)

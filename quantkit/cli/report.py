@@ -40,15 +40,15 @@ def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: P
 
 def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
     from quantkit.report.html import render_html
-    from quantkit.report.json import finite
+    from quantkit.report.json import json_ready
     from quantkit.report.tables import comparison_table
     from quantkit.report.words import gate_lines, headline
-    from quantkit.results.gates import measure
+    from quantkit.results.gates import gate_numbers
 
     if output is not None:
         output.write_text(render_html(report), encoding="utf-8")
     lines = [headline(report), *gate_lines(report.gates)]
-    metrics = finite(measure(report))
+    metrics = json_ready(gate_numbers(report))
     data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": _text(output)}
     output_to.result(lambda: data, lambda: "\n".join(lines), lambda: comparison_table(report.comparisons))
 

@@ -147,7 +147,7 @@ def _table(tuning: Tuning) -> Table:
     rows = []
     for outcome in tuning.outcomes:
         entry = outcome.entry
-        measured = (outcome.problem, None, None)
+        measured: tuple[str | None, ...] = (outcome.problem, None, None)
         if entry is not None:
             measured = f"{entry.default_microseconds:.1f}", f"{entry.microseconds:.1f}", f"{entry.ratio:.2f}"
         rows.append((outcome.case.kernel, outcome.case.label, *measured))

@@ -109,10 +109,12 @@ def fidelity(
     check_vocabulary(llm, original)
     parts: list[Distances] = []
     for group in batches(original, windows):
-        parts += [distances(p, q) for p, q in zip(logits(original, group), logits(llm, group), strict=True)]
+        parts += [
+            distances(p, q) for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
+        ]
         if progress is not None:
             progress(len(group))
-    every = join(parts)
+    every = join_distances(parts)
     return FidelityResult(
         data=data,
         num_tokens=len(every.kl),
@@ -143,7 +145,7 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
         yield windows[start : start + count]
 
 
-def logits(llm: LLM, windows: Windows) -> list[Tensor]:
+def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     """(T, V) float32 after every token of every window, computed together.
 
     With a quantized cache every token takes the decode path: within a prompt the newest keys and values are exact, and
@@ -170,7 +172,7 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
     return Distances(kl=torch.cat(kl), agrees=torch.cat(agrees))
 
 
-def join(parts: Sequence[Distances]) -> Distances:
+def join_distances(parts: Sequence[Distances]) -> Distances:
     """The positions of several windows one after another."""
     return Distances(kl=torch.cat([part.kl for part in parts]), agrees=torch.cat([part.agrees for part in parts]))
 

@@ -103,7 +103,7 @@ def evaluate(
     )
 
 
-def check(options: EvaluationOptions) -> None:
+def check_evaluation(options: EvaluationOptions) -> None:
     """Refuse what can be refused before a model is loaded.
 
     Raises:

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.evaluate.fidelity import Distances, Windows, batches, check_vocabulary, distances, join, logits
+from quantkit.evaluate.fidelity import (
+    Distances,
+    Windows,
+    batches,
+    check_vocabulary,
+    distances,
+    join_distances,
+    window_logits,
+)
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
 from quantkit.results import SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.runtime.llm import LLM
@@ -181,7 +189,7 @@ class Probe:
 
     def __init__(self, original: LLM, windows: Windows) -> None:
         self._original, self._groups = original, list(batches(original, windows))
-        self._reference: list[list[Tensor]] = [logits(original, group) for group in self._groups]
+        self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:
         """The original with these groups quantized."""
@@ -190,10 +198,10 @@ class Probe:
 
     def compare(self, llm: LLM) -> Distances:
         """Another model, or the original as it is now."""
-        return join(
+        return join_distances(
             [
                 distances(p, q)
                 for group, reference in zip(self._groups, self._reference, strict=True)
-                for p, q in zip(reference, logits(llm, group), strict=True)
+                for p, q in zip(reference, window_logits(llm, group), strict=True)
             ]
         )

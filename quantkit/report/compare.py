@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.errors import ReportError
 from quantkit.quantities import byte_size, duration, number, percent
 from quantkit.report.html import render_page
 from quantkit.report.plots import pareto_plot
-from quantkit.report.sections import Section
+from quantkit.report.sections import PageSection
 from quantkit.report.table import Column, Table
 from quantkit.report.words import recovery_text
 from quantkit.results import BenchmarkResult, Report
-from quantkit.results.gates import measure
+from quantkit.results.gates import gate_numbers
 from quantkit.results.statistics import ALL_TASKS, median_interval
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
@@ -84,7 +85,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     """
     if len(reports) < 2:
         raise ReportError(f"a comparison needs two reports or more, found {len(reports)}")
-    metrics = [measure(report) for report in reports]
+    metrics = [gate_numbers(report) for report in reports]
     quality, label, higher = next(
         (choice for choice in QUALITIES if all(choice[0] in values for values in metrics)), QUALITIES[0]
     )
@@ -175,7 +176,7 @@ def render_comparison(comparison: CheckpointComparison) -> str:
         verdict=comparison_sentence(comparison),
         held=None,
         sections=[
-            Section(
+            PageSection(
                 name="comparison",
                 title="Size, quality, speed",
                 text=text,
@@ -238,7 +239,7 @@ def _originals(reports: Sequence[Report], quality: str, workload: str) -> list[C
     ]
 
 
-def _medians(benchmark: BenchmarkResult | None, workload: str) -> dict[str, float | None]:
+def _medians(benchmark: BenchmarkResult | None, workload: str) -> dict[str, Any]:
     """Latencies of one workload, by the field that they belong in."""
     run = benchmark.find_run(workload) if benchmark else None
     samples = {"itl_s": run.inter_token_s if run else (), "ttft_s": run.ttft_s if run else ()}

@@ -17,15 +17,15 @@ from typing import Any
 from quantkit.errors import ReportError
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
-from quantkit.results.gates import METRICS, measure
+from quantkit.results.gates import METRICS, gate_numbers
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
 
 def dumps(report: Report) -> str:
     """A report as JSON text; equal reports give equal bytes."""
-    document = {**report.to_dict(), "metrics": measure(report)}
-    return json.dumps(finite(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    document = {**report.to_dict(), "metrics": gate_numbers(report)}
+    return json.dumps(json_ready(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 def read_report(path: Path | str) -> Report:
@@ -68,13 +68,13 @@ def schema() -> dict[str, Any]:
     return {"$schema": SCHEMA_URL, "title": "quantkit report", **report, "$defs": dict(sorted(definitions.items()))}
 
 
-def finite(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """The same with null for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: json_ready(item) for key, item in value.items()}
+    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _define(cls: type, definitions: dict[str, Any]) -> None:

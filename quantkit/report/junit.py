@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from quantkit.report.words import VERDICTS, number, recovery_text
+from quantkit.quantities import number
+from quantkit.report.words import VERDICTS, recovery_text
 from quantkit.results import Report
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.quantities import byte_size, number, percent
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, drawing, new_figure, to_svg
 from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
-from quantkit.results.statistics import fit, percentile
+from quantkit.results.statistics import fit_polynomial, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
 SIDES = (
@@ -129,7 +129,7 @@ def context_plot(report: Report) -> str | None:
     sides = []
     for label, run, style in _first_runs(report):
         points = [point for timing in run.requests for point in timing.context_gaps]
-        line = fit([p[0] for p in points], [p[1] for p in points])
+        line = fit_polynomial([p[0] for p in points], [p[1] for p in points])
         if line is not None:
             sides.append((label, points, line, style))
     if not sides:

@@ -34,7 +34,7 @@ DEFINITIONS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
+class PageSection:
     """One part of a page.
 
     Args:
@@ -60,7 +60,7 @@ class Section:
     beside: bool = False
 
 
-def report_sections(report: Report) -> list[Section]:
+def report_sections(report: Report) -> list[PageSection]:
     """All sections that have something to say, in order."""
     builders = (_accuracy, _fidelity, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _definitions)
     return _present(*(build(report) for build in builders))
@@ -70,11 +70,11 @@ def _present(*items: Item | None) -> list[Item]:
     return [item for item in items if item is not None]
 
 
-def _accuracy(report: Report) -> Section | None:
+def _accuracy(report: Report) -> PageSection | None:
     table = tables.comparison_table(report.comparisons)
     if table is None:
         return None
-    return Section(
+    return PageSection(
         name="accuracy",
         title="Accuracy",
         text=_missing_noise(report),
@@ -90,19 +90,19 @@ def _missing_noise(report: Report) -> list[str]:
     return ["The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."]
 
 
-def _fidelity(report: Report) -> Section | None:
+def _fidelity(report: Report) -> PageSection | None:
     table = tables.fidelity_table(report.fidelity, report.noise_fidelity)
-    return None if table is None else Section(name="fidelity", title="Closeness to the original", tables=[table])
+    return None if table is None else PageSection(name="fidelity", title="Closeness to the original", tables=[table])
 
 
-def _sensitivity(report: Report) -> Section | None:
+def _sensitivity(report: Report) -> PageSection | None:
     sensitivity = report.sensitivity
     if sensitivity is None or not sensitivity.records:
         return None
     text = ["Each fused group (linears that engines fuse: q/k/v, gate/up) was quantized alone in the original."]
     if sensitivity.proposal is not None:
         text.append(f"To lose less: {describe_proposal(sensitivity.proposal)}.")
-    return Section(
+    return PageSection(
         name="sensitivity",
         title="Which parts are sensitive",
         text=text,
@@ -113,7 +113,7 @@ def _sensitivity(report: Report) -> Section | None:
     )
 
 
-def _diagnosis(report: Report) -> Section | None:
+def _diagnosis(report: Report) -> PageSection | None:
     if report.diagnosis is None or not report.diagnosis.findings:
         return None
     findings = []
@@ -122,17 +122,17 @@ def _diagnosis(report: Report) -> Section | None:
         # The page ends each with a full stop of its own.
         advice = f"{finding.advice.rstrip('.')}{gain}" if finding.advice else ""
         findings.append((finding.statement.rstrip("."), finding.evidence.rstrip("."), advice.rstrip(".")))
-    return Section(name="diagnosis", title="What limits speed, and what to try", findings=findings)
+    return PageSection(name="diagnosis", title="What limits speed, and what to try", findings=findings)
 
 
-def _speed(report: Report) -> Section | None:
+def _speed(report: Report) -> PageSection | None:
     runs = list(speed_tables.report_runs(report))
     latency = speed_tables.latency_table(runs)
     if latency is None:
         return None
     drawn = _present(plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report))
     first = report.benchmark.runs[0].workload.name if report.benchmark else ""
-    return Section(
+    return PageSection(
         name="speed",
         title="Speed",
         text=[f"The plots show {first}; the tables show every workload."],
@@ -141,26 +141,26 @@ def _speed(report: Report) -> Section | None:
     )
 
 
-def _memory(report: Report) -> Section | None:
+def _memory(report: Report) -> PageSection | None:
     table = speed_tables.memory_table(report.benchmark, report.baseline_benchmark)
     if table is None:
         return None
     drawn = _present(plots.memory_plot(report))
-    return Section(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
+    return PageSection(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
 
 
-def _roofline(report: Report) -> Section | None:
+def _roofline(report: Report) -> PageSection | None:
     sides = (("original", report.baseline_benchmark), ("model", report.benchmark))
     table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
     if table is None:
         return None
     text = ["Points on the line could not be faster on this machine. Decode is labelled by batch, prefill by tokens."]
     drawn = _present(plots.roofline_plot(report))
-    return Section(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
+    return PageSection(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
 
 
-def _making(report: Report) -> Section:
-    return Section(
+def _making(report: Report) -> PageSection:
+    return PageSection(
         name="making",
         title="How it was made and measured",
         text=report.notes,
@@ -169,8 +169,8 @@ def _making(report: Report) -> Section:
     )
 
 
-def _definitions(report: Report) -> Section:
+def _definitions(report: Report) -> PageSection:
     measured = report.benchmark is not None
     speed = ("TTFT", "ITL", "TPOT", "p50, p90, p99", "MBU, MFU", "Floor")
     terms = [term for term in DEFINITIONS if measured or term[0] not in speed]
-    return Section(name="terms", title="What the words mean", terms=terms)
+    return PageSection(name="terms", title="What the words mean", terms=terms)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from quantkit.quantities import byte_size, duration, number, percent, short
 from quantkit.report.table import Column, Table
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, MemoryRecord, Report, RooflineRecord
-from quantkit.results.statistics import fit, quantiles
+from quantkit.results.statistics import fit_polynomial, quantiles
 
 Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, of which model
 
@@ -71,7 +72,7 @@ def fit_table(runs: Runs) -> Table | None:
     rows = []
     for label, run in runs:
         points = [point for timing in run.requests for point in timing.context_gaps]
-        line = fit([p[0] for p in points], [p[1] for p in points])
+        line = fit_polynomial([p[0] for p in points], [p[1] for p in points])
         if line is not None:
             scaled = zip((1e3, 1e6), line.coefficients, line.standard_errors, strict=True)
             terms = (f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled)
@@ -93,7 +94,7 @@ def memory_table(benchmark: BenchmarkResult | None, baseline: BenchmarkResult | 
         return None
     columns = [Column("part"), Column("predicted", byte_size), Column("observed", byte_size)]
     columns += [Column("prediction off by", str), Column("original, observed", byte_size), Column(detail=True)]
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for record in benchmark.memory:
         original = baseline and baseline.memory_part(record.part)
         sizes = record.predicted_bytes, record.observed_bytes

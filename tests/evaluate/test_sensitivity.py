@@ -12,7 +12,7 @@ import quantkit
 from quantkit.errors import InputError, ModelError
 from quantkit.evaluate import sensitivity as module
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
+from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, window_logits
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
 from quantkit.evaluate.sensitivity import Goal, propose, sensitivity_map
 from quantkit.results import SensitivityMap, SensitivityRecord
@@ -68,13 +68,13 @@ def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
 
 
 def test_the_whole_is_the_checkpoint_and_all_units_together_are_the_whole(coarse, original, windows):
-    reference = [logits(original, (ids,))[0] for ids in windows]
+    reference = [window_logits(original, (ids,))[0] for ids in windows]
     with swapped(find_fused_groups(coarse, original)):
-        together = [logits(original, (ids,))[0] for ids in windows]
-    own = [logits(coarse, (ids,))[0] for ids in windows]
+        together = [window_logits(original, (ids,))[0] for ids in windows]
+    own = [window_logits(coarse, (ids,))[0] for ids in windows]
     for a, b in zip(together, own, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    after = [logits(original, (ids,))[0] for ids in windows]
+    after = [window_logits(original, (ids,))[0] for ids in windows]
     assert all(torch.equal(a, b) for a, b in zip(reference, after, strict=True))
 
 
@@ -90,7 +90,7 @@ def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, t
         f"ignore={json.dumps(rest)}",
     )
     found = sensitivity_map(coarse, original, windows)
-    expected = [distances(logits(original, (w,))[0], logits(alone, (w,))[0]).kl for w in windows]
+    expected = [distances(window_logits(original, (w,))[0], window_logits(alone, (w,))[0]).kl for w in windows]
     record = next(r for r in found.records if (r.layer, r.group) == (1, "down"))
     assert record.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
 
@@ -114,7 +114,7 @@ def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     group = raw[0]
     plain = replace(group, replacement=group.replacement._linear)
     with swapped([plain]):
-        wrong = distances(logits(original, (windows[0],))[0], logits(smoothed, (windows[0],))[0]).mean
+        wrong = distances(window_logits(original, (windows[0],))[0], window_logits(smoothed, (windows[0],))[0]).mean
     assert wrong > 3 * found.records[0].kl
 
 
@@ -152,7 +152,7 @@ def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, ti
         "weights.group_size=32",
         f"ignore={json.dumps(patterns[1:])}",
     )
-    found = [distances(logits(original, (w,))[0], logits(mended, (w,))[0]).kl for w in windows]
+    found = [distances(window_logits(original, (w,))[0], window_logits(mended, (w,))[0]).kl for w in windows]
     assert float(torch.cat(found).mean()) == pytest.approx(proposal.predicted_kl, rel=1e-3)
 
 

@@ -29,8 +29,7 @@ from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.pairing import other_arithmetic
-from quantkit.evaluate.run import EXTRA, EvaluationOptions, evaluate
-from quantkit.evaluate.run import check as check_evaluation
+from quantkit.evaluate.run import EXTRA, EvaluationOptions, check_evaluation, evaluate
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
@@ -79,7 +78,7 @@ class _Text:
     note: str = ""
 
 
-def check(options: VerifyOptions) -> None:
+def check_options(options: VerifyOptions) -> None:
     """Refuse what can be refused before anything is compressed or loaded.
 
     Raises:
@@ -96,7 +95,7 @@ def check(options: VerifyOptions) -> None:
         raise DataError(f"{EXTRA} ({first_line(error)})") from error
 
 
-def verify(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
+def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
     """Compare a checkpoint with its original and judge it.
 
     Args:
@@ -109,7 +108,7 @@ def verify(pair: Pair, options: VerifyOptions | None = None, *, progress: Progre
         ModelError: a model cannot be run, or the vocabularies differ.
     """
     options = options or VerifyOptions()
-    check(options)
+    check_options(options)
     bench = None if options.bench is None else _fitting(pair, options)
     report, text = _answers(pair, options, progress)
     gc.collect()
@@ -140,7 +139,7 @@ def verify_checkpoint(
     progress: Progress = lambda _: None,
 ) -> Report:
     """`check_pair` and `verify`."""
-    return verify(check_pair(checkpoint, baseline, gates), options, progress=progress)
+    return verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
 
 
 def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Report, _Text]:

@@ -33,7 +33,7 @@ class Metric:
     unit: str = "a ratio, 1 when equal to the original"
 
 
-def measure(report: Report) -> dict[str, float]:
+def gate_numbers(report: Report) -> dict[str, float]:
     """Every number that gates can be about, by the name a gate would use; what was not measured is absent."""
     found = {}
     for name, metric in METRICS.items():

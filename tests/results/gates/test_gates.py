@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates import METRICS, evaluate_gates, measure, parse_gate, parse_gates
+from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate, parse_gates
 from tests.report.synthetic import GATES, make_report
 
 
@@ -140,7 +140,7 @@ def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(n
 
 
 def test_all_numbers_are_listed_by_the_names_gates_use(report):
-    found = measure(report)
+    found = gate_numbers(report)
     assert found["recovery"] == found["recovery[all tasks]"]
     assert found["memory_ratio"] == pytest.approx(331 / 988)
     for name in found:
@@ -148,4 +148,4 @@ def test_all_numbers_are_listed_by_the_names_gates_use(report):
 
 
 def test_memory_is_of_weights_in_memory_or_else_on_disk(report):
-    assert measure(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)
+    assert gate_numbers(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)
