@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output
 
 if TYPE_CHECKING:
@@ -20,44 +20,35 @@ if TYPE_CHECKING:
     from quantkit.results import CompressionResult, Report
 
 GATE_HELP = "What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]"
-ASKED = ("suite", "tasks", "limit", "text", "data", "include_path", "seed")
 
 
-def gate_option(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --gate, which arrives as `gates`: None where it was not given."""
-
-    @click.option("--gate", "gates", multiple=True, metavar="GATE", help=GATE_HELP)
-    @functools.wraps(function)
-    def command(*args: Any, gates: tuple[str, ...], **options: Any) -> None:
-        function(*args, gates=gates or None, **options)
-
-    return command
+gate_option = option_group(
+    "gates",
+    click.option("--gate", multiple=True, metavar="GATE", help=GATE_HELP),
+    collect=lambda values: values["gate"] or None,
+)
+"""--gate, repeatable; None where it was not given."""
 
 
-def evaluation_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say what both models are asked; they arrive together as `asked`."""
-
-    @click.option(
+evaluation_options = option_group(
+    "asked",
+    click.option(
         "--suite",
         default="quick",
         show_default=True,
         metavar="NAME|FILE",
         help="Set of tasks: quick, standard, long-context or none.",
-    )
-    @click.option("--tasks", metavar="A,B", help="Further tasks by name.")
-    @click.option("--limit", type=click.IntRange(min=1), help="Items of each task, at most.  [default: the suite's]")
-    @click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
-    @click.option("--data", multiple=True, metavar="DIR", help="Folder of items and texts on disk; repeatable.")
-    @click.option(
+    ),
+    click.option("--tasks", metavar="A,B", help="Further tasks by name."),
+    click.option("--limit", type=click.IntRange(min=1), help="Items of each task, at most.  [default: the suite's]"),
+    click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on."),
+    click.option("--data", multiple=True, metavar="DIR", help="Folder of items and texts on disk; repeatable."),
+    click.option(
         "--include-path", multiple=True, metavar="DIR", help="Folder of further lm-eval task files; repeatable."
-    )
-    @click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        asked = {name: options.pop(name) for name in ASKED}
-        function(*args, asked=asked, **options)
-
-    return command
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random."),
+)
+"""Options that say what both models are asked."""
 
 
 def verify_options(
@@ -204,7 +195,7 @@ def verify_result(
     from quantkit.demo import DEMO_MODEL
     from quantkit.evaluate.verify import check_pair, set_aside, write_files
 
-    defaults = {**dict.fromkeys(ASKED), "suite": "quick", "data": (), "include_path": ()}
+    defaults = {**dict.fromkeys(("tasks", "limit", "text", "seed")), "suite": "quick", "data": (), "include_path": ()}
     path = Path(result.output)
     pair = check_pair(path, DEMO_MODEL if model is None else model, gates)
     report = run(output_to, pair, verify_options(defaults, {"device": device}))

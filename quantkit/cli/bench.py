@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _bench as show
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import numbers, runtime_options
 
@@ -36,62 +36,53 @@ Examples:
 """
 
 
-def _workload_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Options that say what is sent; they arrive together as `workload`."""
-    count = click.IntRange(min=1)
-    seconds = click.FloatRange(min=0, min_open=True)
-
-    @click.option(
+_COUNT = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_workload_options = option_group(
+    "workload",
+    click.option(
         "--batch",
         metavar="N,...",
         callback=numbers(int, "numbers"),
         help="Requests in flight at once.  [default: 1,8]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--rate", metavar="R,...", callback=numbers(float, "rates"), help="Requests per second, as Poisson arrivals."
-    )
-    @click.option("--prompt-tokens", type=count, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]")
-    @click.option("--new-tokens", type=count, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]")
-    @click.option(
-        "--requests", "num_requests", type=count, help="Requests in each run.  [default: 2 x batch, at least 4]"
-    )
-    @click.option(
+    ),
+    click.option("--prompt-tokens", type=_COUNT, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]"),
+    click.option("--new-tokens", type=_COUNT, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]"),
+    click.option(
+        "--requests", "num_requests", type=_COUNT, help="Requests in each run.  [default: 2 x batch, at least 4]"
+    ),
+    click.option(
         "--spread",
         type=click.FloatRange(0, 1, max_open=True),
         default=0.0,
         help="Spread of lengths: 0.8 draws them from 20 to 100 %.",
-    )
-    @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
-    @click.option(
-        "--rounds", type=count, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
-    )
-    @click.option(
+    ),
+    click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison."),
+    click.option(
+        "--rounds", type=_COUNT, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
+    ),
+    click.option(
         "--ttft-limit",
         "ttft_limit_s",
-        type=seconds,
+        type=_SECONDS,
         metavar="SECONDS",
         help="Longest TTFT of a request that counts as goodput.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--tpot-limit",
         "tpot_limit_s",
-        type=seconds,
+        type=_SECONDS,
         metavar="SECONDS",
         help="Longest TPOT of a request that counts as goodput.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of prompts and arrivals."
-    )
-    @functools.wraps(function)
-    def command(*args: Any, batching: str | None, **options: Any) -> None:
-        names = (
-            *("batch", "rate", "prompt_tokens", "new_tokens", "num_requests", "spread", "rounds"),
-            *("ttft_limit_s", "tpot_limit_s", "seed"),
-        )
-        workload = {name: options.pop(name) for name in names}
-        function(*args, workload={**workload, "static": batching == "static"}, **options)
-
-    return command
+    ),
+)
+"""Options that say what is sent."""
 
 
 @click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
@@ -140,13 +131,14 @@ def bench(
 def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
     """Keywords of `BenchmarkOptions`: what was left out gets its default."""
     given = dict(workload)
-    batch, rate, rounds = given.pop("batch"), given.pop("rate"), given.pop("rounds")
+    batch, rate, rounds, batching = (given.pop(name) for name in ("batch", "rate", "rounds", "batching"))
     return {
         **given,
         "concurrencies": batch or (() if rate else (1, 8)),
         "rates": rate or (),
         "prompt_tokens": given["prompt_tokens"] or DEFAULT_PROMPT,
         "new_tokens": given["new_tokens"] or DEFAULT_NEW,
+        "static": batching == "static",
         "rounds": rounds or (ROUNDS_AGAINST if compares else 1),
     }
 

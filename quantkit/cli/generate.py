@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options, plain_console
 from quantkit.cli._runtime import runtime_options
 from quantkit.quantities import byte_size, duration
@@ -29,65 +28,56 @@ Examples:
 """
 
 
-def _sampling_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that are fields of `SamplingParams`; they arrive together as `sampling`."""
-
-    @click.option(
+_sampling_options = option_group(
+    "sampling",
+    click.option(
         "--max-tokens",
         type=click.IntRange(min=1),
         default=128,
         show_default=True,
         help="New tokens, at most.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--temperature",
         type=float,
         default=0.0,
         show_default=True,
         help="How freely to draw; 0 always takes the likeliest token.",
-    )
-    @click.option("--top-k", type=int, help="Draw from the k likeliest tokens only.")
-    @click.option(
+    ),
+    click.option("--top-k", type=int, help="Draw from the k likeliest tokens only."),
+    click.option(
         "--top-p",
         type=float,
         default=1.0,
         show_default=True,
         help="Draw from the likeliest tokens that together have this probability.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--min-p",
         type=float,
         default=0.0,
         show_default=True,
         help="Draw from tokens with at least this share of the best one's probability.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--repetition-penalty",
         type=float,
         default=1.0,
         show_default=True,
         help="Divides the scores of used tokens; above 1 discourages repeats.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--presence-penalty",
         type=float,
         default=0.0,
         show_default=True,
         help="Subtracted from scores of used tokens.",
-    )
-    @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
-    @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
-    @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        names = (
-            *("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos", "seed"),
-            *("repetition_penalty", "presence_penalty"),
-        )
-        sampling = {name: options.pop(name) for name in names}
-        function(*args, sampling=sampling, **options)
-
-    return command
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable."),
+    click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token."),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing."),
+)
+"""Options that are fields of `SamplingParams`."""
 
 
 @click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")

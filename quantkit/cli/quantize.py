@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
 
@@ -26,55 +25,46 @@ Examples:
 """
 
 
-def _field_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that are recipe fields; they arrive together as `fields`, in the form of --set."""
-
-    @click.option(
+_field_options = option_group(
+    "fields",
+    click.option(
         "--calibration",
         metavar="NAME|FILE",
         help="Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
-    )
-    @click.option(
+    ),
+    click.option(
         "--samples", type=click.IntRange(min=1), help="Number of calibration sequences.  [default: the recipe's]"
-    )
-    @click.option(
+    ),
+    click.option(
         "--sequence-length",
         type=click.IntRange(min=8),
         help="Tokens per calibration sequence.  [default: the recipe's]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--format", "format_name", metavar="NAME", help="On-disk format of the result.  [default: the recipe's]"
-    )
-    @click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        fields = {flag: options.pop(flag) for flag in FLAGS}
-        function(*args, fields=_flag_changes(fields), **options)
-
-    return command
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]"),
+    collect=lambda given: _flag_changes(given),
+)
+"""Options that are recipe fields, in the form of --set."""
 
 
-def _run_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say how to work, not what to make; they arrive together as `how`."""
-
-    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option(
+_run_options = option_group(
+    "how",
+    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
+    click.option(
         "--activations",
         type=click.Choice(["ram", "disk"]),
         default="ram",
         show_default=True,
         help="Where hidden states are kept between layers.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped, or start over."
-    )
-    @click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        how = {name: options.pop(name) for name in ("device", "activations", "resume", "overwrite")}
-        function(*args, how=how, **options)
-
-    return command
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an existing output directory."),
+)
+"""Options that say how to work, not what to compress to."""
 
 
 @click.command("quantize", epilog=EPILOG, short_help="Compress a model.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
 
@@ -25,63 +25,51 @@ Examples:
 """
 
 
-def _target_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say what is asked for; they arrive together as `wished`."""
-
-    @click.option(
+_target_options = option_group(
+    "wished",
+    click.option(
         "--bits", type=click.FloatRange(min=0, min_open=True), help="Target: stored bits per weight, at most."
-    )
-    @click.option("--size", metavar="SIZE", help="Target: size of the whole checkpoint, at most, e.g. 2GiB.")
-    @click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Target: mean KL to the original, at most.")
-    @click.option(
+    ),
+    click.option("--size", metavar="SIZE", help="Target: size of the whole checkpoint, at most, e.g. 2GiB."),
+    click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Target: mean KL to the original, at most."),
+    click.option(
         "--recovery", type=click.FloatRange(0, 100), help="Target: per cent of the original's task scores, at least."
-    )
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        wished = {name: options.pop(name) for name in ("bits", "size", "kl", "recovery")}
-        function(*args, wished=wished, **options)
-
-    return command
+    ),
+)
+"""Options that say what is asked for."""
 
 
-def _search_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say how to search; they arrive together as `how`."""
-
-    @click.option(
+_search_options = option_group(
+    "how",
+    click.option(
         "--candidates",
         metavar="A,B",
         help="Number types to choose from, e.g. int4,int4:32,int8:channel.  [default: all integers]",
-    )
-    @click.option("--text", metavar="FILE", help="Text that the loss is measured on.  [default: a shipped one]")
-    @click.option(
+    ),
+    click.option("--text", metavar="FILE", help="Text that the loss is measured on.  [default: a shipped one]"),
+    click.option(
         "--tokens",
         type=click.IntRange(min=2),
         default=8192,
         show_default=True,
         help="Tokens of that text for each measurement.",
-    )
-    @click.option("--work", metavar="DIR", help="Folder that keeps trials and numbers for further searches.")
-    @click.option("--checkpoint", metavar="DIR", help="Folder for the compressed model that is measured at the end.")
-    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option(
+    ),
+    click.option("--work", metavar="DIR", help="Folder that keeps trials and numbers for further searches."),
+    click.option("--checkpoint", metavar="DIR", help="Folder for the compressed model that is measured at the end."),
+    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
+    click.option(
         "--dtype", default="fp32", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to measure in."
-    )
-    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads to measure with.  [default: measured]")
-    @click.option(
+    ),
+    click.option("--threads", type=click.IntRange(min=1), help="CPU threads to measure with.  [default: measured]"),
+    click.option(
         "--resume/--no-resume",
         default=True,
         show_default=True,
         help="Go on where a killed search stopped, or start over.",
-    )
-    @click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        names: tuple[str, ...] = ("candidates", "text", "tokens", "work", "checkpoint")
-        names += ("device", "dtype", "threads", "resume", "overwrite")
-        how = {name: options.pop(name) for name in names}
-        function(*args, how=how, **options)
-
-    return command
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint."),
+)
+"""Options that say how to search."""
 
 
 @click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
