@@ -45,8 +45,8 @@ class _Module:
     stored_as: str
     num_parameters: int
     num_bytes: int
-    num_quantized: int  # weights that are codes
-    quantized_bytes: int  # of codes, scales and zero points
+    num_quantized: int = 0  # weights that are codes
+    quantized_bytes: int = 0  # of codes, scales and zero points
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
@@ -61,10 +61,10 @@ def inspect(path: str | Path) -> CheckpointSummary:
     if is_gguf(Path(path)):
         return _inspect_gguf(Path(path))
     reader = CheckpointReader(path)
-    found = recognise(reader.config, str(reader.path / CONFIG_NAME))
-    modules = [_module(reader, module, tensors, found) for module, tensors in by_module(reader.names).items()]
+    recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
+    modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
     recipe, layers = _read_manifest(reader.path)
-    name = DENSE if found is None else found[0]
+    name = DENSE if recognised is None else recognised[0]
     return _summary(str(path), _architecture(reader.config), name, modules, recipe, layers)
 
 
@@ -96,23 +96,16 @@ def _summary(
 
 
 def _module(
-    reader: CheckpointReader, name: str, tensors: list[str], found: tuple[str, Format, Scheme] | None
+    reader: CheckpointReader, name: str, tensors: list[str], recognised: tuple[str, Format, Scheme] | None
 ) -> _Module:
     infos = {local: reader.info(f"{name}.{local}" if name else local) for local in tensors}
     num_bytes = sum(info.num_bytes for info in infos.values())
-    linear = found[2].find(name) if found is not None and stores_codes(tensors) else None
-    if found is None or linear is None:
+    linear = recognised[2].find(name) if recognised is not None and stores_codes(tensors) else None
+    if recognised is None or linear is None:
         dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
-        return _Module(
-            name=name,
-            stored_as=", ".join(dtypes),
-            num_parameters=count,
-            num_bytes=num_bytes,
-            num_quantized=0,
-            quantized_bytes=0,
-        )
-    codes = _num_codes(reader, name, infos, linear, found[1])
+        return _Module(name=name, stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
+    codes = _num_codes(reader, name, infos, linear, recognised[1])
     extra = {local: info for local, info in infos.items() if local == "bias"}
     uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local in _UNCOUNTED)
     return _Module(

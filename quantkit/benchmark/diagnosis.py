@@ -78,7 +78,7 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
         result: of the model.
         baseline: of the other.
     """
-    found = []
+    findings = []
     for ratio in compare_results(result, baseline):
         if ratio.metric not in ("TTFT", "ITL"):
             continue
@@ -95,8 +95,8 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
             statement = (
                 f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
             )
-        found.append(Finding(statement=statement, evidence=evidence))
-    return Diagnosis(findings=tuple(found))
+        findings.append(Finding(statement=statement, evidence=evidence))
+    return Diagnosis(findings=tuple(findings))
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:

@@ -153,31 +153,31 @@ def _walk(root: object) -> Iterator[Tensor]:
     """All tensors that can be reached from an object through its attributes and containers."""
     seen, waiting = {id(root)}, [root]
     while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, Tensor):
-            yield thing
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            yield item
             continue
-        for child in _children(thing):
+        for child in _children(item):
             if id(child) not in seen and not isinstance(child, _CLOSED):
                 seen.add(id(child))
                 waiting.append(child)
 
 
-def _children(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple | set | frozenset):
-        yield from thing
-    elif isinstance(thing, MethodType):
-        yield thing.__self__
-    elif isinstance(thing, partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
+def _children(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, list | tuple | set | frozenset):
+        yield from item
+    elif isinstance(item, MethodType):
+        yield item.__self__
+    elif isinstance(item, partial):
+        yield from (item.func, *item.args, *item.keywords.values())
     else:
-        yield from getattr(thing, "__dict__", {}).values()
-        for kind in type(thing).__mro__:
+        yield from getattr(item, "__dict__", {}).values()
+        for kind in type(item).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                yield getattr(thing, name, None)
+                yield getattr(item, name, None)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -80,11 +80,11 @@ class BenchmarkOptions:
         """All runs, the one for the fits last."""
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
-        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        loads = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
         if self.static:
-            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
-        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
-        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
+        loads += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
 
 
@@ -202,13 +202,13 @@ def _measure_all(
     workloads = options.workloads()
     for group in _twins(workloads):
         entries = [(who, workload) for workload in group for who in range(len(targets))]
-        for place in turns(options.rounds, len(entries)):
-            who, workload = entries[place]
+        for turn in turns(options.rounds, len(entries)):
+            who, workload = entries[turn]
             done = rounds.setdefault((who, workload.name), [])
             progress(f"{workload.name}: {targets[who].name}, round {len(done) + 1} of {options.rounds}")
             done.append(_run(targets, who, workload, options, len(done)))
     runs = [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(targets))]
-    return [_finish(target, options, tuple(found), ceilings) for target, found in zip(targets, runs, strict=True)]
+    return [_finish(target, options, tuple(own_runs), ceilings) for target, own_runs in zip(targets, runs, strict=True)]
 
 
 def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:

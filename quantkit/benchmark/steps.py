@@ -33,15 +33,15 @@ class DecodeStep:
 def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
     """The steps of a run that only decoded, in order of time."""
     starts = [(t.arrived_s, t.token_s[0]) for t in run.requests if t.token_s]
-    found: dict[tuple[float, float], list[int]] = {}
+    contexts_by_span: dict[tuple[float, float], list[int]] = {}
     for timing in run.requests:
         for index in range(1, len(timing.token_s)):
             before, after = timing.token_s[index - 1], timing.token_s[index]
             if after > before:  # equal times are one speculative burst
-                found.setdefault((before, after), []).append(timing.prompt_tokens + index)
+                contexts_by_span.setdefault((before, after), []).append(timing.prompt_tokens + index)
     return [
         DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
-        for (before, after), contexts in sorted(found.items())
+        for (before, after), contexts in sorted(contexts_by_span.items())
         # A prompt under way: between its arrival and its first token, which may come in this very step.
         if not any(arrived < after and before < first for arrived, first in starts)
     ]

@@ -63,11 +63,11 @@ def convert(
     from quantkit.compress.convert import convert as run
 
     name = Path(checkpoint).resolve().name
-    place = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
+    target = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
     result = run(
         checkpoint,
         to,
-        place,
+        target,
         type_name=type_name and type_name.lower(),
         overwrite=overwrite,
         progress=_progress(output_to),
@@ -75,7 +75,7 @@ def convert(
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
-        push(place, push_to_hub, origin=find_origin(checkpoint))
+        push(target, push_to_hub, origin=find_origin(checkpoint))
     output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
 
 

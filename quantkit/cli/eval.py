@@ -123,11 +123,11 @@ def evaluate(
     compared = () if original is None else compare_evaluations(result, original, again)
 
     def data() -> dict[str, Any]:
-        found: dict[str, Any] = {"evaluation": result.to_dict()}
+        document: dict[str, Any] = {"evaluation": result.to_dict()}
         if original is not None:
-            found["baseline"] = original.to_dict()
-            found["comparisons"] = [comparison.to_dict() for comparison in compared]
-        return found
+            document["baseline"] = original.to_dict()
+            document["comparisons"] = [comparison.to_dict() for comparison in compared]
+        return document
 
     def table() -> Table | None:
         from quantkit.report.tables import comparison_table
@@ -140,10 +140,10 @@ def evaluate(
 
 def _completed(asked: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `EvaluationOptions`: the suite `quick` where nothing else is asked."""
-    found = {**asked, "through": asked["through"] or ("prefill",)}
-    if not (found["suite"] or found["tasks"] or found["texts"]):
-        found["suite"] = "quick"
-    return found
+    completed = {**asked, "through": asked["through"] or ("prefill",)}
+    if not (completed["suite"] or completed["tasks"] or completed["texts"]):
+        completed["suite"] = "quick"
+    return completed
 
 
 def _ask(

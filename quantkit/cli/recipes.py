@@ -31,11 +31,11 @@ def list_recipes(output_to: Output) -> None:
     """List the shipped recipes."""
     from quantkit.compress.recipe import load, shipped
 
-    found = {name: load(name) for name in shipped()}
+    recipes = {name: load(name) for name in shipped()}
 
     output_to.result(
-        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in found.items()]},
-        lambda: _table(found),
+        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in recipes.items()]},
+        lambda: _table(recipes),
         lambda: "what each is for: quantkit recipes show NAME",
     )
 
@@ -78,11 +78,11 @@ def check_file(output_to: Output, *, file: str) -> None:
     output_to.result(lambda: {"file": file, "valid": True, "remarks": remarks}, lambda: "\n".join(lines))
 
 
-def _table(found: dict[str, Recipe]) -> Table:
+def _table(recipes: dict[str, Recipe]) -> Table:
     from quantkit.report.table import Column, Table
 
     rows = []
-    for name, recipe in found.items():
+    for name, recipe in recipes.items():
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
         steps = ", ".join(recipe.step_names)

@@ -78,10 +78,10 @@ def fixed_windows(
         text = list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     room = window - len(bos)
     pieces = [(*bos, *text[start : start + room]) for start in range(0, min(len(text), max_tokens), max(1, room))]
-    found = tuple(piece for piece in pieces if len(piece) > 1)
-    if not found or room < 1:
+    windows = tuple(piece for piece in pieces if len(piece) > 1)
+    if not windows or room < 1:
         raise DataError(f"the text has {len(text)} tokens, too few to compare distributions on; give a longer one")
-    return found
+    return windows
 
 
 def fidelity(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -48,10 +48,10 @@ class Goal:
     kl_p99: float = math.inf
     top1: float = 0.0
 
-    def reached(self, found: Distances) -> bool:
+    def reached(self, measured: Distances) -> bool:
         """Whether measured distances are within the goal, with a margin to spare."""
-        agrees = not self.top1 or 1 - found.top1 <= MARGIN * (1 - self.top1)
-        return found.mean <= MARGIN * self.kl and found.p99 <= self.kl_p99 and agrees
+        agrees = not self.top1 or 1 - measured.top1 <= MARGIN * (1 - self.top1)
+        return measured.mean <= MARGIN * self.kl and measured.p99 <= self.kl_p99 and agrees
 
 
 def sensitivity_map(
@@ -85,19 +85,16 @@ def sensitivity_map(
         progress(f"sensitivity map: group {number} of {len(groups)}, layer {group.layer} {group.name}")
         records.append(_record(group, probe.measure([group]).mean))
     whole = probe.compare(llm)
-    found = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
+    measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
     if goal is None or goal.reached(whole):
-        return found
+        return measured
     progress("sensitivity map: searching the fewest bytes that mend it")
-    proposal = propose(groups, found, probe.measure, goal, ignored)
-    return SensitivityMap(
-        data=data, num_tokens=found.num_tokens, records=found.records, total_kl=found.total_kl, proposal=proposal
-    )
+    return replace(measured, proposal=propose(groups, measured, probe.measure, goal, ignored))
 
 
 def propose(
     groups: Sequence[FusedGroup],
-    found: SensitivityMap,
+    measured: SensitivityMap,
     measure: Callable[[list[FusedGroup]], Distances],
     goal: Goal,
     ignored: Sequence[str] = (),
@@ -106,17 +103,17 @@ def propose(
 
     Args:
         groups: all of them, as in the map.
-        found: the map.
+        measured: the map.
         measure: distances of the original with these groups quantized.
         goal: to be reached; checked by measuring, since the sum is only a prediction.
         ignored: patterns that the recipe ignores already.
     Returns:
         the proposal, or None when only ignoring everything would do.
     """
-    gain = {id(group): record.kl for group, record in zip(groups, found.records, strict=True)}
+    gain = {id(group): record.kl for group, record in zip(groups, measured.records, strict=True)}
     order = sorted(groups, key=lambda group: gain[id(group)] / max(1, _extra_bytes(group)), reverse=True)
-    scale = found.total_kl / found.sum_kl if found.sum_kl > 0 else 1.0
-    rest = found.sum_kl
+    scale = measured.total_kl / measured.sum_kl if measured.sum_kl > 0 else 1.0
+    rest = measured.sum_kl
     for count, group in enumerate(order[:-1], start=1):
         rest -= gain[id(group)]
         if rest * scale > MARGIN * goal.kl:

@@ -122,13 +122,13 @@ def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 def _field_descriptions(cls: type) -> dict[str, str]:
     """What the docstring's Args say of each field."""
     text = (cls.__doc__ or "").partition("Args:\n")[2]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in text.splitlines():
         match = re.match(r"        (\w+(?:, \w+)*): (.*)", line)
         if match:
             names = match[1].split(", ")
-            found.update(dict.fromkeys(names, match[2]))
+            descriptions.update(dict.fromkeys(names, match[2]))
         elif line.strip() and names:
-            found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    return found
+            descriptions.update({name: f"{descriptions[name]} {line.strip()}" for name in names})
+    return descriptions

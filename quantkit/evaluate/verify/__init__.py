@@ -1,4 +1,4 @@
-"""Proof that a checkpoint is what was asked for: read back from disk, run beside its original, judged by gates."""
+"""Whether a checkpoint is what was asked for: read back from disk, run beside its original, judged by gates."""
 
 from __future__ import annotations
 

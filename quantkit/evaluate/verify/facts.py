@@ -27,17 +27,17 @@ def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
         name: as it should be printed.
         hub_id: of the model on the hub, or None.
     """
-    found = inspect(path)
-    linears = [row for row in found.modules if row.kind not in ("embedding", "norms", "head")]
+    summary = inspect(path)
+    linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
     return ModelFacts(
         name=name,
         path=str(path),
-        format=found.format,
-        num_parameters=found.num_parameters,
-        num_bytes=found.num_bytes,
-        bits_per_weight=found.bits_per_weight,
-        architecture=found.architecture,
+        format=summary.format,
+        num_parameters=summary.num_parameters,
+        num_bytes=summary.num_bytes,
+        bits_per_weight=summary.bits_per_weight,
+        architecture=summary.architecture,
         scheme="" if largest is None else largest.stored_as,
         hub_id=hub_id,
         license=_license(path),
@@ -93,13 +93,13 @@ def _sha(text: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu() -> str:

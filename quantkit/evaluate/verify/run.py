@@ -55,7 +55,7 @@ class VerifyOptions:
         text: that distributions are compared on, a name as for perplexity; None = the first text of the evaluation.
         noise: whether the original is run in another arithmetic, to know what is noise.
         bench: what is timed; None = nothing.
-        sensitivity: whether to map which units hurt; None = when a gate about accuracy fails.
+        sensitivity: whether to map which parts are sensitive; None = when a gate about accuracy fails.
         engine: keywords of `LLM`, for both models; KV cache, head and speculation only for the checkpoint.
         command: as given, for the record.
     """
@@ -152,7 +152,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
     text = _find_text(original, options)
     windows = fixed_windows(original, text.content)
     progress(f"distributions on {text.name}, {sum(map(len, windows)):,} tokens")
-    found = fidelity(llm, original, windows, data=text.name)
+    distances = fidelity(llm, original, windows, data=text.name)
     baseline = _evaluate(original, options, "original", progress)
     ours = _evaluate(llm, options, "checkpoint", progress)
     noise, noise_fidelity = _noise(pair, options, original, windows, text, progress)
@@ -164,7 +164,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
         baseline=baseline,
         noise=noise,
         comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
-        fidelity=found,
+        fidelity=distances,
         noise_fidelity=noise_fidelity,
         notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
     )
@@ -235,7 +235,7 @@ def _sensitivity(
     if not (bool(failed_accuracy(report)) if options.sensitivity is None else options.sensitivity):
         return report
     try:
-        found = sensitivity_map(
+        measured = sensitivity_map(
             llm,
             original,
             windows,
@@ -248,7 +248,7 @@ def _sensitivity(
         if options.sensitivity:
             raise
         return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
-    return replace(report, sensitivity=found)
+    return replace(report, sensitivity=measured)
 
 
 def _fitting(pair: Pair, options: VerifyOptions) -> BenchmarkOptions:

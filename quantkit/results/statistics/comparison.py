@@ -39,7 +39,7 @@ def compare_evaluations(
         for task in value.tasks
         if (other := baseline.find_task(task.task)) is not None
     ]
-    found = [compare_task(*triple) for triple in shared]
+    tasks = [compare_task(*triple) for triple in shared]
     lengths = [compare_lengths(task, other) for task, other, _ in shared]
     texts = [
         compare_perplexity(text, original, None if noise is None else _find_text(noise, text))
@@ -47,7 +47,7 @@ def compare_evaluations(
         if (original := _find_text(baseline, text)) is not None
     ]
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
-    return (*([mean] if mean else []), *found, *texts, *(length for length in lengths if length))
+    return (*([mean] if mean else []), *tasks, *texts, *(length for length in lengths if length))
 
 
 def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | None = None) -> Comparison:
