@@ -161,5 +161,3 @@ def test_other_failures_are_output_errors(tmp_path, code):
     assert isinstance(error, OutputError)
     assert os.strerror(code) in str(error)
     assert str(tmp_path / "a") in str(error)
-
-
