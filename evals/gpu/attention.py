@@ -16,7 +16,7 @@ from timing import Results, dtype_on, gemm_rate, parse
 
 from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes
+from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
 from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "int8", "fp8", "int4")
@@ -41,7 +41,7 @@ def make_batch(case: Case, device: str) -> tuple[ForwardBatch, int]:
         query_starts=(torch.arange(case.batch + 1, dtype=torch.int32) * case.new).to(device),
         page_table=table.to(device, torch.int32),
         slots=slots.flatten().to(device),
-        tail_rows=torch.arange(case.batch, device=device),
+        residual_rows=torch.arange(case.batch, device=device),
         logit_rows=(torch.arange(1, case.batch + 1) * case.new - 1).to(device),
         query_lengths=(case.new,) * case.batch,
         context_lengths=(case.context,) * case.batch,
@@ -63,7 +63,7 @@ def fill(cache: KVCache) -> None:
 def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     """Time of attention, store included, over caches that rotate."""
     dtype = dtype_on(device)
-    layout = make_layout(
+    layout = layer_layout(
         num_heads=case.kv_heads, head_dim=case.dim, page_size=case.page, dtype=dtype, scheme=kv_scheme(kind)
     )
     step, num_pages = make_batch(case, device)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from recorder import Recorder
 
-from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import choices, configs, paged_decode, paged_prefill, spaces, tuned, w4a16
-from quantkit.kernels.gpu.choices import Choice, Vendor
-from quantkit.kernels.gpu.layout import PackedWeight
-from quantkit.kernels.layouts import kv_scheme, make_layout
+from quantkit.kernels.gpu.choices import Choice, Cublas
+from quantkit.kernels.gpu.packing import PackedWeight, Packing
+from quantkit.kernels.layouts import kv_scheme, layer_layout
+from quantkit.kernels.types import AttentionOptions, QuantizedActivations
 
-# (bits, group, zeros, natural)
+# (bits, group, zeros, unpacked)
 WEIGHTS = (
     *[(4, 128, False, False), (4, 128, True, False), (4, 32, True, False), (4, 0, False, False)],
     *[(8, 0, False, False), (8, 128, True, False), (2, 64, True, False), (8, 0, False, True)],
@@ -47,26 +47,31 @@ def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def launch_products(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed linears by bits, groups and rows."""
     outputs, inputs, span = 8192, 4096, 64
-    for bits, group, zeros, natural in WEIGHTS:
+    for bits, group, zeros, unpacked in WEIGHTS:
         groups = 1 if group == 0 else inputs // group
         weight = PackedWeight(
             words=_meta(outputs, inputs * bits // 32, dtype=torch.int32),
             scale=_meta(groups, outputs, dtype=dtype),
             zero=_meta(groups, outputs, dtype=torch.uint8) if zeros else None,
             shape=(outputs, inputs),
-            bits=bits,
-            span=span if group == 0 or group % span == 0 else group,
-            group=group,
-            natural=natural,
+            packing=Packing(
+                bits=bits,
+                span=span if group == 0 or group % span == 0 else group,
+                group=group,
+                has_zero=zeros,
+                unpacked=unpacked,
+            ),
         )
-        for count in ROWS[:3] if natural else ROWS:
-            x = _meta(count, inputs, dtype=torch.int8 if natural else dtype)
-            row_scale = _meta(count, dtype=torch.float32) if natural else None
-            found = spaces.products(count, bits=bits, span=weight.span, natural=natural, chip=_chip())
-            for choice in with_neighbours(choice for choice in found if not isinstance(choice, Vendor)):
+        for count in ROWS[:3] if unpacked else ROWS:
+            x: torch.Tensor | QuantizedActivations = _meta(count, inputs, dtype=dtype)
+            if unpacked:
+                scale = _meta(count, 1, dtype=torch.float32)
+                x = QuantizedActivations(codes=_meta(count, inputs, dtype=torch.int8), scale=scale, dtype=dtype)
+            found = spaces.products(count, weight.packing, _chip())
+            for choice in with_neighbours(choice for choice in found if not isinstance(choice, Cublas)):
                 recorder.label = f"int{bits} g{group}{' asym' if zeros else ''}, {count} rows, {tuned.to_json(choice)}"
                 with configs.forced(choice):
-                    w4a16.multiply(x, weight, None, row_scale, dtype)
+                    w4a16.multiply(x, weight, None)
 
 
 def _batch(count: int, new: int) -> ForwardBatch:
@@ -77,7 +82,7 @@ def _batch(count: int, new: int) -> ForwardBatch:
         query_starts=_meta(count + 1, dtype=torch.int32),
         page_table=_meta(count, 128, dtype=torch.int32),
         slots=_meta(count * new, **long),
-        tail_rows=_meta(count, **long),
+        residual_rows=_meta(count, **long),
         logit_rows=_meta(count, **long),
         query_lengths=(new,) * count,
         context_lengths=(8192,) * count,
@@ -90,22 +95,20 @@ def launch_pages(recorder: Recorder, dtype: torch.dtype) -> None:
     options, heads, count = AttentionOptions(scale=0.1), 8, 32
     for dim in HEAD_DIMS:
         for kind in KV_TYPES:
-            layout = make_layout(num_heads=heads, head_dim=dim, page_size=PAGE, dtype=dtype, scheme=kv_scheme(kind))
-            tail = _meta(count, heads, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
-            views = layout.views(_meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
+            layout = layer_layout(num_heads=heads, head_dim=dim, page_size=PAGE, dtype=dtype, scheme=kv_scheme(kind))
+            residual = _meta(count, heads, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
+            views = layout.views(_meta(4096, layout.page_bytes, dtype=torch.uint8), residual)
             halved = kind == "int4"
             default = choices.default_prefill(dim, PAGE, kind != "auto", halved, _chip())
-            decodes = spaces.decodes(page_size=PAGE, widest=dim, halved=halved)
+            decodes = spaces.decodes(page_size=PAGE, head_dim=dim, halved=halved)
             for new, found in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
                 batch = _batch(count, new)
-                query, key, value = (
-                    _meta(count * new, number, dim, dtype=dtype) for number in (4 * heads, heads, heads)
-                )
+                states = tuple(_meta(count * new, number, dim, dtype=dtype) for number in (4 * heads, heads, heads))
                 attend = paged_decode.attend if new == 1 else paged_prefill.attend
                 for choice in with_neighbours(found):
                     recorder.label = f"{kind} KV, {dim} channels, {tuned.to_json(choice)}"
                     with configs.forced(choice):
-                        attend(query, key, value, views, replace(batch), options, torch.empty_like(query))
+                        attend(states, views, replace(batch), options, torch.empty_like(states[0]))
 
 
 WORK = (launch_products, launch_pages)

@@ -32,13 +32,12 @@ from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_a
 from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.gpu as kernels
-from quantkit.kernels.attention import AttentionOptions, HeadNorms
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.gpu import grouped
-from quantkit.kernels.gpu.grouped import ExpertWeights
-from quantkit.kernels.gpu.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
-from quantkit.kernels.layouts import kv_scheme, make_layout
-from quantkit.kernels.quantized_activations import Rounding
+from quantkit.kernels.gpu import expert_tiles
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights
+from quantkit.kernels.gpu.packing import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight, Packing
+from quantkit.kernels.layouts import KVViews, kv_scheme, layer_layout
+from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms, QuantizedActivations, States
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
@@ -65,10 +64,10 @@ PACKED: dict[str, tuple[int, int, torch.dtype | None, dict[str, Any]]] = {
     "int4 channel": (4, 0, None, {}),
     "int8 channel": (8, 0, None, {}),
     "int8 g128": (8, 128, None, {}),
-    "int8 channel in order": (8, 0, torch.float32, {"natural": True}),
+    "int8 channel unpacked": (8, 0, torch.float32, {"unpacked": True}),
     "int2 g64 asym": (2, 64, None, {"zeros": True}),
     "fp8 channel": (8, 0, torch.float32, {"kind": E4M3}),
-    "fp8 channel in order": (8, 0, torch.float32, {"kind": E4M3, "natural": True}),
+    "fp8 channel unpacked": (8, 0, torch.float32, {"kind": E4M3, "unpacked": True}),
     "fp8 128x128": (8, 128, torch.float32, {"kind": E4M3}),
     "nvfp4": (4, 16, torch.uint8, {"kind": E2M1, "scales": E4M3_BYTES, "outer": 3.0}),
     "nvfp4, joined": (4, 16, torch.float32, {"kind": E2M1}),
@@ -79,12 +78,16 @@ PACKED: dict[str, tuple[int, int, torch.dtype | None, dict[str, Any]]] = {
 # Inputs of 8 bits that these are multiplied with; e4m3 comes as bytes.
 CODES = {
     "int4 g128": (torch.int8, torch.uint8),
-    "int8 channel in order": (torch.int8,),
+    "int8 channel unpacked": (torch.int8,),
     "fp8 channel": (torch.uint8,),
-    "fp8 channel in order": (torch.uint8,),
+    "fp8 channel unpacked": (torch.uint8,),
 }
 
-ROUNDINGS = (Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.5))
+QUANTIZATIONS = (
+    ActivationQuantization(name="int8"),
+    ActivationQuantization(name="fp8"),
+    ActivationQuantization(name="fp8", step=0.5),
+)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -93,8 +96,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _packed(
-    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, **variant: Any
-) -> PackedWeight:
+    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, outer: float = 1.0,
+    **variant: Any,
+) -> PackedWeight:  # fmt: skip
     width = 4096
     groups = 1 if group == 0 else width // group
     return PackedWeight(
@@ -102,10 +106,8 @@ def _packed(
         scale=meta(groups, rows, dtype=scale_dtype),
         zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
         shape=(rows, width),
-        bits=bits,
-        span=min(group or 64, 64),
-        group=group,
-        **variant,
+        packing=Packing(bits=bits, span=min(group or 64, 64), group=group, has_zero=zeros, **variant),
+        outer=outer,
     )
 
 
@@ -116,39 +118,42 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
     for name, (bits, group, scale_dtype, variant) in PACKED.items():
         weight = _packed(bits, group, scale_dtype or dtype, **variant)
         width = weight.shape[1]
-        if not weight.natural:  # else for codes as inputs, below
+        if not weight.packing.unpacked:  # else for codes as inputs, below
             usual = (1, 4, 16, 32, 64) if name.startswith("int4") else (1, 16, 64)
             for count in (1, 4) if bits == 2 else usual:
                 recorder.label = f"{name}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
-            recorder.label = f"{name}, decoded"
-            w4a16.decode(weight, dtype)
+            recorder.label = f"{name}, dequantized"
+            w4a16.dequantize_weight(weight, dtype)
         for codes in CODES.get(name, ()):
-            for count in (1, 16) if weight.natural else (1, 16, 64):
+            for count in (1, 16) if weight.packing.unpacked else (1, 16, 64):
                 recorder.label = f"{name} x {'int8' if codes == torch.int8 else 'fp8'}, {count} rows"
-                w4a16.multiply(meta(count, width, dtype=codes), weight, None, meta(count, dtype=torch.float32), dtype)
-    _launch_rounding(recorder, dtype)
+                scale = meta(count, 1, dtype=torch.float32)
+                rows = QuantizedActivations(codes=meta(count, width, dtype=codes), scale=scale, dtype=dtype)
+                w4a16.multiply(rows, weight, None)
+    _launch_quantization(recorder, dtype)
 
 
-def _launch_rounding(recorder: Recorder, dtype: torch.dtype) -> None:
-    from quantkit.kernels.gpu import int8, w8a8
+def _launch_quantization(recorder: Recorder, dtype: torch.dtype) -> None:
+    from quantkit.kernels.gpu import int8_product
+    from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows, scale_sums
 
     outputs, width = 8192, 4096
     for name in ("int8", "fp8"):
         for step in (None, 0.5):
             recorder.label = f"inputs to {name}" + ("" if step is None else ", fixed scale")
-            rows = w8a8.round_rows(meta(64, width, dtype=dtype), Rounding(name=name, step=step))
+            rows = quantize_rows(meta(64, width, dtype=dtype), ActivationQuantization(name=name, step=step))
         recorder.label = f"{name} inputs to 16 bits"
-        w8a8.values_of(rows, dtype)
+        dequantize_rows(rows, dtype)
     recorder.label = "inputs to fp8 by groups"
-    w8a8.round_rows(meta(64, 128, dtype=dtype), Rounding(name="fp8"))
+    quantize_rows(meta(64, 128, dtype=dtype), ActivationQuantization(name="fp8"))
     recorder.label = "int8 sums to outputs"
     scale = meta(outputs, dtype=torch.float32)
-    w8a8.scale_sums(meta(64, outputs, dtype=torch.int32), meta(64, 1, dtype=torch.float32), scale, None, dtype)
+    scale_sums(meta(64, outputs, dtype=torch.int32), meta(64, 1, dtype=torch.float32), scale, None, dtype)
     for count in (16, 64, 300):
         recorder.label = f"int8 x int8, {count} rows"
-        rows = w8a8.round_rows(meta(count, width, dtype=dtype), Rounding(name="int8"))
-        int8.multiply(rows, meta(outputs, width, dtype=torch.int8), scale, None)
+        rows = quantize_rows(meta(count, width, dtype=dtype), ActivationQuantization(name="int8"))
+        int8_product.multiply(rows, meta(outputs, width, dtype=torch.int8), scale, None)
 
 
 def launch_heads(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -172,7 +177,7 @@ def _batch(count: int) -> ForwardBatch:
         query_starts=meta(count + 1, dtype=torch.int32),
         page_table=meta(count, 128, dtype=torch.int32),
         slots=meta(count, **long),
-        tail_rows=meta(count, **long),
+        residual_rows=meta(count, **long),
         logit_rows=meta(count, **long),
         query_lengths=(1,) * count,
         context_lengths=(8192,) * count,
@@ -183,14 +188,14 @@ def _batch(count: int) -> ForwardBatch:
 def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
     """Paged decode, chunks and the store: KV types, head widths, options."""
     plain = AttentionOptions(scale=0.1)
-    every = AttentionOptions(scale=0.1, window=512, softcap=30.0, sinks=meta(32, dtype=torch.float32))
+    every = AttentionOptions(scale=0.1, window=512, softcap=30.0)
     for dim in HEAD_DIMS:
         for kind, scheme in (KV_TYPES | RARE_KV_TYPES if dim == 128 else KV_TYPES).items():
             usual = dim == 128 and kind in KV_TYPES
             for count in (1, 32) if usual else (32,):
                 _launch_layer(recorder, f"{kind} KV, {dim} channels", scheme, dim, count, plain, dtype)
             if usual:
-                _launch_layer(recorder, f"{kind} KV, {dim} channels, window, cap, sinks", scheme, dim, 32, every, dtype)
+                _launch_layer(recorder, f"{kind} KV, {dim} channels, window, cap", scheme, dim, 32, every, dtype)
 
 
 def _launch_layer(
@@ -200,39 +205,39 @@ def _launch_layer(
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
     from quantkit.kernels.gpu import paged_decode, paged_prefill
 
-    layout = make_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
-    tail = meta(32, 8, layout.tail_tokens, dim, dtype=dtype) if layout.has_tail else None
-    views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), tail)
-    query, key, value = (meta(count, heads, dim, dtype=dtype) for heads in (32, 8, 8))
+    layout = layer_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
+    residual = meta(32, 8, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
+    views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), residual)
+    states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
     out = meta(count, 32, dim, dtype=dtype)
     recorder.label = f"{label}, batch {count}"
-    paged_decode.attend(query, key, value, views, _batch(count), options, out)
+    paged_decode.attend(states, views, _batch(count), options, out)
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
-    paged_prefill.attend(query, key, value, views, chunks, options, out)
+    paged_prefill.attend(states, views, chunks, options, out)
     if dim == 128 and count == 1:
         recorder.label = f"{label}, drafts"
-        paged_prefill.attend(query, key, value, views, replace(chunks, query_lengths=(5,)), options, out)
+        paged_prefill.attend(states, views, replace(chunks, query_lengths=(5,)), options, out)
     if count > 1 and options.window is None:
-        _launch_entries(recorder, label, query, key, value, views)
+        _launch_entries(recorder, label, states, views)
 
 
-def _launch_entries(recorder: Recorder, label: str, *tensors: Any) -> None:
+def _launch_entries(recorder: Recorder, label: str, states: States, views: KVViews) -> None:
     """Norm, rotation and store."""
     from quantkit.kernels.gpu import kv_store
 
-    count, _, dim = tensors[0].shape
-    weight = meta(dim, dtype=tensors[0].dtype)
+    count, _, dim = states[0].shape
+    weight = meta(dim, dtype=states[0].dtype)
     norms = HeadNorms(query=weight, key=weight, eps=1e-6, offset=0.0)
     variants = [(False, dim // 2, None), (False, dim // 2, norms)] if dim == 128 else [(True, dim // 4, norms)]
     for interleaved, half, normed in variants:
         angles = (meta(count, half, dtype=torch.float32),) * 2
         options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
         recorder.label = label + ("" if normed is None else ", norms")
-        kv_store.enter(*tensors, _batch(count), options, angles)
-    if dim == 128 and tensors[3].key_tail is not None:
+        kv_store.enter(states, views, _batch(count), options, angles)
+    if dim == 128 and views.key_residual is not None:
         recorder.label = f"{label}, beside chunks"
-        kv_store.enter(*tensors, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
+        kv_store.enter(states, views, replace(_batch(count), query_lengths=(1,) * (count - 1) + (5,)), options, angles)
 
 
 # Experts: name, bits, group, zeros, what fields and scales are.
@@ -253,18 +258,17 @@ def _experts_of(
     """Experts without memory."""
     _, bits, group, zeros, fields, scales = kind
     groups = 1 if group == 0 else width // group
-    words = meta(count, rows, width, dtype=dtype) if bits == 16 else None
+    packing = Packing(bits=bits, span=min(64, group or 64), group=group, has_zero=zeros, kind=fields, scales=scales)
+    if bits == 16:
+        words = meta(count, rows, width, dtype=dtype)
+        return ExpertWeights(words=words, scale=None, zero=None, shape=(rows, width), packing=packing)
     return ExpertWeights(
-        words=meta(count, rows, width * bits // 32, dtype=torch.int32) if words is None else words,
-        scale=meta(count, groups, rows, dtype=torch.uint8 if scales else dtype) if words is None else None,
+        words=meta(count, rows, width * bits // 32, dtype=torch.int32),
+        scale=meta(count, groups, rows, dtype=torch.uint8 if scales else dtype),
         zero=meta(count, groups, rows, dtype=torch.uint8) if zeros else None,
         shape=(rows, width),
-        bits=bits,
-        span=min(64, group or 64),
-        group=group,
-        kind=fields,
-        scales=scales,
-        outer=meta(count, dtype=torch.float32) if words is None else None,
+        packing=packing,
+        outer=meta(count, dtype=torch.float32),
     )
 
 
@@ -275,7 +279,7 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
     hidden, width = 2048, 1024
     for count, picks, activation in ((8, 2, "silu"), (128, 8, "gelu_pytorch_tanh")):
         for kind in EXPERTS if count == 8 else EXPERTS[:1]:
-            made = experts.StackedExperts(
+            stacked = experts.TritonExperts(
                 _experts_of(count, 2 * width, hidden, kind, dtype),
                 _experts_of(count, hidden, width, kind, dtype),
                 activation=activation,
@@ -283,42 +287,42 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
                 normalize=count == 8,
             )
             # An expert has T k / E tokens on average.
-            tokens_of = [size * count // picks for size in grouped.tile_rows(kind[1] == 16)]
+            tokens_of = [size * count // picks for size in expert_tiles.tile_rows(kind[1] == 16)]
             for tokens in (1, 4, *tokens_of) if count == 8 else (1, tokens_of[0]):
                 recorder.label = f"{picks} of {count} experts, {kind[0]}, {tokens} tokens"
                 x = meta(tokens, hidden, dtype=dtype)
                 shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
-                made(x, meta(tokens, count, dtype=dtype), shared, score)
+                stacked(x, meta(tokens, count, dtype=dtype), shared, score)
 
 
 def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
     """Norms, rotation, gates."""
-    from quantkit.kernels.gpu import norms
+    from quantkit.kernels.gpu import ops
 
     for width in (64, 128, 4096, 8192, 16384):
         recorder.label = f"{width} features"
         x = meta(4, width, dtype=dtype)
-        for residual in (None, x):
-            norms.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, residual)
-        for rounding in ROUNDINGS if width >= 4096 else ():
-            recorder.label = f"{width} features to {rounding.name}" + (", fixed scale" if rounding.step else "")
-            norms.rounded_rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x, rounding)
+        ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0)
+        ops.add_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0)
+        for quantization in QUANTIZATIONS if width >= 4096 else ():
+            fixed = ", fixed scale" if quantization.step else ""
+            recorder.label = f"{width} features to {quantization.name}{fixed}"
+            ops.quantized_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0, quantization)
     angles = meta(4, 64, dtype=torch.float32)
     for interleaved in (False, True):
         recorder.label = "interleaved" if interleaved else "halves"
-        norms.rotary_(meta(4, 32, 128, dtype=dtype), meta(4, 8, 128, dtype=dtype), angles, angles, interleaved)
+        ops.rotary_(meta(4, 32, 128, dtype=dtype), meta(4, 8, 128, dtype=dtype), angles, angles, interleaved)
     for name in ("silu", "gelu_pytorch_tanh"):
         recorder.label = name
-        norms.gated(meta(4, 2 * 14336, dtype=dtype), name)
-    for rounding in ROUNDINGS:
-        recorder.label = f"silu to {rounding.name}" + (", fixed scale" if rounding.step else "")
-        norms.rounded_gated(meta(4, 2 * 14336, dtype=dtype), "silu", rounding)
+        ops.gated(meta(4, 2 * 14336, dtype=dtype), name)
+    for quantization in QUANTIZATIONS:
+        recorder.label = f"silu to {quantization.name}" + (", fixed scale" if quantization.step else "")
+        ops.quantized_gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
 
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
     """The draw and what comes before it, for vocabularies of all sizes."""
-    from quantkit.kernels.gpu import head, sampling
-    from quantkit.kernels.gpu import partial_argmax as maxima
+    from quantkit.kernels.gpu import head, partial_argmax, sampling
 
     single, whole, long = ({"dtype": kind} for kind in (torch.float32, torch.int32, torch.int64))
     for size in (320, 32000, 50257, 128256, 262144):
@@ -326,7 +330,7 @@ def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
         sampling.choose(meta(4, size, **single), meta(4, **long), meta(4, **whole), meta(4, 3, **single))
         for count in (4, head.MOST_ROWS + 1):  # of heads that are not packed
             head.logits(lambda x: x, meta(count, size, dtype=dtype), 1.0, None)
-        maxima.find_first(maxima.make_maxima(4, -(-size // 16), torch.device("meta")))
+        partial_argmax.argmax(partial_argmax.empty_partial_argmax(4, -(-size // 16), torch.device("meta")))
 
 
 Work = Callable[[Recorder, torch.dtype], None]
@@ -365,13 +369,13 @@ def record(
 
 def unlaunched(launches: Iterable[Launch]) -> set[str]:
     """Kernels of the package that nothing launched; device functions that kernels call do not count."""
-    found = set()
+    kernels_here = set()
     for info in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{info.name}")
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and name.endswith("_kernel"):
-                found.add(name)
-    return found - {launch.kernel.__name__ for launch in launches}
+                kernels_here.add(name)
+    return kernels_here - {launch.kernel.__name__ for launch in launches}
 
 
 def everything(

@@ -1,4 +1,4 @@
-"""Mixtures of experts by tokens: quantkit's grouped products against a loop over vendor products and `_grouped_mm`.
+"""Mixtures of experts by tokens: quantkit's grouped products against a loop over cuBLAS products and `_grouped_mm`.
 
 What is timed is everything between the router's scores and the sum over a token's experts. Scores are random, weights
 are random and rotate through more than four L2 caches. The loop asks the host who is chosen, so it is no graph.
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from quantkit.benchmark.timing import measure, num_copies
-from quantkit.kernels import experts as reference
 from quantkit.kernels import ops
-from quantkit.kernels.gpu.experts import StackedExperts
-from quantkit.kernels.gpu.grouped import ExpertWeights
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights
+from quantkit.kernels.gpu.experts import TritonExperts
+from quantkit.kernels.gpu.packing import Packing
+from quantkit.kernels.reference import experts as reference
 
 # Experts, chosen, hidden width, width of an expert.
 SHAPES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3 30B-A3B": (128, 8, 2048, 768), "tiny": (2, 1, 128, 128)}
@@ -40,9 +41,7 @@ def _packed(count: int, rows: int, width: int, device: torch.device) -> ExpertWe
         scale=scale.to(dtype_on(device.type)),
         zero=None,
         shape=(rows, width),
-        bits=4,
-        span=64 if width % 512 == 0 else 32 if width % 256 == 0 else 16,
-        group=128,
+        packing=Packing(bits=4, span=64 if width % 512 == 0 else 32 if width % 256 == 0 else 16, group=128),
         outer=torch.ones(count, device=device),
     )
 
@@ -53,17 +52,17 @@ def _dense(count: int, rows: int, width: int, device: torch.device) -> Tensor:
 
 def _as_they_are(weight: Tensor) -> ExpertWeights:
     shape = (weight.shape[1], weight.shape[2])
-    return ExpertWeights(words=weight, scale=None, zero=None, shape=shape, bits=16, span=0, group=0)
+    return ExpertWeights(words=weight, scale=None, zero=None, shape=shape, packing=Packing(bits=16, span=0, group=0))
 
 
 def _quantkit(name: str, sizes: tuple[int, int, int, int], device: torch.device) -> Mix:
     count, picks, hidden, width = sizes
     shapes = (count, 2 * width, hidden), (count, hidden, width)
     if "w4a16" in name:
-        made = [_packed(*shape, device) for shape in shapes]
+        weights = [_packed(*shape, device) for shape in shapes]
     else:
-        made = [_as_they_are(_dense(*shape, device)) for shape in shapes]
-    stacked = StackedExperts(*made, activation="silu", num_chosen=picks, normalize=True)
+        weights = [_as_they_are(_dense(*shape, device)) for shape in shapes]
+    stacked = TritonExperts(*weights, activation="silu", num_chosen=picks, normalize=True)
     return lambda x, scores: stacked(x, scores, None, None)
 
 
@@ -95,9 +94,9 @@ def _grouped_mm(name: str, sizes: tuple[int, int, int, int], device: torch.devic
         places, order = chosen.view(-1).sort(stable=True)
         ends = torch.searchsorted(places, numbers, right=True).to(torch.int32)
         opened = ops.gated(torch._grouped_mm(x[order // picks], up.transpose(1, 2), offs=ends), "silu")
-        parts = torch._grouped_mm(opened, down.transpose(1, 2), offs=ends)
-        parts = parts * weights.view(-1)[order].unsqueeze(1).to(x.dtype)
-        return torch.zeros_like(x).index_add_(0, order // picks, parts)
+        outputs = torch._grouped_mm(opened, down.transpose(1, 2), offs=ends)
+        outputs = outputs * weights.view(-1)[order].unsqueeze(1).to(x.dtype)
+        return torch.zeros_like(x).index_add_(0, order // picks, outputs)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Linears by rows: quantkit's, as `make_linear` chooses them, against cuBLAS and low-bit products of others.
+"""Linears by rows: quantkit's, as `build_linear` chooses them, against cuBLAS and low-bit products of others.
 
 Weights are random and rotate through more than four L2 caches; the most telling figures come first, and what does not
 fit the time is left out.
@@ -17,7 +17,7 @@ from timing import Results, dtype_on, gemm_rate, parse
 from torch import Tensor
 
 from quantkit.benchmark.timing import measure, num_copies
-from quantkit.kernels.linear import make_linear
+from quantkit.kernels.ops.linear import build_linear
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -64,7 +64,7 @@ def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.dev
 def _quantkit(name: str, rows: int, width: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     weight_scheme, activation = SCHEMES[name]
     weight = random_weight(rows, width, weight_scheme, device)
-    return make_linear(weight, activation=activation, dtype=dtype_on(device.type), device=device)
+    return build_linear(weight, activation=activation, dtype=dtype_on(device.type), device=device)
 
 
 # What makes them, and the bytes of a weight where the linear does not say.

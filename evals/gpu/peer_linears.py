@@ -29,7 +29,7 @@ def _need(name: str, device: torch.device) -> Any:
 
 
 def cublas(rows: int, width: int, device: torch.device) -> Product:
-    """bf16 by the vendor's library."""
+    """bf16 by cuBLAS."""
     weight = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
     return lambda x: torch.nn.functional.linear(x.to(torch.bfloat16), weight)
 

@@ -11,7 +11,8 @@ from linears import SCHEMES, random_weight
 from timing import dtype_on
 from torch import Tensor
 
-from quantkit.kernels.linear import Linear, make_linear
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.types import Linear
 from quantkit.models.families import find
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig, read_config
@@ -109,11 +110,11 @@ class RandomWeights:
         """A linear of random weights; a decode step reads this much of it."""
         if kind is None:
             weight = torch.randn(rows, width, device=self.device, dtype=self.dtype) * width**-0.5
-            result = make_linear(weight, dtype=self.dtype, device=self.device)
+            result = build_linear(weight, dtype=self.dtype, device=self.device)
         else:
             scheme, activation = SCHEMES[kind]
             codes = random_weight(rows, width, scheme, self.device)
-            result = make_linear(codes, activation=activation, dtype=self.dtype, device=self.device)
+            result = build_linear(codes, activation=activation, dtype=self.dtype, device=self.device)
         self.num_bytes += result.stored_bytes
         self.stored_bytes += round(result.stored_bytes * read_share)
         return result

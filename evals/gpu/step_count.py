@@ -36,7 +36,7 @@ META = torch.device("meta")
 PROCESSORS = 132
 # Arguments that a kernel of quantkit only writes.
 _OF_EXPERTS = ("words", "scale", "zero", "outer")
-_WRITTEN = {"out", "total", "part_out", "part_sums", "parts", "counters", "maxima"}
+_WRITTEN = {"out", "total", "partial_out", "partial_sums", "partials", "counters", "partial_argmax"}
 # Operations of torch that read as much of a table as they return.
 _LOOKUPS = ("embedding", "index")
 
@@ -128,7 +128,7 @@ def decode_batch(batch: int, context: int) -> ForwardBatch:
         query_starts=numbers(batch + 1, dtype=torch.int32),
         page_table=numbers(batch, -(-context // PAGE), dtype=torch.int32),
         slots=numbers(batch),
-        tail_rows=numbers(batch),
+        residual_rows=numbers(batch),
         logit_rows=numbers(batch),
         query_lengths=(1,) * batch,
         context_lengths=(context,) * batch,

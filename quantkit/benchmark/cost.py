@@ -116,7 +116,7 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     layers = [
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
-            pair_flops=2 * config.num_heads * (layout.head_dim + layout.value_width),
+            pair_flops=2 * config.num_heads * 2 * layout.head_dim,
             window=layer.window,
         )
         for layout, layer in zip(layouts, config.layers, strict=True)

@@ -20,7 +20,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
-from quantkit.kernels.layouts import kv_dtype, page_bytes, tail_bytes
+from quantkit.kernels.layouts import kv_dtype, page_bytes, residual_bytes
 from quantkit.models.families import find
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -113,7 +113,7 @@ def predict(
     return Prediction(
         weight_bytes=sizes.total(head_dtype),
         page_bytes=page_bytes(layouts),
-        tail_bytes=tail_bytes(layouts, 1),
+        tail_bytes=residual_bytes(layouts, 1),
         config=config,
         dtype=chosen,
         native=on_cpu,

@@ -63,22 +63,29 @@ def in_turns(recorded: Sequence[Recorded], device: str, repeats: int) -> list[li
     Returns:
         for each of `recorded`, one sample per turn.
     """
-    order = list(enumerate(recorded))
-    if torch.device(device).type != "cuda":
-        return _host_turns(order, repeats)
-    events: list[list[tuple[Any, Any]]] = [[] for _ in recorded]
+    on_gpu = torch.device(device).type == "cuda"
+    marks: list[list[tuple[Any, Any]]] = [[] for _ in recorded]
+    order = list(zip(recorded, marks, strict=True))
     for turn in range(repeats):
-        for index, item in order if turn % 2 == 0 else reversed(order):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
+        for item, samples in order if turn % 2 == 0 else reversed(order):
+            begin = _mark(on_gpu)
             item.run()
-            end.record()
-            events[index].append((begin, end))
-    torch.cuda.synchronize()
+            samples.append((begin, _mark(on_gpu)))
+    if on_gpu:
+        torch.cuda.synchronize()
     return [
-        [begin.elapsed_time(end) * 1e3 / item.num_calls for begin, end in samples]
-        for item, samples in zip(recorded, events, strict=True)
+        [(begin.elapsed_time(end) * 1e3 if on_gpu else (end - begin) * 1e6) / item.num_calls for begin, end in samples]
+        for item, samples in order
     ]
+
+
+def _mark(on_gpu: bool) -> Any:
+    """This moment: an event of the stream, or the host's clock."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
@@ -86,16 +93,6 @@ def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:
     item = record(calls, device)
     times = sorted(in_turns([item], device, repeats if item.how != "host" else min(repeats, 3))[0])
     return {"us": median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "how": item.how}
-
-
-def _host_turns(order: list[tuple[int, Recorded]], repeats: int) -> list[list[float]]:
-    times: list[list[float]] = [[] for _ in order]
-    for turn in range(repeats):
-        for index, item in order if turn % 2 == 0 else reversed(order):
-            begun = time.perf_counter()
-            item.run()
-            times[index].append((time.perf_counter() - begun) * 1e6 / item.num_calls)
-    return times
 
 
 def _quick(calls: Calls) -> bool:

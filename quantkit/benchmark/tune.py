@@ -1,9 +1,9 @@
-"""Which choice is fastest on this GPU: a search per kernel and shape that a rule of proof ends.
+"""Which choice is fastest on this GPU: a search per kernel and shape that ends in a comparison with the default.
 
 Of the candidates of a case those that do not compile, spill or compute something else are dropped. The rest is measured
 in turns, a few samples first; the better half goes on with twice as many. The best few get their neighbours as rivals,
 and the last one is measured in turns with the default: only if it is more than 2 % faster, by the median of the ratios
-of neighbours in time, it takes the default's place. Every finished case is written at once.
+of neighbours in time, it replaces the default. Every finished case is written at once.
 What runs and what a clock says are the business of a `Problem`, so that the search itself is tested without a GPU.
 Source: Jamieson and Talwalkar 2016, successive halving.
 """
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from quantkit.kernels.gpu import spaces, tuned
 from quantkit.kernels.gpu.choices import Choice
 
 LEAST_GAIN = 1.02
-"""A choice takes the default's place if it is more than so many times as fast."""
+"""A choice replaces the default if it is more than so many times as fast."""
 
 _FIRST_SAMPLES, _MOST_SAMPLES, _LAST_SAMPLES = 3, 24, 31
 _REFINED = 2  # candidates whose neighbours are measured too
@@ -38,12 +37,12 @@ class Case:
     """One kernel at one shape.
 
     Args:
-        kernel, kind, sizes: see `tuned.Entry`.
+        kernel, kind, sizes: see `tuned.TunedChoice`.
         label: for people.
         default: what runs without a file.
         candidates: what else may run.
         chip: compute capability.
-        work: what a `Problem` is made of.
+        work: what a `Problem` does.
     """
 
     kernel: str
@@ -58,7 +57,7 @@ class Case:
     @property
     def key(self) -> tuple[Any, ...]:
         """That of its entry."""
-        return self.kernel, self.kind, tuple(sorted(self.sizes.items()))
+        return tuned.key_of(self.kernel, self.kind, self.sizes)
 
 
 class Problem(Protocol):
@@ -89,7 +88,7 @@ class Outcome:
     """
 
     case: Case
-    entry: tuned.Entry | None
+    entry: tuned.TunedChoice | None
     num_tried: int
     dropped: dict[str, int]
     problem: str = ""
@@ -100,15 +99,13 @@ class Tuning:
     """A run.
 
     Args:
-        path: of the file.
-        table: what it holds now.
+        table: what its file holds now.
         outcomes: of the cases that this run finished.
         num_kept: cases that an earlier run had finished.
         num_left: cases for which there was no time.
         seconds: it took.
     """
 
-    path: Path
     table: tuned.Table
     outcomes: tuple[Outcome, ...]
     num_kept: int
@@ -138,11 +135,11 @@ class _Search:
         best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
         rivals = self._usable(other for choice in best for other in spaces.refined(choice, self.case.chip))
         winner = self._halve([*best, *rivals], 1)[0]
-        return self._outcome(self._prove(winner))
+        return self._outcome(self._compared_with_default(winner))
 
     def _usable(self, choices: Iterable[Choice]) -> list[Choice]:
         """Those that were not tried before and can be used."""
-        found = []
+        usable = []
         for choice in choices:
             if choice in self.tried:
                 continue
@@ -153,8 +150,8 @@ class _Search:
             if wrong:
                 self.dropped[wrong] += 1
             else:
-                found.append(choice)
-        return found
+                usable.append(choice)
+        return usable
 
     def _halve(self, choices: list[Choice], keep: int) -> list[Choice]:
         """The best few."""
@@ -169,31 +166,23 @@ class _Search:
             samples = min(2 * samples, _MOST_SAMPLES)
         return choices
 
-    def _prove(self, winner: Choice) -> tuned.Entry:
+    def _compared_with_default(self, winner: Choice) -> tuned.TunedChoice:
         """The winner if it beats the default, else the default."""
         default = self.case.default
-        if winner == default:
-            (taken,) = self.problem.times([default], _LAST_SAMPLES)
-            return self._entry(default, median(taken), median(taken), 1.0)
-        before, after = self.problem.times([default, winner], _LAST_SAMPLES)
-        ratio = median(old / new for old, new in zip(before, after, strict=True))
-        if ratio > LEAST_GAIN:
-            return self._entry(winner, median(after), median(before), ratio)
-        return self._entry(default, median(before), median(before), 1.0)
-
-    def _entry(self, choice: Choice, now: float, before: float, ratio: float) -> tuned.Entry:
-        case = self.case
-        return tuned.Entry(
-            kernel=case.kernel,
-            kind=case.kind,
-            sizes=case.sizes,
-            choice=choice,
-            microseconds=now,
-            default_microseconds=before,
-            ratio=ratio,
+        before, *after = self.problem.times(list(dict.fromkeys([default, winner])), _LAST_SAMPLES)
+        ratio = median(old / new for old, new in zip(before, after[0], strict=True)) if after else 1.0
+        is_better = ratio > LEAST_GAIN
+        return tuned.TunedChoice(
+            kernel=self.case.kernel,
+            kind=self.case.kind,
+            sizes=self.case.sizes,
+            choice=winner if is_better else default,
+            microseconds=median(after[0] if is_better else before),
+            default_microseconds=median(before),
+            ratio=ratio if is_better else 1.0,
         )
 
-    def _outcome(self, entry: tuned.Entry | None, problem: str = "") -> Outcome:
+    def _outcome(self, entry: tuned.TunedChoice | None, problem: str = "") -> Outcome:
         tried = len(self.tried - {self.case.default})
         return Outcome(case=self.case, entry=entry, num_tried=tried, dropped=dict(self.dropped), problem=problem)
 
@@ -214,11 +203,8 @@ def search(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: F
 def tune(
     cases: Sequence[Case],
     open_problem: Open,
+    fresh: tuned.Table,
     *,
-    path: Path,
-    device: str,
-    capability: int,
-    versions: dict[str, str],
     seconds: float,
     again: bool = False,
     report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
@@ -228,9 +214,8 @@ def tune(
 
     Args:
         cases: the most important first.
-        open_problem: makes a case ready to run, and puts its memory back.
-        path: the file; what it holds of other cases stays.
-        device, capability, versions: what the file says of the GPU and of what measured.
+        open_problem: prepares a case to be run, and frees its memory.
+        fresh: an empty table of the GPU and of what measures, and the path of its file; what that holds stays.
         seconds: no case is begun, and none that is not decided is kept, after these.
         again: measure also what the file has; one that cannot be read is replaced.
         report: called with each case that is finished, or None for one that the file has, its number and how many.
@@ -240,7 +225,7 @@ def tune(
         OutputError: it cannot be written.
     """
     begun = clock()
-    table = _table(path, device, capability, versions, again)
+    table = _table(fresh, again)
     known = set() if again else {entry.key for entry in table.entries}
     outcomes: list[Outcome] = []
     num_kept = num_left = 0
@@ -257,10 +242,9 @@ def tune(
         outcomes.append(outcome)
         if outcome.entry is not None:
             table = replace(table, entries=tuned.merged(table.entries, [outcome.entry]))
-            tuned.write(path, table)
+            tuned.write(table.path, table)
         report(outcome, number, len(cases))
     return Tuning(
-        path=path,
         table=table,
         outcomes=tuple(outcomes),
         num_kept=num_kept,
@@ -279,24 +263,20 @@ def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) 
         return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem="does not fit the device's memory")
 
 
-def _table(path: Path, device: str, capability: int, versions: dict[str, str], again: bool) -> tuned.Table:
+def _table(fresh: tuned.Table, again: bool) -> tuned.Table:
     """What the file holds; nothing where there is none, or where a new beginning is wanted."""
-    fresh = tuned.Table(device=device, capability=capability, versions=versions, entries=(), path=path)
-    if not path.exists():
-        return fresh
+    path, versions = fresh.path, dict(fresh.versions)
     try:
-        table = tuned.read(path, device)
+        table = tuned.read(path, fresh.device) if path.exists() else fresh
     except InputError:
         if not again:
             raise
         return fresh
-    if dict(table.versions) == versions:
-        return table
-    if again:
+    if again and dict(table.versions) != versions:
         return fresh
-    then, now = (
-        ", ".join(f"{name} {said[name]}" for name in sorted(said)) for said in (dict(table.versions), versions)
-    )
-    raise InputError(
-        f"{path}: was measured with {then}, this is {now}; begin anew with --again, or give another --output"
-    )
+    if dict(table.versions) != versions:
+        then, now = (", ".join(f"{name} {of[name]}" for name in sorted(of)) for of in (dict(table.versions), versions))
+        raise InputError(
+            f"{path}: was measured with {then}, this is {now}; begin anew with --again, or give another --output"
+        )
+    return table

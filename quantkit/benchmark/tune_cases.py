@@ -1,6 +1,6 @@
 """What there is to choose for a model: the distinct products and page reads of its layers, as cases of `tune`.
 
-Of a checkpoint only config.json and headers are read. A case is found again by what `kernels.triton.configs` asks with,
+Of a checkpoint only config.json and headers are read. A case is found again by what `kernels.gpu.configs` asks with,
 so each product is described by packing a few rows of a random weight of its kind. Linears that no packed kernel runs,
 and sizes at which there is nothing to choose, make no case.
 Shapes: N outputs, K inputs, M rows.
@@ -18,8 +18,9 @@ import torch
 from quantkit.benchmark.predict import quantized_linears
 from quantkit.benchmark.tune import Case
 from quantkit.errors import InputError, suggestion
-from quantkit.kernels.gpu import choices, configs, layout, spaces
-from quantkit.kernels.gpu.layout import PackedWeight
+from quantkit.kernels.gpu import choices, configs, packing, spaces
+from quantkit.kernels.gpu.choices import Choice
+from quantkit.kernels.gpu.packing import Packing
 from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, kv_scheme
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
@@ -28,13 +29,13 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 _PROBE_ROWS = 16
 _CHUNK = 512
-_NATURAL_ROWS = 16  # above them codes as they are go to the vendor's product
+_UNPACKED_ROWS = 16  # above them codes as they are go to cuBLAS
 _FP8_CHIP = 89  # from which on there is one of FP8
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class ProductWork:
     """Rows times a weight.
 
     Args:
@@ -46,29 +47,6 @@ class Product:
     outputs: int
     inputs: int
     rows: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pages:
-    """Attention over pages.
-
-    Args:
-        kv_cache: name of the KV type.
-        query_heads, kv_heads, head_dim: of the model.
-        page_size: tokens of a page.
-        batch: sequences.
-        context: tokens of each, new ones included.
-        new: of each.
-    """
-
-    kv_cache: str
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    batch: int
-    context: int
-    new: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +64,25 @@ class Shapes:
     head_dim: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageWork:
+    """Attention over pages.
+
+    Args:
+        shapes: whose attention.
+        kv_cache: name of the KV type.
+        batch: sequences.
+        context: tokens of each, new ones included.
+        new: of each.
+    """
+
+    shapes: Shapes
+    kv_cache: str
+    batch: int
+    context: int
+    new: int
+
+
 # Hidden width, width of the MLP, heads of queries and of keys, channels of a head.
 _PRESETS = {
     "1B": (2048, 8192, 32, 8, 64),
@@ -94,7 +91,7 @@ _PRESETS = {
 }
 
 
-def preset(name: str, *, bits: int = 4, group: int | None = 128, symmetric: bool = True) -> Shapes:
+def shapes_of_preset(name: str, *, bits: int = 4, group: int | None = 128, symmetric: bool = True) -> Shapes:
     """Layers of a Llama of that size.
 
     Args:
@@ -121,7 +118,7 @@ def preset(name: str, *, bits: int = 4, group: int | None = 128, symmetric: bool
     return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
 
 
-def of_model(path: Path) -> Shapes:
+def shapes_of_model(path: Path) -> Shapes:
     """Layers of a checkpoint, experts left out.
 
     Raises:
@@ -130,15 +127,11 @@ def of_model(path: Path) -> Shapes:
     config, linears = quantized_linears(path)
     distinct = {(rows, width, scheme): None for name, rows, width, scheme in linears if not _EXPERT.search(name)}
     ordered = sorted(distinct, key=lambda linear: -linear[0] * linear[1])
-    return Shapes(
-        linears=tuple(ordered),
-        query_heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    heads = {"query_heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return Shapes(linears=tuple(ordered), **heads)
 
 
-def make_cases(
+def cases_of(
     shapes: Iterable[Shapes],
     *,
     rows: Sequence[int],
@@ -158,21 +151,22 @@ def make_cases(
         chip: compute capability.
     """
     shapes = list(shapes)
-    products = {
-        count: [
-            _product_case(Product(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=count), chip)
+    products: list[list[Case | None]] = [
+        [
+            _product_case(ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=count), chip)
             for one in shapes
             for outputs, inputs, scheme in one.linears
         ]
         for count in rows
-    }
-    first, *others = [products[count] for count in rows] or [[]]
-    decodes = [
+    ]
+    decodes: list[Case | None] = [
         _pages_case(one, kind, batch, context, 1, chip) for batch in batches for one in shapes for kind in kv_types
     ]
-    prefills = [_pages_case(one, kind, 1, context, min(_CHUNK, context), chip) for one in shapes for kind in kv_types]
-    found = [*first, *decodes, *(case for group in others for case in group), *prefills]
-    return list({case.key: case for case in found if case is not None}.values())
+    prefills: list[Case | None] = [
+        _pages_case(one, kind, 1, context, min(_CHUNK, context), chip) for one in shapes for kind in kv_types
+    ]
+    groups = [*products[:1], decodes, *products[1:], prefills]
+    return list({case.key: case for group in groups for case in group if case is not None}.values())
 
 
 def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device) -> QuantizedTensor:
@@ -183,37 +177,37 @@ def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.dev
     return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.bfloat16), torch.bfloat16)
 
 
-def _product_case(work: Product, chip: int) -> Case | None:
-    packed = _packed(work.scheme, work.inputs, chip)
-    if packed is None or (packed.natural and work.rows > _NATURAL_ROWS):
+def _product_case(work: ProductWork, chip: int) -> Case | None:
+    packed = _packing(work.scheme, work.inputs, chip)
+    if packed is None or (packed.unpacked and work.rows > _UNPACKED_ROWS):
         return None
     default = choices.default_product(work.rows, packed.bits, chip, packed.span)
-    found = spaces.products(work.rows, bits=packed.bits, span=packed.span, natural=packed.natural, chip=chip)
-    if not set(found) - {default}:
+    candidates = spaces.products(work.rows, packed, chip)
+    if not set(candidates) - {default}:
         return None
     bucket = configs.row_bucket(work.rows)
     if bucket is None:
         raise InputError(f"products of {work.rows} rows are not tuned; {choices.ROW_BUCKETS[-1]} are the most")
     return Case(
         kernel="product",
-        kind=configs.weight_kind(packed),
+        kind=packed.name,
         sizes={"rows": bucket, "outputs": work.outputs, "inputs": work.inputs},
         label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
         default=default,
-        candidates=tuple(found),
+        candidates=tuple(candidates),
         chip=chip,
         work=work,
     )
 
 
-def _packed(scheme: LinearScheme, inputs: int, chip: int) -> PackedWeight | None:
-    """A few rows as the kernels have them, see `kernels.triton.rounded`; None where other kernels run."""
-    weight, rounded = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
-    alike = rounded is not None and rounded.group_size is None and rounded.dtype is scheme.weight.dtype
+def _packing(scheme: LinearScheme, inputs: int, chip: int) -> Packing | None:
+    """How kernels keep such a weight, see `gpu.quantized_linear`; None where other kernels run."""
+    weight, activation = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
+    alike = activation is not None and activation.group_size is None and activation.dtype is scheme.weight.dtype
     whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 4 == 0
     if alike and whole and (scheme.weight.dtype is INT8 or (scheme.weight.dtype is FP8 and chip >= _FP8_CHIP)):
-        return layout.natural(weight)
-    return None if layout.find_span(weight) is None else layout.pack(weight, torch.device("cpu"))
+        return packing.unpacked(weight).packing
+    return None if packing.find_span(weight) is None else packing.pack(weight, torch.device("cpu")).packing
 
 
 def _as_measured(scheme: LinearScheme) -> LinearScheme:
@@ -224,40 +218,28 @@ def _as_measured(scheme: LinearScheme) -> LinearScheme:
 
 
 def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:
-    work = Pages(
-        kv_cache=kv_cache,
-        query_heads=shapes.query_heads,
-        kv_heads=shapes.kv_heads,
-        head_dim=shapes.head_dim,
-        page_size=DEFAULT_PAGE_SIZE,
-        batch=batch,
-        context=context,
-        new=new,
-    )
-    scheme = kv_scheme(kv_cache) or KVScheme()
-    group = work.query_heads // work.kv_heads
-    kind = configs.cache_kind((scheme.key.describe(), scheme.value.describe()), work.head_dim, work.page_size, group)
-    label = f"{kv_cache} KV, {work.query_heads}/{work.kv_heads} heads of {work.head_dim}"
-    halved = INT4 in (scheme.key.dtype, scheme.value.dtype)
+    work = PageWork(shapes=shapes, kv_cache=kv_cache, batch=batch, context=context, new=new)
+    scheme, size, dim = kv_scheme(kv_cache) or KVScheme(), DEFAULT_PAGE_SIZE, shapes.head_dim
+    label = f"{kv_cache} KV, {shapes.query_heads}/{shapes.kv_heads} heads of {dim}"
+    halved = configs.is_halved(scheme)
+    default: Choice
+    candidates: Sequence[Choice]
     if new > 1:
-        default = choices.default_prefill(work.head_dim, work.page_size, scheme.is_quantized, halved, chip)
-        return Case(
-            kernel="prefill",
-            kind=kind,
-            sizes={},
-            label=f"{label}, {new} new of {context} tokens",
-            default=default,
-            candidates=tuple(spaces.prefills(page_size=work.page_size, default=default)),
-            chip=chip,
-            work=work,
-        )
+        kernel, sizes, label = "prefill", {}, f"{label}, {new} new of {context} tokens"
+        default = choices.default_prefill(dim, size, scheme.is_quantized, halved, chip)
+        candidates = spaces.prefills(page_size=size, default=default)
+    else:
+        kernel, sizes = "decode", {"heads": batch * shapes.kv_heads}
+        label = f"{label}, batch {batch} of {context} tokens"
+        default = choices.default_decode(dim, size, chip)
+        candidates = spaces.decodes(page_size=size, head_dim=dim, halved=halved)
     return Case(
-        kernel="decode",
-        kind=kind,
-        sizes={"heads": batch * work.kv_heads},
-        label=f"{label}, batch {batch} of {context} tokens",
-        default=choices.default_decode(work.head_dim, work.page_size, chip),
-        candidates=tuple(spaces.decodes(page_size=work.page_size, widest=work.head_dim, halved=halved)),
+        kernel=kernel,
+        kind=configs.pages_name(scheme, dim, size, shapes.query_heads // shapes.kv_heads),
+        sizes=sizes,
+        label=label,
+        default=default,
+        candidates=tuple(candidates),
         chip=chip,
         work=work,
     )

@@ -1,11 +1,11 @@
 """`quantkit tune` without its command line: the GPU of this machine, its file, and which files are in force.
 
-The search is in `tune`, what is searched in `_tune_cases`, how it runs in `_tune_problems`.
+The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_problems`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quantkit.benchmark.tune import Outcome, Tuning, tune
-from quantkit.benchmark.tune_cases import Shapes, make_cases, of_model, preset
+from quantkit.benchmark.tune_cases import Shapes, cases_of, shapes_of_model, shapes_of_preset
 from quantkit.benchmark.tune_problems import opener
 from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError
@@ -53,13 +53,15 @@ class TuneOptions:
             InputError: an unknown name, or no such model.
         """
         names = self.shapes or (() if self.model else ("8B",))
-        found = [] if self.model is None else [of_model(resolve(self.model))]
-        return found + [preset(name, bits=self.bits, group=self.group, symmetric=self.symmetric) for name in names]
+        of_model = [] if self.model is None else [shapes_of_model(resolve(self.model))]
+        return of_model + [
+            shapes_of_preset(name, bits=self.bits, group=self.group, symmetric=self.symmetric) for name in names
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedFile:
-    """A file that was looked for.
+    """A file of tuned choices, there or not.
 
     Args:
         path: where.
@@ -101,31 +103,30 @@ def tune_device(
         InputError: there is no CUDA device or no Triton, or what `tune` and `TuneOptions.read_shapes` raise.
         OutputError: the file cannot be written.
     """
-    place = find_gpu(device)
+    gpu_device = find_gpu(device)
     shapes = options.read_shapes()
-    name = torch.cuda.get_device_name(place)
-    cases = make_cases(
+    name, chip = torch.cuda.get_device_name(gpu_device), gpu.capability(gpu_device)
+    cases = cases_of(
         shapes,
         rows=options.rows,
         batches=options.batches,
         context=options.context,
         kv_types=options.kv_types,
-        chip=gpu.capability(place),
+        chip=chip,
     )
-    with torch.inference_mode(), torch.cuda.device(place):
-        found = tune(
+    with torch.inference_mode(), torch.cuda.device(gpu_device):
+        tuning = tune(
             cases,
-            opener(place, torch.bfloat16),
-            path=output or tuned.user_file(name),
-            device=name,
-            capability=gpu.capability(place),
-            versions=versions(),
+            opener(gpu_device, torch.bfloat16),
+            tuned.Table(
+                device=name, capability=chip, versions=versions(), entries=(), path=output or tuned.user_file(name)
+            ),
             seconds=seconds,
             again=again,
             report=report,
         )
     configs.forget()
-    return found
+    return tuning
 
 
 def find_gpu(name: str) -> torch.device:
@@ -134,40 +135,39 @@ def find_gpu(name: str) -> torch.device:
     Raises:
         InputError: there is none, or no Triton.
     """
-    place = pick_device(name)
-    if place.type != "cuda":
+    device = pick_device(name)
+    if device.type != "cuda":
         raise InputError("there is no CUDA device here to tune for; run this on the machine with the GPU")
     if not gpu.is_installed():
         raise InputError("Triton is not installed, so there is nothing to tune; pip install 'quantkit[cuda]'")
-    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def versions() -> dict[str, str]:
     """Of what a measurement depends on."""
-    found = {"torch": str(torch.__version__)}
+    known = {"torch": str(torch.__version__)}
     for name in ("quantkit", "triton"):
         try:
-            found[name] = version(name)
+            known[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            known[name] = "not installed"
+    return known
 
 
 def find_files() -> list[TunedFile]:
     """The files of this machine's GPUs, there or not, then those of other GPUs; the user's before shipped ones."""
     here = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found = [_look(path, name) for name in dict.fromkeys(here) for path in _places(name)]
-    known = {item.path for item in found}
+    files = {
+        path: _tuned_file(path, name)
+        for name in dict.fromkeys(here)
+        for path in (tuned.user_file(name), tuned.shipped_file(name))
+    }
     for folder in (tuned.user_folder(), tuned.shipped_folder()):
-        found += [_look(path, None) for path in sorted(folder.glob("*.json")) if path not in known]
-    return found
+        files |= {path: _tuned_file(path, None) for path in sorted(folder.glob("*.json")) if path not in files}
+    return list(files.values())
 
 
-def _places(name: str) -> Sequence[Path]:
-    return tuned.user_file(name), tuned.shipped_file(name)
-
-
-def _look(path: Path, name: str | None) -> TunedFile:
+def _tuned_file(path: Path, name: str | None) -> TunedFile:
     if name is not None and not path.exists():
         return TunedFile(path=path, device=name, is_here=True, table=None)
     try:

@@ -1,7 +1,7 @@
-"""Cases of `tune` made to run: random weights and pages in copies that outgrow the cache, and what should come out.
+"""Cases of `tune` prepared to be run: random weights and pages in copies that outgrow the cache; what should come out.
 
-It is the engine's own door to the kernels, `make_linear` and `ops.attention`, with a choice forced on it. What should
-come out is computed by plain torch in float32, or over the decoded cache.
+It is the engine's own door to the kernels, `build_linear` and `paged_attention`, with a choice forced on it. What
+should come out is computed by plain torch in float32, or over the dequantized cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 import quantkit.kernels.gpu as kernels
 from quantkit.benchmark.timing import Recorded, in_turns, num_copies, record
 from quantkit.benchmark.tune import Case, Open, Problem
-from quantkit.benchmark.tune_cases import Pages, Product, random_weight
-from quantkit.kernels import attention as plain
-from quantkit.kernels import ops
+from quantkit.benchmark.tune_cases import PageWork, ProductWork, random_weight
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import configs
 from quantkit.kernels.gpu.choices import Choice
-from quantkit.kernels.layouts import KVLayout, KVViews, kv_scheme, make_layout, page_bytes
-from quantkit.kernels.linear import make_linear
+from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, KVLayout, KVViews, kv_scheme, layer_layout, page_bytes
+from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.reference import attention as reference
+from quantkit.kernels.types import AttentionOptions, States
 from quantkit.numerics.inputs import fake_quantize_inputs
 
 _TOLERANCE = 0.05  # of what comes out, in units of its root mean square; a tile left out is more
@@ -51,11 +52,10 @@ class Measured:
         self._recorded: dict[Choice, Recorded] = {}
 
     def check(self, choice: Choice) -> str:
-        """See `Problem`."""
         known = _spilling_kernels(self._device)
         try:
             with configs.forced(choice):
-                found = self._calls[0]().float()
+                out = self._calls[0]().float()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except Exception as error:  # compilers raise whatever they like
@@ -67,11 +67,10 @@ class Measured:
         if choice in self._spilling:
             return "spills"
         unit = self._expected.square().mean().sqrt()
-        right = ((found - self._expected).abs() <= _TOLERANCE * unit).all()  # false also where there is NaN
+        right = ((out - self._expected).abs() <= _TOLERANCE * unit).all()  # false also where there is NaN
         return "" if bool(right) else "computes something else"
 
     def times(self, choices: Sequence[Choice], samples: int) -> list[list[float]]:
-        """See `Problem`."""
         self._recorded = {choice: item for choice, item in self._recorded.items() if choice in choices}
         for choice in choices:
             if choice not in self._recorded:
@@ -85,7 +84,7 @@ class Measured:
 
 
 def opener(device: torch.device, dtype: torch.dtype) -> Open:
-    """What makes cases ready to run.
+    """What prepares cases to be run.
 
     Args:
         device: where.
@@ -96,7 +95,9 @@ def opener(device: torch.device, dtype: torch.dtype) -> Open:
     @contextmanager
     def open_problem(case: Case) -> Iterator[Problem]:
         calls, expected = (
-            _product(case.work, device, dtype) if isinstance(case.work, Product) else _pages(case.work, device, dtype)
+            _product(case.work, device, dtype)
+            if isinstance(case.work, ProductWork)
+            else _pages(case.work, device, dtype)
         )
         # Other shapes of the same kind and number of rows run the same code.
         code = case.kernel, case.kind, case.sizes.get("rows")
@@ -112,7 +113,7 @@ def opener(device: torch.device, dtype: torch.dtype) -> Open:
     return open_problem
 
 
-def _product(work: Product, device: torch.device, dtype: torch.dtype) -> tuple[list[Call], Tensor]:
+def _product(work: ProductWork, device: torch.device, dtype: torch.dtype) -> tuple[list[Call], Tensor]:
     weight = random_weight(work.outputs, work.inputs, work.scheme.weight, device)
     activation = work.scheme.activation
     x = torch.randn(work.rows, work.inputs, device=device).to(dtype)
@@ -121,15 +122,15 @@ def _product(work: Product, device: torch.device, dtype: torch.dtype) -> tuple[l
     linears = []
     for _ in range(num_copies(weight.stored_bytes, str(device))):
         copy = dataclasses.replace(weight, codes=weight.codes.clone())
-        linears.append(make_linear(copy, activation=activation, dtype=dtype, device=device))
+        linears.append(build_linear(copy, activation=activation, dtype=dtype, device=device))
     return [lambda linear=linear: linear(x) for linear in linears], expected  # type: ignore[misc]
 
 
-def _pages(work: Pages, device: torch.device, dtype: torch.dtype) -> tuple[list[Call], Tensor]:
-    layout = make_layout(
-        num_heads=work.kv_heads,
-        head_dim=work.head_dim,
-        page_size=work.page_size,
+def _pages(work: PageWork, device: torch.device, dtype: torch.dtype) -> tuple[list[Call], Tensor]:
+    layout = layer_layout(
+        num_heads=work.shapes.kv_heads,
+        head_dim=work.shapes.head_dim,
+        page_size=DEFAULT_PAGE_SIZE,
         dtype=dtype,
         scheme=kv_scheme(work.kv_cache),
     )
@@ -138,59 +139,56 @@ def _pages(work: Pages, device: torch.device, dtype: torch.dtype) -> tuple[list[
         _batch(work, table, *span, device)
         for span in ((0, work.context - work.new), (work.context - work.new, work.context))
     )
-    pool = _Pool(layout, table.numel(), work.batch, device)
-    _fill(pool.views, before, work, device, dtype)
-    query, key, value = (
-        torch.randn(work.batch * work.new, heads, work.head_dim, device=device).to(dtype)
-        for heads in (work.query_heads, work.kv_heads, work.kv_heads)
-    )
-    options = plain.AttentionOptions(scale=work.head_dim**-0.5)
-    expected = plain.attend(query, key, value, pool.views, step, options)
-    pools = [pool]
-    pools += [pool.copy() for _ in range(num_copies(page_bytes([layout]) * table.numel(), str(device)) - 1)]
-    attentions = [ops.attention(one.views) for one in pools]
-    return [lambda attend=attend: attend(query, key, value, step, options) for attend in attentions], expected  # type: ignore[misc]
+    views = _empty_views(layout, table.numel(), work.batch, device)
+    if len(before.token_ids):
+        reference.store(*_random_states(work, len(before.token_ids), device, dtype)[1:], views, before)
+    states = _random_states(work, work.batch * work.new, device, dtype)
+    options = AttentionOptions(scale=work.shapes.head_dim**-0.5)
+    expected = reference.attend(states, views, step, options)
+    copies = num_copies(page_bytes([layout]) * table.numel(), str(device)) - 1
+    attentions = [paged_attention(one) for one in (views, *(_copy(views) for _ in range(copies)))]
+    return [lambda attend=attend: attend(states, step, options) for attend in attentions], expected  # type: ignore[misc]
 
 
-class _Pool:
-    """Pages of one layer, and the tails that go with them."""
-
-    def __init__(self, layout: KVLayout, num_pages: int, batch: int, device: torch.device) -> None:
-        self._layout = layout
-        self._pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
-        self._tail: Tensor | None = None
-        if layout.has_tail:
-            shape = batch, layout.num_heads, layout.tail_tokens, layout.head_dim
-            self._tail = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.views: KVViews = layout.views(self._pages, self._tail)
-
-    def copy(self) -> _Pool:
-        """The same elsewhere in memory."""
-        made = _Pool(self._layout, len(self._pages), 0, self._pages.device)
-        made._pages.copy_(self._pages)
-        made._tail = None if self._tail is None else self._tail.clone()
-        made.views = self._layout.views(made._pages, made._tail)
-        return made
+def _random_states(work: PageWork, tokens: int, device: torch.device, dtype: torch.dtype) -> States:
+    """Queries, keys and values as they come out of a layer."""
+    queries, keys = work.shapes.query_heads, work.shapes.kv_heads
+    shapes = ((tokens, heads, work.shapes.head_dim) for heads in (queries, keys, keys))
+    query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
+    return query, key, value
 
 
-def _page_table(work: Pages) -> Tensor:
+def _empty_views(layout: KVLayout, num_pages: int, batch: int, device: torch.device) -> KVViews:
+    """Pages of one layer, and the residual windows that go with them."""
+    shape = batch, layout.num_heads, layout.residual_tokens, layout.head_dim
+    residual = torch.zeros(shape, dtype=layout.dtype, device=device) if layout.has_residual else None
+    return layout.views(torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device), residual)
+
+
+def _copy(views: KVViews) -> KVViews:
+    """The same elsewhere in memory."""
+    residual = None if views.key_residual is None else views.key_residual.clone()
+    return views.layout.views(views.pool.clone(), residual)
+
+
+def _page_table(work: PageWork) -> Tensor:
     """(B, P) int32, all pages in disorder."""
-    pages = -(-work.context // work.page_size)
+    pages = -(-work.context // DEFAULT_PAGE_SIZE)
     order = torch.randperm(work.batch * pages, generator=torch.Generator().manual_seed(0))
     return order.view(work.batch, pages).to(torch.int32)
 
 
-def _batch(work: Pages, table: Tensor, start: int, stop: int, device: torch.device) -> ForwardBatch:
+def _batch(work: PageWork, table: Tensor, start: int, stop: int, device: torch.device) -> ForwardBatch:
     """A step in which every sequence gets the tokens start..stop."""
     new, positions = stop - start, torch.arange(start, stop)
-    slots = table[:, positions // work.page_size].long() * work.page_size + positions % work.page_size
+    slots = table[:, positions // DEFAULT_PAGE_SIZE].long() * DEFAULT_PAGE_SIZE + positions % DEFAULT_PAGE_SIZE
     return ForwardBatch(
         token_ids=torch.zeros(work.batch * new, dtype=torch.int64, device=device),
         positions=positions.repeat(work.batch).to(device),
         query_starts=(torch.arange(work.batch + 1, dtype=torch.int32) * new).to(device),
         page_table=table.to(device),
         slots=slots.flatten().to(device),
-        tail_rows=torch.arange(work.batch, device=device),
+        residual_rows=torch.arange(work.batch, device=device),
         logit_rows=torch.arange(work.batch, device=device),
         query_lengths=(new,) * work.batch,
         context_lengths=(stop,) * work.batch,
@@ -198,25 +196,16 @@ def _batch(work: Pages, table: Tensor, start: int, stop: int, device: torch.devi
     )
 
 
-def _fill(views: KVViews, before: ForwardBatch, work: Pages, device: torch.device, dtype: torch.dtype) -> None:
-    """What came before the step: keys and values as they come out of a layer."""
-    if len(before.token_ids):
-        key, value = (
-            torch.randn(len(before.token_ids), work.kv_heads, work.head_dim, device=device).to(dtype) for _ in range(2)
-        )
-        plain.store(key, value, views, before)
-
-
 def _spilling_kernels(device: torch.device) -> set[int]:
     """Compiled kernels that keep registers in memory, of those that this process has loaded."""
     if device.type != "cuda":
         return set()
     index = torch.cuda.current_device() if device.index is None else device.index
-    found = set()
+    spilling = set()
     for info in pkgutil.iter_modules(kernels.__path__):
         for value in vars(importlib.import_module(f"{kernels.__name__}.{info.name}")).values():
             caches = getattr(value, "device_caches", {})
             compiled = caches[index][0].values() if index in caches else ()
             # One that was never launched does not know.
-            found |= {id(kernel) for kernel in compiled if (getattr(kernel, "n_spills", 0) or 0) > _MOST_SPILLS}
-    return found
+            spilling |= {id(kernel) for kernel in compiled if (getattr(kernel, "n_spills", 0) or 0) > _MOST_SPILLS}
+    return spilling

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import KV_TYPES, numbers
 
@@ -33,30 +34,35 @@ def _kv_types(ctx: click.Context, option: click.Parameter, text: str) -> tuple[s
     return names
 
 
-_OPTIONS = (
+_WORK = option_group(
+    "work",
     click.option("--shapes", type=click.Choice(SHAPES), multiple=True, help="Layers of a Llama of that size."),
-    click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Weights of --shapes."),
     click.option(
-        "--group",
-        type=click.IntRange(min=0),
-        default=128,
-        show_default=True,
+        "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, callback=lambda *given: int(given[2]),
+        help="Weights of --shapes.",
+    ),
+    click.option(
+        "--group", type=click.IntRange(min=0), default=128, show_default=True, callback=lambda *given: given[2] or None,
         help="Group size of --shapes; 0 = a scale per output.",
     ),
     click.option("--asymmetric", is_flag=True, help="Weights of --shapes with zero points."),
     click.option(
-        *("--rows", "rows"), metavar="N,...", default="1,4,16,64", show_default=True,
-        callback=numbers(int, "numbers"), help="Rows of inputs.",
+        "--rows", metavar="N,...", default="1,4,16,64", show_default=True, callback=numbers(int, "numbers"),
+        help="Rows of inputs.",
     ),
     click.option(
-        "--batch", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
+        "--batch", "batches", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
         help="Sequences of decode steps.",
     ),
     click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens per sequence."),
     click.option(
-        "--kv-cache", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True, callback=_kv_types,
-        help="Number types of keys and values.",
+        "--kv-cache", "kv_types", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True,
+        callback=_kv_types, help="Number types of keys and values.",
     ),
+    collect=lambda values: {"symmetric": not values.pop("asymmetric"), **values},
+)  # fmt: skip
+_RUN = option_group(
+    "run",
     click.option(
         "--seconds", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
         help="Stop after this long; the same command goes on.",
@@ -66,38 +72,17 @@ _OPTIONS = (
         "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
         help="File to write.  [default: in the cache folder, where kernels look]",
     ),
-    click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing."),
     click.option("--device", default="auto", show_default=True, metavar="auto|cuda[:i]", help="Which GPU."),
 )  # fmt: skip
 
 
-def _tune_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of this command, in the order of _OPTIONS."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
-
-
 @click.command("tune", epilog=EPILOG, short_help="Measure which tiles the kernels run fastest with on this GPU.")
 @click.argument("model", required=False)
-@_tune_options
+@_WORK
+@_RUN
+@click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
 @output_options
-def tune(
-    output_to: Output,
-    *,
-    model: str | None,
-    bits: str,
-    group: int,
-    asymmetric: bool,
-    batch: tuple[int, ...],
-    kv_cache: tuple[str, ...],
-    seconds: float,
-    again: bool,
-    output: Path | None,
-    listing: bool,
-    device: str,
-    **others: Any,
-) -> None:
+def tune(output_to: Output, *, model: str | None, work: dict[str, Any], run: dict[str, Any], listing: bool) -> None:
     """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
 
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
@@ -109,19 +94,8 @@ def tune(
         files = find_files()
         output_to.result(lambda: {"files": [_file_document(file) for file in files]}, lambda: _files(files))
         return
-    options = TuneOptions(
-        model=model,
-        bits=int(bits),
-        group=group or None,
-        symmetric=not asymmetric,
-        batches=batch,
-        kv_types=kv_cache,
-        **others,
-    )
-    found = tune_device(
-        options, device=device, seconds=seconds, again=again, output=output, report=_progress(output_to)
-    )
-    output_to.result(lambda: _document(found), lambda: _table(found), lambda: _summary(found))
+    tuning = tune_device(TuneOptions(model=model, **work), report=_progress(output_to), **run)
+    output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
 def _progress(output_to: Output) -> Callable[[Outcome | None, int, int], None]:
@@ -155,37 +129,37 @@ def _table(tuning: Tuning) -> Table:
     return Table(columns=(Column("kernel"), Column("shape"), *numbers), rows=tuple(rows))
 
 
-def _summary(found: Tuning) -> str:
+def _summary(tuning: Tuning) -> str:
     from quantkit.quantities import elapsed
 
-    done = len([outcome for outcome in found.outcomes if outcome.entry is not None])
-    parts = [f"{done} measured in {elapsed(found.seconds)}"]
-    if found.num_kept:
-        parts.append(f"{found.num_kept} known before")
-    if found.num_left:
-        parts.append(f"{found.num_left} left: the same command goes on with them")
-    return f"{', '.join(parts)}; {found.path}"
+    done = len([outcome for outcome in tuning.outcomes if outcome.entry is not None])
+    told = [f"{done} measured in {elapsed(tuning.seconds)}"]
+    if tuning.num_kept:
+        told.append(f"{tuning.num_kept} known before")
+    if tuning.num_left:
+        told.append(f"{tuning.num_left} left: the same command goes on with them")
+    return f"{', '.join(told)}; {tuning.table.path}"
 
 
-def _document(found: Tuning) -> dict[str, Any]:
+def _document(tuning: Tuning) -> dict[str, Any]:
     from quantkit.kernels.gpu import tuned
 
-    reasons = {reason for outcome in found.outcomes for reason in outcome.dropped}
+    reasons = {reason for outcome in tuning.outcomes for reason in outcome.dropped}
     return {
-        "file": str(found.path),
-        "device": found.table.device,
-        "capability": found.table.capability,
-        "versions": dict(found.table.versions),
-        "entries": [tuned.to_entry(entry) for entry in found.table.entries],
-        "finished": len(found.outcomes),
-        "known_before": found.num_kept,
-        "left": found.num_left,
-        "failed": {outcome.case.label: outcome.problem for outcome in found.outcomes if outcome.problem},
-        "candidates": sum(outcome.num_tried for outcome in found.outcomes),
+        "file": str(tuning.table.path),
+        "device": tuning.table.device,
+        "capability": tuning.table.capability,
+        "versions": dict(tuning.table.versions),
+        "entries": [tuned.to_entry(entry) for entry in tuning.table.entries],
+        "finished": len(tuning.outcomes),
+        "known_before": tuning.num_kept,
+        "left": tuning.num_left,
+        "failed": {outcome.case.label: outcome.problem for outcome in tuning.outcomes if outcome.problem},
+        "candidates": sum(outcome.num_tried for outcome in tuning.outcomes),
         "dropped": {
-            reason: sum(outcome.dropped.get(reason, 0) for outcome in found.outcomes) for reason in sorted(reasons)
+            reason: sum(outcome.dropped.get(reason, 0) for outcome in tuning.outcomes) for reason in sorted(reasons)
         },
-        "seconds": found.seconds,
+        "seconds": tuning.seconds,
     }
 
 

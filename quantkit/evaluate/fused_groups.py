@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.formats.base import Format
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.types import Linear
 from quantkit.models.family import LinearSet
 from quantkit.numerics.scheme import Scheme
 from quantkit.runtime.llm import LLM

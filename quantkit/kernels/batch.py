@@ -29,7 +29,7 @@ class ForwardBatch:
         query_starts: (B + 1,) int32, where each sequence's new tokens start.
         page_table: (B, P) int32, page numbers of each sequence in order; -1 past its end.
         slots: (T,) int64, where the keys and values of each new token are stored: page * page_size + offset.
-        tail_rows: (B,) int64, the sequence's row in the buffers that hold its open page in 16 bits.
+        residual_rows: (B,) int64, the sequence's row in the buffers of residual windows.
         logit_rows: (R,) int64, the new tokens after which logits are wanted, each once; all of them only in order.
         query_lengths: new tokens by sequence, on the host.
         context_lengths: tokens by sequence after this step, new ones included, on the host.
@@ -41,13 +41,8 @@ class ForwardBatch:
     query_starts: Tensor
     page_table: Tensor
     slots: Tensor
-    tail_rows: Tensor
+    residual_rows: Tensor
     logit_rows: Tensor
     query_lengths: tuple[int, ...]
     context_lengths: tuple[int, ...]
     sequence_ids: tuple[int, ...]
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence gets exactly one new token."""
-        return len(self.token_ids) == len(self.query_lengths)

@@ -1,7 +1,7 @@
 """Where keys and values lie in memory: one page of one layer, its bytes, and how many pages a budget buys.
 
 Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
-It is geometry and names only; how numbers are rounded is in `kv_numbers`.
+It is geometry and names only; how numbers are rounded is in `reference.kv_codes`.
 
 A page holds `page_size` tokens of all heads of one layer; every block starts at a multiple of 16 bytes:
 
@@ -104,15 +104,15 @@ class KVViews:
         layout: what the pool is laid out by.
         pool: (N, page_bytes) uint8, what the arrays are views of.
         key, value: its keys and values.
-        key_tail: (rows, H, tail_tokens, D) in the model's dtype, the newest keys of each sequence, token at position p
-            in slot p % tail_tokens; None unless keys are quantized per channel.
+        key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence, token at
+            position p in slot p % residual_tokens; None unless keys are quantized per channel.
     """
 
     layout: KVLayout
     pool: Tensor
     key: PagedArray
     value: PagedArray
-    key_tail: Tensor | None
+    key_residual: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +121,10 @@ class KVLayout:
 
     Args:
         num_heads: key/value heads, H.
-        head_dim: channels of a key, D.
+        head_dim: channels of a key and of a value, D.
         page_size: tokens per page, S.
-        dtype: of keys and values that are not quantized, of the tail, and of what is computed.
+        dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
         scheme: number types; the default keeps both in `dtype`.
-        value_dim: channels of a value; None = head_dim.
         key_scale, value_scale: of granularity "tensor" and "head", from the checkpoint or 1.0.
     Raises:
         SchemeError: a scheme that no kernel reads, INT4 with an odd number of channels, or scales that are not positive
@@ -137,32 +136,26 @@ class KVLayout:
     page_size: int
     dtype: torch.dtype
     scheme: KVScheme = field(default_factory=KVScheme)
-    value_dim: int | None = None
     key_scale: Scales = 1.0
     value_scale: Scales = 1.0
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
-        for what, scheme, known, width, scales in (
-            ("keys", self.scheme.key, KEY_SCHEMES, self.head_dim, self.key_scale),
-            ("values", self.scheme.value, VALUE_SCHEMES, self.value_width, self.value_scale),
+        for what, scheme, known, scales in (
+            ("keys", self.scheme.key, KEY_SCHEMES, self.key_scale),
+            ("values", self.scheme.value, VALUE_SCHEMES, self.value_scale),
         ):
             if scheme.dtype is not None and scheme not in known:
                 names = ", ".join(other.describe() for other in known)
                 raise SchemeError(f"no KV cache keeps {what} as {scheme.describe()}; use {names}")
-            found = (scales,) if isinstance(scales, float) else scales
-            if len(found) not in (1, self.num_heads) or not all(0 < scale < math.inf for scale in found):
+            by_head = (scales,) if isinstance(scales, float) else scales
+            if len(by_head) not in (1, self.num_heads) or not all(0 < scale < math.inf for scale in by_head):
                 raise SchemeError(
                     f"the fixed scales of {what} are {scales}; expected a positive number, or {self.num_heads} of them"
                 )
-            if scheme.dtype is INT4 and width % 2:
-                raise SchemeError(f"int4 {what} need an even number of channels, not {width}; use int8")
-
-    @property
-    def value_width(self) -> int:
-        """Channels of a value, Dv."""
-        return self.head_dim if self.value_dim is None else self.value_dim
+            if scheme.dtype is INT4 and self.head_dim % 2:
+                raise SchemeError(f"int4 {what} need an even number of channels, not {self.head_dim}; use int8")
 
     @property
     def is_quantized(self) -> bool:
@@ -170,19 +163,19 @@ class KVLayout:
         return self.scheme.is_quantized
 
     @property
-    def has_tail(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether the newest keys are kept in `dtype` because a page is only quantized once it is complete."""
         return self.scheme.key.dtype is not None and self.scheme.key.granularity == "channel"
 
     @property
-    def tail_tokens(self) -> int:
-        """Slots of one sequence's tail: an open page, and as many tokens as a step may take back."""
-        return self.page_size + MAX_ROLLBACK if self.has_tail else 0
+    def residual_tokens(self) -> int:
+        """Slots of one sequence's residual window: an open page, and as many tokens as a step may take back."""
+        return self.page_size + MAX_ROLLBACK if self.has_residual else 0
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of one sequence's tail in this layer."""
-        return self.tail_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+    def residual_bytes(self) -> int:
+        """Bytes of one sequence's residual window in this layer."""
+        return self.residual_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -192,26 +185,24 @@ class KVLayout:
 
     def blocks(self) -> dict[str, Block]:
         """The arrays of a page by name, in the order in which they lie."""
-        heads, tokens = self.num_heads, self.page_size
-        key, value = self.scheme.key, self.scheme.value
-        found: dict[str, Block] = {}
+        sides = (("key", self.scheme.key), ("value", self.scheme.value))
+        arrays = [(name, *self._codes(scheme)) for name, scheme in sides]
+        for name, scheme in sides:
+            width = self.page_size if scheme.granularity == "token" else self.head_dim
+            arrays += [(f"{name}_{kind}", (self.num_heads, width), SCALE_DTYPE) for kind in _scale_kinds(scheme)]
+        blocks: dict[str, Block] = {}
         end = 0
-        for name, shape, dtype in (
-            ("key", *self._codes(key, self.head_dim)),
-            ("value", *self._codes(value, self.value_width)),
-            *_scales("key", key, (heads, tokens), (heads, self.head_dim)),
-            *_scales("value", value, (heads, tokens), (heads, self.value_width)),
-        ):
-            found[name] = Block(_aligned(end), shape, dtype)
-            end = found[name].offset + found[name].num_bytes
-        return found
+        for name, shape, dtype in arrays:
+            blocks[name] = Block(_aligned(end), shape, dtype)
+            end = blocks[name].offset + blocks[name].num_bytes
+        return blocks
 
-    def views(self, pool: Tensor, tail: Tensor | None = None) -> KVViews:
+    def views(self, pool: Tensor, residual: Tensor | None = None) -> KVViews:
         """Typed arrays into a pool; nothing is copied.
 
         Args:
             pool: (N, page_bytes) uint8, contiguous.
-            tail: (rows, H, tail_tokens, D), see `KVViews`; None unless `has_tail`.
+            residual: (rows, H, residual_tokens, D), see `KVViews`; None unless `has_residual`.
         """
         arrays = {
             name: pool[:, block.offset : block.offset + block.num_bytes].view(block.dtype).view(-1, *block.shape)
@@ -230,7 +221,7 @@ class KVLayout:
                 ("value", self.scheme.value, self.value_scale),
             )
         )
-        return KVViews(layout=self, pool=pool, key=key, value=value, key_tail=tail)
+        return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
 
     def _fixed(self, scheme: CacheScheme, scales: Scales, device: torch.device) -> Tensor | None:
         """(H,) float32; None where there is nothing to multiply with."""
@@ -238,21 +229,17 @@ class KVLayout:
             return None
         return torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads).contiguous().to(device)
 
-    def _codes(self, scheme: CacheScheme, width: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def _codes(self, scheme: CacheScheme) -> tuple[tuple[int, ...], torch.dtype]:
         if scheme.dtype is None:
-            return (self.num_heads, self.page_size, width), self.dtype
-        return (self.num_heads, self.page_size, width * scheme.dtype.bits // 8), torch.uint8
+            return (self.num_heads, self.page_size, self.head_dim), self.dtype
+        return (self.num_heads, self.page_size, self.head_dim * scheme.dtype.bits // 8), torch.uint8
 
 
-def _scales(
-    name: str, scheme: CacheScheme, by_token: tuple[int, int], by_channel: tuple[int, int]
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """The scale arrays of keys or values: none, a scale, or a scale and a zero."""
+def _scale_kinds(scheme: CacheScheme) -> tuple[str, ...]:
+    """The arrays of scales that keys or values have in a page."""
     if scheme.dtype is None or scheme.is_fixed:
-        return []
-    shape = by_token if scheme.granularity == "token" else by_channel
-    kinds = ("scale",) if scheme.symmetric else ("scale", "zero")
-    return [(f"{name}_{kind}", shape, SCALE_DTYPE) for kind in kinds]
+        return ()
+    return ("scale",) if scheme.symmetric else ("scale", "zero")
 
 
 def _aligned(num_bytes: int) -> int:
@@ -279,7 +266,7 @@ def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
     return _PRESET_DTYPES.get(name, default)
 
 
-def make_layout(
+def layer_layout(
     *,
     num_heads: int,
     head_dim: int,
@@ -289,14 +276,13 @@ def make_layout(
     cache: LayerCache | None = None,
     window: int | None = None,
     quantize: bool = True,
-    value_dim: int | None = None,
 ) -> KVLayout:
     """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
 
     A window layer reads few tokens, so there is little to save, and its errors are known to cost accuracy.
 
     Args:
-        num_heads, head_dim, page_size, dtype, value_dim: see `KVLayout`.
+        num_heads, head_dim, page_size, dtype: see `KVLayout`.
         scheme: what the user asked for; None = not quantized.
         cache: the same with scales, in place of `scheme`.
         window: the layer's sliding window, if it has one.
@@ -310,7 +296,6 @@ def make_layout(
         page_size=page_size,
         dtype=dtype,
         scheme=kept.scheme,
-        value_dim=value_dim,
         key_scale=kept.key_scale,
         value_scale=kept.value_scale,
     )
@@ -321,11 +306,11 @@ def page_bytes(layouts: Sequence[KVLayout]) -> int:
     return sum(layout.page_bytes for layout in layouts)
 
 
-def tail_bytes(layouts: Sequence[KVLayout], max_sequences: int) -> int:
+def residual_bytes(layouts: Sequence[KVLayout], max_sequences: int) -> int:
     """Bytes of the buffers for the newest keys of this many sequences, in all layers."""
-    return max_sequences * sum(layout.tail_bytes for layout in layouts)
+    return max_sequences * sum(layout.residual_bytes for layout in layouts)
 
 
 def pages_for_budget(layouts: Sequence[KVLayout], max_sequences: int, budget_bytes: int) -> int:
-    """Pages that fit beside the tails; 0 when not even those fit."""
-    return max(0, (budget_bytes - tail_bytes(layouts, max_sequences)) // page_bytes(layouts))
+    """Pages that fit beside the residual windows; 0 when not even those fit."""
+    return max(0, (budget_bytes - residual_bytes(layouts, max_sequences)) // page_bytes(layouts))

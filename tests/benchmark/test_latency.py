@@ -13,7 +13,7 @@ import torch
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.workload import closed_loop, make_load, poisson
 from quantkit.errors import RequestError
-from quantkit.kernels.head import Logits
+from quantkit.kernels.types import Logits
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 from tests.benchmark.fakes import Clock, FakeEngine
@@ -95,7 +95,7 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
     """bench and a stopwatch around `LLM.stream` in turns, on a model that takes 120 ms and then 50 ms a token."""
 
     def slow(batch, cache):
-        time.sleep(0.05 if batch.is_decode else 0.12)
+        time.sleep(0.05 if set(batch.query_lengths) == {1} else 0.12)
         return Logits(torch.zeros(len(batch.logit_rows), demo.model.vocab_size))
 
     monkeypatch.setattr(demo.model, "step", slow)

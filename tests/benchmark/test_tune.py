@@ -14,10 +14,11 @@ from quantkit.benchmark import tune as tuning
 from quantkit.benchmark.tune import LEAST_GAIN, Case, OutOfTime, search, tune
 from quantkit.errors import InputError
 from quantkit.kernels.gpu import choices, spaces, tuned
+from quantkit.kernels.gpu.packing import Packing
 
 DEFAULT = choices.default_product(1, 4, 90)
 CANDIDATES = tuple(
-    choice for choice in spaces.products(1, bits=4, span=64, natural=False, chip=90) if choice != DEFAULT
+    choice for choice in spaces.products(1, Packing(bits=4, span=64, group=128), 90) if choice != DEFAULT
 )
 VERSIONS = {"quantkit": "1", "torch": "2", "triton": "3"}
 
@@ -119,21 +120,21 @@ def test_a_case_that_is_not_decided_in_time_is_none(steps):
 
 def test_spaces_hold_what_files_may_say_and_nothing_twice():
     for rows, bits, span, chip in itertools.product((1, 4, 16, 32, 64), (2, 4, 8), (64, 32, 16), (80, 86, 90)):
-        first = spaces.products(rows, bits=bits, span=span, natural=False, chip=chip)
+        first = spaces.products(rows, Packing(bits=bits, span=span, group=128), chip)
         assert len(first) == len(set(first))
         default = choices.default_product(rows, bits, chip)
-        assert isinstance(default, choices.Vendor) or any(type(choice) is type(default) for choice in first)
+        assert isinstance(default, choices.Cublas) or any(type(choice) is type(default) for choice in first)
         for choice in [*first, *(other for one in first for other in spaces.refined(one, chip))]:
             check(choice)
     for size in (16, 64):
         default = choices.default_prefill(128, size, False, False, 90)
-        decodes = spaces.decodes(page_size=size, widest=128, halved=True)
+        decodes = spaces.decodes(page_size=size, head_dim=128, halved=True)
         for choice in [*decodes, *spaces.prefills(page_size=size, default=default)]:
             assert choice.tile <= size
             for other in [choice, *spaces.refined(choice, 90)]:
                 check(other)
-    assert not spaces.refined(choices.Vendor(), 90)
-    assert choices.Vendor() not in spaces.products(64, bits=8, span=64, natural=True, chip=90)
+    assert not spaces.refined(choices.Cublas(), 90)
+    assert choices.Cublas() not in spaces.products(64, Packing(bits=8, span=64, group=0, unpacked=True), 90)
 
 
 def check(choice):
@@ -173,10 +174,7 @@ def run(tmp_path):
         return tune(
             cases,
             clock.opener(**kernels),
-            path=tmp_path / "gpu.json",
-            device="GPU",
-            capability=90,
-            versions=versions,
+            tuned.Table(device="GPU", capability=90, versions=versions, entries=(), path=tmp_path / "gpu.json"),
             seconds=seconds,
             again=again,
             clock=clock,
@@ -193,7 +191,7 @@ def outputs(found):
 def test_what_is_found_is_what_the_file_says(run):
     told = []
     found = run(Clock(), report=lambda outcome, number, total: told.append((outcome.case.label, number, total)))
-    assert tuned.read(found.path, "GPU") == found.table
+    assert tuned.read(found.table.path, "GPU") == found.table
     assert found.table.find("product", "4 bits", CASES[0].sizes) == CANDIDATES[1]
     assert (len(found.outcomes), found.num_kept, found.num_left, found.seconds) == (3, 0, 0, 30.0)
     assert told == [(item.label, number, 3) for number, item in enumerate(CASES, 1)]
@@ -238,7 +236,7 @@ def test_a_file_of_other_versions_is_not_added_to(run):
         run(Clock(), versions=other)
     found = run(Clock(), CASES[:1], versions=other, again=True)
     assert outputs(found) == [1000]
-    assert tuned.read(found.path).versions == other
+    assert tuned.read(found.table.path).versions == other
 
 
 def test_a_broken_file_is_only_replaced_when_asked_for(run, tmp_path):

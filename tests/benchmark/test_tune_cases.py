@@ -7,11 +7,11 @@ import torch
 
 from quantkit.benchmark import tune_problems as problems
 from quantkit.benchmark.tune import search
-from quantkit.benchmark.tune_cases import Shapes, make_cases, of_model, preset, random_weight
+from quantkit.benchmark.tune_cases import Shapes, cases_of, random_weight, shapes_of_model, shapes_of_preset
 from quantkit.errors import InputError
-from quantkit.kernels.gpu import choices, configs, layout, tuned
-from quantkit.kernels.gpu.choices import Decode, Prefill, Rows, Tile, Vendor
-from quantkit.kernels.layouts import kv_scheme, make_layout
+from quantkit.kernels.gpu import choices, configs, packing, tuned
+from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.layouts import kv_scheme, layer_layout
 from quantkit.numerics.dtype import DTYPES, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from tests.helpers import make_model
@@ -34,7 +34,7 @@ def gpu(monkeypatch, tmp_path):
 
 def write(device, cases, choice_of):
     entries = tuple(
-        tuned.Entry(
+        tuned.TunedChoice(
             kernel=case.kernel,
             kind=case.kind,
             sizes=case.sizes,
@@ -62,9 +62,9 @@ SCHEMES = [
 @pytest.mark.parametrize("scheme", SCHEMES, ids=LinearScheme.describe)
 def test_products_find_what_is_written_for_them(gpu, scheme):
     shapes = Shapes(linears=((48, 512, scheme),), query_heads=4, kv_heads=2, head_dim=32)
-    cases = [case for case in make_cases([shapes], **OPTIONS) if case.kernel == "product"]
+    cases = [case for case in cases_of([shapes], **OPTIONS) if case.kernel == "product"]
     assert [case.sizes["rows"] for case in cases] == [1, 4, 16, 64]
-    packed = layout.pack(random_weight(48, 512, scheme.weight, CPU), CPU)
+    packed = packing.pack(random_weight(48, 512, scheme.weight, CPU), CPU)
     for case in cases:
         assert configs.product(packed, case.sizes["rows"], CUDA) == case.default
     odd = Tile(block_m=16, block_n=16, warps=1, stages=1, programs=1)
@@ -73,22 +73,22 @@ def test_products_find_what_is_written_for_them(gpu, scheme):
     for count in (1, 2, 4, 5, 16, 33, 64):
         assert configs.product(packed, count, CUDA) == odd
     assert configs.product(packed, 20, CUDA) == choices.default_tile(20, 90)  # 32 rows were not measured
-    assert configs.product(packed, 65, CUDA) == Vendor()
+    assert configs.product(packed, 65, CUDA) == Cublas()
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
 def test_page_reads_find_what_is_written_for_them(gpu, kv_cache):
-    cases = make_cases([TINY], **{**OPTIONS, "rows": (), "kv_types": (kv_cache,)})
+    cases = cases_of([TINY], **{**OPTIONS, "rows": (), "kv_types": (kv_cache,)})
     assert [(case.kernel, case.sizes) for case in cases] == [
         ("decode", {"heads": 2}),
         ("decode", {"heads": 16}),
         ("prefill", {}),
     ]
-    shape = make_layout(num_heads=2, head_dim=32, page_size=64, dtype=torch.bfloat16, scheme=kv_scheme(kv_cache))
+    shape = layer_layout(num_heads=2, head_dim=32, page_size=64, dtype=torch.bfloat16, scheme=kv_scheme(kv_cache))
     views = shape.views(torch.empty(1, shape.page_bytes, dtype=torch.uint8), None)
     assert configs.decode(views, 1, 4, CUDA) == cases[0].default
     assert configs.prefill(views, 4, CUDA) == cases[2].default
-    decode = Decode(tile=16, warps=1, stages=1, programs=1, least_tiles=1, most_parts=1)
+    decode = Decode(tile=16, warps=1, stages=1, programs=1, least_tiles=1, most_splits=1)
     prefill = Prefill(rows=16, tile=16, warps=1, stages=1)
     write(gpu, cases, {"decode": decode, "prefill": prefill})
     configs.forget()
@@ -97,7 +97,7 @@ def test_page_reads_find_what_is_written_for_them(gpu, kv_cache):
 
 
 def test_presets():
-    found = preset("8B")
+    found = shapes_of_preset("8B")
     assert {(rows, width) for rows, width, _ in found.linears} == {
         (6144, 4096),
         (4096, 4096),
@@ -105,44 +105,44 @@ def test_presets():
         (4096, 14336),
     }
     assert found.linears[0][2].describe() == "int4 g128"
-    assert preset("70B", bits=8, group=None).linears[0][2].describe() == "int8 channel"
-    assert preset("1B", symmetric=False).linears[0][2].describe() == "int4 g128 asym"
+    assert shapes_of_preset("70B", bits=8, group=None).linears[0][2].describe() == "int8 channel"
+    assert shapes_of_preset("1B", symmetric=False).linears[0][2].describe() == "int4 g128 asym"
     with pytest.raises(InputError, match=r"unknown shapes '8b' .*8B.*there are: 1B, 8B, 70B"):
-        preset("8b")
+        shapes_of_preset("8b")
     with pytest.raises(InputError, match="weights of 3 bits"):
-        preset("8B", bits=3)
+        shapes_of_preset("8B", bits=3)
 
 
 def test_what_a_single_user_waits_for_comes_first():
-    cases = make_cases([preset("8B")], **{**OPTIONS, "batches": (1, 8)})
+    cases = cases_of([shapes_of_preset("8B")], **{**OPTIONS, "batches": (1, 8)})
     assert [case.kernel for case in cases] == ["product"] * 4 + ["decode"] * 4 + ["product"] * 12 + ["prefill"] * 2
     assert [case.sizes["rows"] for case in cases if case.kernel == "product"] == [1] * 4 + [4] * 4 + [16] * 4 + [64] * 4
     assert len({case.key for case in cases}) == len(cases)
-    assert len(make_cases([preset("8B"), preset("8B")], **OPTIONS)) == len(cases)
-    assert Vendor() in cases[-3].candidates
+    assert len(cases_of([shapes_of_preset("8B"), shapes_of_preset("8B")], **OPTIONS)) == len(cases)
+    assert Cublas() in cases[-3].candidates
     with pytest.raises(InputError, match="products of 300 rows"):
-        make_cases([preset("8B")], **{**OPTIONS, "rows": (300,)})
+        cases_of([shapes_of_preset("8B")], **{**OPTIONS, "rows": (300,)})
 
 
 def test_rounded_inputs_are_tuned_as_far_as_the_packed_kernel_goes():
     scheme = LinearScheme(weight=WeightScheme(dtype=INT8), activation=ActivationScheme(dtype=INT8))
-    cases = make_cases([Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)], **OPTIONS)
+    cases = cases_of([Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)], **OPTIONS)
     products = [case for case in cases if case.kernel == "product"]
     assert [case.sizes["rows"] for case in products] == [1, 4, 16]
-    assert all("natural" in case.kind for case in products)
-    assert not any(Vendor() in case.candidates for case in products)
+    assert all("unpacked" in case.kind for case in products)
+    assert not any(Cublas() in case.candidates for case in products)
 
 
 def test_which_weights_with_rounded_inputs_stay_as_they_are():
     def kinds(weight, chip, **rounded):
         scheme = LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES["fp8"], **rounded))
         one = Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)
-        return {case.kind for case in make_cases([one], **{**OPTIONS, "chip": chip}) if case.kernel == "product"}
+        return {case.kind for case in cases_of([one], **{**OPTIONS, "chip": chip}) if case.kernel == "product"}
 
     fp8 = WeightScheme(dtype=DTYPES["fp8"])
-    assert kinds(fp8, 90) == {"e4m3, per output, span 64, natural"}
+    assert kinds(fp8, 90) == {"e4m3, per output, span 64, unpacked"}
     assert kinds(fp8, 80) == {"e4m3, per output, span 32"}
-    assert kinds(fp8, 90, granularity="tensor", dynamic=False) == {"e4m3, per output, span 64, natural"}
+    assert kinds(fp8, 90, granularity="tensor", dynamic=False) == {"e4m3, per output, span 64, unpacked"}
     assert kinds(WeightScheme(dtype=INT4, group_size=32), 90) == {"4 bits, groups of 32, span 16"}
 
 
@@ -153,20 +153,20 @@ def test_a_checkpoint_is_read_by_its_headers(models, monkeypatch):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(CheckpointReader, "tensor", refuse)
-    found = of_model(models / "out")
+    found = shapes_of_model(models / "out")
     assert {scheme.describe() for _, _, scheme in found.linears} == {"int4 g32"}
     sizes = [rows * width for rows, width, _ in found.linears]
     assert sizes == sorted(sizes, reverse=True)
     assert len({(rows, width) for rows, width, _ in found.linears}) == len(sizes)
     hidden = found.query_heads * found.head_dim
     assert ((found.query_heads + 2 * found.kv_heads) * found.head_dim, hidden) in [size[:2] for size in found.linears]
-    assert of_model(models / "llama").linears == ()
+    assert shapes_of_model(models / "llama").linears == ()
 
 
 def test_a_model_that_only_transformers_runs_is_refused(tmp_path):
     folder = make_model(tmp_path, "gpt2", n_embd=64, n_layer=2, n_head=4)
     with pytest.raises(InputError):
-        of_model(folder)
+        shapes_of_model(folder)
 
 
 # ---- running, on the CPU, where choices change nothing
@@ -176,7 +176,7 @@ def test_a_model_that_only_transformers_runs_is_refused(tmp_path):
 @pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
 def test_cases_run_and_wrong_results_are_seen(kernel, kv_cache, monkeypatch):
     torch.manual_seed(0)
-    case = next(case for case in make_cases([TINY], **{**OPTIONS, "kv_types": (kv_cache,)}) if case.kernel == kernel)
+    case = next(case for case in cases_of([TINY], **{**OPTIONS, "kv_types": (kv_cache,)}) if case.kernel == kernel)
     with problems.opener(CPU, torch.float32)(case) as problem:
         assert problem.check(case.default) == ""
         times = problem.times([case.default, *case.candidates[:2]], 3)
@@ -193,7 +193,7 @@ def test_cases_run_and_wrong_results_are_seen(kernel, kv_cache, monkeypatch):
 
 def test_a_search_from_end_to_end():
     torch.manual_seed(0)
-    case = make_cases([TINY], **OPTIONS)[0]
+    case = cases_of([TINY], **OPTIONS)[0]
     with problems.opener(CPU, torch.float32)(case) as problem:
         found = search(case, problem)
     assert found.entry.microseconds > 0
@@ -202,7 +202,7 @@ def test_a_search_from_end_to_end():
 
 
 def test_choices_that_spill_are_remembered_for_all_shapes_of_a_kind(monkeypatch):
-    cases = make_cases([TINY], **OPTIONS)
+    cases = cases_of([TINY], **OPTIONS)
     seen = iter([set(), {1}, {1}, {1}, {1}, {1}])
     monkeypatch.setattr(problems, "_spilling_kernels", lambda device: next(seen))
     open_problem = problems.opener(CPU, torch.float32)

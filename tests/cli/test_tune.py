@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def run(monkeypatch, tmp_path):
 
 
 def entry(outputs=4096, choice=ROWS, ratio=1.5):
-    return tuned.Entry(
+    return tuned.TunedChoice(
         kernel="product",
         kind="4 bits, groups of 128, span 64",
         sizes={"rows": 1, "outputs": outputs, "inputs": 4096},
@@ -66,7 +67,11 @@ def gpu(monkeypatch):
             report(outcome, number, 5)
         report(None, 4, 5)
         return tune_device.Tuning(
-            path=Path("gpu.json"), table=table(*found), outcomes=tuple(outcomes), num_kept=1, num_left=1, seconds=12.0
+            table=replace(table(*found), path=Path("gpu.json")),
+            outcomes=tuple(outcomes),
+            num_kept=1,
+            num_left=1,
+            seconds=12.0,
         )
 
     monkeypatch.setattr(tune_device, "tune_device", measure)
@@ -175,7 +180,7 @@ def test_usage(run, words):
 
 def test_which_shapes_are_meant(monkeypatch, models):
     names = []
-    monkeypatch.setattr(tune_device, "preset", lambda name, **kind: names.append((name, kind)))
+    monkeypatch.setattr(tune_device, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
     tune_device.TuneOptions().read_shapes()
     tune_device.TuneOptions(shapes=("1B", "70B"), bits=8, group=None).read_shapes()
     found = tune_device.TuneOptions(model=str(models / "out")).read_shapes()

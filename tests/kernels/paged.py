@@ -1,7 +1,8 @@
 """Sequences with known queries, keys and values; steps over them through a cache; and attention done the slow way.
 
 The slow way is float64, dense, one query at a time. What a query sees of an earlier step is what the cache promises to
-keep of it: `remembered` says so for each KV type, so that placement, tails, masks and rollback are checked exactly.
+keep of it: `remembered` says so for each KV type, so that placement, residual windows, masks and rollback
+are checked exactly.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from quantkit.kernels import cpu
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
-from quantkit.kernels.kv_numbers import dequantize, quantize
-from quantkit.kernels.layouts import KVLayout, kv_scheme, make_layout
+from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
+from quantkit.kernels.reference.kv_codes import dequantize, quantize
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
@@ -35,7 +36,7 @@ def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.float32, **changes) -> KVLayout:
-    return make_layout(
+    return layer_layout(
         num_heads=heads, head_dim=dim, page_size=page_size, dtype=dtype, scheme=kv_scheme(kind), **changes
     )
 
@@ -66,7 +67,7 @@ class Sequences:
 
         self.query = [draw(self.query_heads, shape.head_dim, n) for n in self.lengths]
         self.key = [3 * draw(kv, shape.head_dim, n) + 1 for n in self.lengths]
-        self.value = [draw(kv, shape.value_width, n) for n in self.lengths]
+        self.value = [draw(kv, shape.head_dim, n) for n in self.lengths]
         counts = [-(-n // shape.page_size) for n in self.lengths]
         self.num_pages = sum(counts) + 3
         order = torch.randperm(self.num_pages, generator=generator)
@@ -92,7 +93,7 @@ class Sequences:
             query_starts=torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32).to(self.device),
             page_table=table.to(self.device),
             slots=torch.cat(slots).to(self.device),
-            tail_rows=self.rows[[number for number, _, _ in spans]].to(self.device),
+            residual_rows=self.rows[[number for number, _, _ in spans]].to(self.device),
             logit_rows=(torch.tensor(news).cumsum(0) - 1).to(self.device),
             query_lengths=tuple(news),
             context_lengths=tuple(stop for _, _, stop in spans),
@@ -100,14 +101,12 @@ class Sequences:
         )
 
     def step(self, cache: KVCache, spans: list[tuple[int, int, int]], **options) -> list[Tensor]:
-        """Attention outputs (L, Hq, Dv) of new tokens start..stop of some sequences."""
+        """Attention outputs (L, Hq, D) of new tokens start..stop of some sequences."""
         options = {"scale": self.layout.head_dim**-0.5, **options}
         states = (
             torch.cat([source[number][start:stop] for number, start, stop in spans]).to(self.device)
             for source in (self.query, self.key, self.value)
         )
-        if options.get("sinks") is not None:
-            options["sinks"] = options["sinks"].to(self.device)
         out = cache.attend(0, *states, self.batch(spans), **options).cpu()
         return list(out.split([stop - start for _, start, stop in spans]))
 
@@ -138,7 +137,7 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
     return torch.cat([decoded, states[complete:]])
 
 
-def dense(query, key, value, *, scale, window=None, softcap=None, sinks=None) -> Tensor:
+def dense(query, key, value, *, scale, window=None, softcap=None) -> Tensor:
     """Attention of the last queries (L, Hq, D) over keys (N, Hkv, D), one query and head at a time, in float64."""
     out = torch.empty(query.shape[0], query.shape[1], value.shape[2], dtype=torch.float64)
     groups = query.shape[1] // key.shape[1]
@@ -151,8 +150,5 @@ def dense(query, key, value, *, scale, window=None, softcap=None, sinks=None) ->
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             weights = torch.exp(scores - scores.max())
-            total = weights.sum()
-            if sinks is not None:
-                total = total + torch.exp(sinks[head].double() - scores.max())
-            out[row, head] = weights / total @ value[first : position + 1, head // groups].double()
+            out[row, head] = weights / weights.sum() @ value[first : position + 1, head // groups].double()
     return out

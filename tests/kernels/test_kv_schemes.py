@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.kernels.layouts import make_layout
+from quantkit.kernels.layouts import layer_layout
 from quantkit.numerics.kv_cache import (
     FP8_HEAD,
     FP8_TENSOR,
@@ -44,7 +44,7 @@ STEPS = [[(0, 0, 9), (1, 0, 3)], [(0, 9, 10), (1, 3, 4)], [(0, 10, 11), (1, 4, 1
 
 
 def sequences(cache: LayerCache, dtype=torch.float32, dim=16) -> Sequences:
-    shape = make_layout(num_heads=2, head_dim=dim, page_size=4, dtype=dtype, cache=cache)
+    shape = layer_layout(num_heads=2, head_dim=dim, page_size=4, dtype=dtype, cache=cache)
     return Sequences(shape, (17, 14), query_heads=4)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.kernels.kv_numbers import dequantize, pack_int4, quantize, unpack_int4
 from quantkit.kernels.layouts import (
     DEFAULT_PAGE_SIZE,
     MAX_ROLLBACK,
@@ -16,8 +15,9 @@ from quantkit.kernels.layouts import (
     kv_scheme,
     page_bytes,
     pages_for_budget,
-    tail_bytes,
+    residual_bytes,
 )
+from quantkit.kernels.reference.kv_codes import dequantize, pack_int4, quantize, unpack_int4
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from tests.kernels.paged import KV_TYPES, layout
@@ -79,7 +79,7 @@ def test_views_share_the_pool_and_cover_each_block(kind):
 
 def test_budget_is_spent_on_tails_and_whole_pages():
     layouts = [layout("int4"), layout("int8"), layout()]
-    tails = tail_bytes(layouts, 5)
+    tails = residual_bytes(layouts, 5)
     assert tails == 5 * (4 + MAX_ROLLBACK) * 2 * 16 * 4
     assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts)) == 7
     assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts) - 1) == 6

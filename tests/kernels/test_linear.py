@@ -1,4 +1,4 @@
-"""make_linear against `x @ decoded.T`: number types, granularities and dtypes, with and without C kernels."""
+"""build_linear against `x @ decoded.T`: number types, granularities and dtypes, with and without C kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.kernels import cpu
-from quantkit.kernels.linear import join, make_linear
+from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -79,7 +79,7 @@ def check(linear, x, weight, bias=None, activation=None, *, slack=2.0**-21):
 def test_float32_is_the_decoded_product(scheme, shape):
     weight = quantized(*shape, *scheme)
     bias = torch.randn(shape[0])
-    linear = make_linear(weight, bias=bias, dtype=torch.float32, device=CPU)
+    linear = build_linear(weight, bias=bias, dtype=torch.float32, device=CPU)
     assert (linear.out_features, linear.in_features) == shape
     for rows in (0, 1, 2, 7, 17):
         check(linear, inputs(rows, shape[1]), weight, bias)
@@ -89,7 +89,7 @@ def test_float32_is_the_decoded_product(scheme, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bfloat16_is_the_decoded_product(scheme, shape):
     weight = quantized(*shape, *scheme, scale_dtype=torch.bfloat16)
-    linear = make_linear(weight, dtype=torch.bfloat16, device=CPU)
+    linear = build_linear(weight, dtype=torch.bfloat16, device=CPU)
     for rows in (0, 1, 6, 17):
         # Without own kernels the weight, or its zeros, are rounded to bfloat16.
         check(linear, inputs(rows, shape[1], torch.bfloat16), weight, slack=2.0**-7)
@@ -101,7 +101,7 @@ def test_bfloat16_is_the_decoded_product(scheme, shape):
 def test_inputs_are_rounded_per_token(scheme, name, dtype):
     weight, bias = quantized(100, 256, *scheme), torch.randn(100)
     activation = ActivationScheme(dtype=DTYPES[name])
-    linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CPU)
+    linear = build_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CPU)
     slack = 2.0**-21 if dtype == torch.float32 else 2.0**-7
     for rows in (0, 1, 5, 17):
         x = inputs(rows, 256, dtype) * torch.logspace(-3, 3, rows).unsqueeze(1).to(dtype)
@@ -113,7 +113,7 @@ def test_inputs_are_rounded_per_token(scheme, name, dtype):
 def test_a_row_with_nan_or_infinity_gives_nan_and_harms_no_other(name, activation):
     weight = quantized(64, 128, name, None, True)
     scheme = None if activation is None else ActivationScheme(dtype=DTYPES[activation])
-    linear = make_linear(weight, activation=scheme, dtype=torch.float32, device=CPU)
+    linear = build_linear(weight, activation=scheme, dtype=torch.float32, device=CPU)
     x = inputs(5, 128)
     clean = linear(x)
     x[1, 3], x[3, 7] = torch.nan, torch.inf
@@ -125,7 +125,7 @@ def test_a_row_with_nan_or_infinity_gives_nan_and_harms_no_other(name, activatio
 
 def test_a_row_of_zeros_gives_the_bias():
     weight, bias = quantized(64, 128, "int8", None, True), torch.randn(64)
-    linear = make_linear(
+    linear = build_linear(
         weight, bias=bias, activation=ActivationScheme(dtype=DTYPES["int8"]), dtype=torch.float32, device=CPU
     )
     assert torch.equal(linear(torch.zeros(2, 128)), bias.expand(2, -1))
@@ -139,7 +139,7 @@ def test_groups_may_be_formed_in_any_order(name):
     uneven = dataclasses.replace(weight, group_index=(torch.arange(128) % 5).clamp(max=3))
     for activation in (None, ActivationScheme(dtype=DTYPES["int8"])):
         for case in (weight, uneven):
-            linear = make_linear(case, activation=activation, dtype=torch.float32, device=CPU)
+            linear = build_linear(case, activation=activation, dtype=torch.float32, device=CPU)
             check(linear, inputs(3, 128), case, None, activation)
 
 
@@ -148,7 +148,7 @@ def test_groups_may_be_formed_in_any_order(name):
 def test_dense(shape, dtype):
     weight = inputs(*shape, dtype, seed=2)
     bias = torch.randn(shape[0]).to(dtype)
-    linear = make_linear(weight.clone(), bias=bias, dtype=dtype, device=CPU)
+    linear = build_linear(weight.clone(), bias=bias, dtype=dtype, device=CPU)
     for rows in (0, 1, 3, 16, 33):
         check(linear, inputs(rows, shape[1], dtype), weight, bias)
 
@@ -156,7 +156,7 @@ def test_dense(shape, dtype):
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 def test_a_weight_in_16_bits_is_not_rounded_for_float32(stored, kernels):
     weight = inputs(70, 129, stored, seed=2)
-    linear = make_linear(weight.clone(), dtype=torch.float32, device=CPU)
+    linear = build_linear(weight.clone(), dtype=torch.float32, device=CPU)
     for rows in (1, 9):
         check(linear, inputs(rows, 129), weight)
     if kernels == "native":
@@ -165,7 +165,7 @@ def test_a_weight_in_16_bits_is_not_rounded_for_float32(stored, kernels):
 
 def test_inputs_of_another_dtype_or_stride_are_taken():
     weight = quantized(64, 128, "int4", 32, True)
-    linear = make_linear(weight, dtype=torch.bfloat16, device=CPU)
+    linear = build_linear(weight, dtype=torch.bfloat16, device=CPU)
     x = inputs(6, 128, torch.bfloat16)
     assert torch.equal(linear(x.float()).bfloat16(), linear(x))
     assert linear(x.float()).dtype == torch.float32
@@ -177,10 +177,10 @@ def test_inputs_of_another_dtype_or_stride_are_taken():
 def test_joined_weights_give_the_joined_outputs():
     parts = [quantized(rows, 128, "int4", 32, False, seed=rows) for rows in (64, 16, 17)]
     x = inputs(3, 128)
-    expected = torch.cat([make_linear(p, dtype=torch.float32, device=CPU)(x) for p in parts], dim=1)
+    expected = torch.cat([build_linear(p, dtype=torch.float32, device=CPU)(x) for p in parts], dim=1)
     fused = join(parts)
     assert fused.shape == (97, 128)
-    torch.testing.assert_close(make_linear(fused, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(build_linear(fused, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(join([torch.ones(2, 3), torch.zeros(1, 3)]), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3]))
 
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_one_weight_is_not_joined():
 def test_odd_sizes(shape, activation, scheme):
     weight, bias = quantized(*shape, *scheme), torch.randn(shape[0])
     scheme = None if activation is None else ActivationScheme(dtype=DTYPES[activation])
-    linear = make_linear(weight, bias=bias, activation=scheme, dtype=torch.float32, device=CPU)
+    linear = build_linear(weight, bias=bias, activation=scheme, dtype=torch.float32, device=CPU)
     for rows in (1, 4, 7, 13):
         check(linear, inputs(rows, shape[1]), weight, bias, scheme)
 
@@ -224,7 +224,7 @@ def every_code(name):
 def test_every_code_is_decoded_exactly(name, dtype):
     weight = every_code(name)
     width = weight.shape[1]
-    linear = make_linear(weight, dtype=dtype, device=CPU)
+    linear = build_linear(weight, dtype=dtype, device=CPU)
     expected = weight.dequantize(dtype).T
     assert torch.equal(linear(torch.eye(width, dtype=dtype)), expected)
     assert torch.equal(linear(torch.eye(width, dtype=dtype)[5:6]), expected[5:6])
@@ -241,7 +241,7 @@ def test_inputs_are_rounded_to_the_very_same_values(weight_name, name, dtype):
         zero_point=None,
         scheme=WeightScheme(dtype=DTYPES[weight_name]),
     )
-    linear = make_linear(weight, activation=activation, dtype=dtype, device=CPU)
+    linear = build_linear(weight, activation=activation, dtype=dtype, device=CPU)
     x = (inputs(40, 128) * torch.logspace(-9, 9, 40).unsqueeze(1)).to(dtype)
     assert torch.equal(linear(x), fake_quantize_inputs(x, activation))
 
@@ -249,7 +249,7 @@ def test_inputs_are_rounded_to_the_very_same_values(weight_name, name, dtype):
 def test_float8_weights_may_hold_nan():
     weight = quantized(64, 128, "fp8", None, True)
     weight.codes.view(torch.uint8)[3, 5] = 0x7F
-    out = make_linear(weight, dtype=torch.float32, device=CPU)(inputs(2, 128))
+    out = build_linear(weight, dtype=torch.float32, device=CPU)(inputs(2, 128))
     assert out[:, 3].isnan().all()
     assert out.isnan().sum() == 2
 
@@ -273,7 +273,7 @@ def test_a_token_gets_the_same_bits_in_any_batch(scheme, activation, dtype, kern
         pytest.skip("torch's kernels do not promise it")
     weight = inputs(200, 640, dtype, seed=2) if scheme is None else quantized(200, 640, *scheme)
     scheme = None if activation is None else ActivationScheme(dtype=DTYPES[activation])
-    linear = make_linear(weight, activation=scheme, dtype=dtype, device=CPU)
+    linear = build_linear(weight, activation=scheme, dtype=dtype, device=CPU)
     x = inputs(263, 640, dtype)
     alone = torch.cat([linear(row.unsqueeze(0)) for row in x])
     for rows in (2, 5, 6, 7, 16, 263):
@@ -285,7 +285,7 @@ def test_threads_do_not_change_the_result(activation, kernels):
     if kernels == "torch":
         pytest.skip("torch's kernels do not promise it")
     scheme = None if activation is None else ActivationScheme(dtype=DTYPES[activation])
-    linear = make_linear(quantized(300, 512, "int8", 128, True), activation=scheme, dtype=torch.float32, device=CPU)
+    linear = build_linear(quantized(300, 512, "int8", 128, True), activation=scheme, dtype=torch.float32, device=CPU)
     x, before = inputs(20, 512), torch.get_num_threads()
     results = []
     for threads in (1, 2, 3):
@@ -296,14 +296,14 @@ def test_threads_do_not_change_the_result(activation, kernels):
 
 
 def test_the_description_names_kernel_and_number_type(kernels):
-    linear = make_linear(quantized(64, 128, "int4", 32, True), dtype=torch.bfloat16, device=CPU)
+    linear = build_linear(quantized(64, 128, "int4", 32, True), dtype=torch.bfloat16, device=CPU)
     assert linear.description == f"int4 g32 ({kernels})"
     # 4 bits a code and, at 32 inputs per scale, 32 bits a scale, or two of 16
     assert linear.stored_bytes == 64 * 128 // 2 + 64 * 4 * 4
 
 
 def test_inputs_of_another_width_are_refused():
-    linear = make_linear(quantized(64, 128, "int8", None, True), dtype=torch.float32, device=CPU)
+    linear = build_linear(quantized(64, 128, "int8", None, True), dtype=torch.float32, device=CPU)
     for width in (127, 129):
         with pytest.raises((ValueError, RuntimeError)):
             linear(inputs(2, width))
@@ -315,5 +315,5 @@ def test_a_weight_whose_rows_do_not_lie_one_after_another_is_the_same(name, rows
     weight = quantized(rows, 2 * rows, name, 32, True)
     turned = dataclasses.replace(weight, codes=weight.codes.t().contiguous().t())
     x = inputs(3, 2 * rows)
-    expected = make_linear(weight, dtype=torch.float32, device=CPU)(x)
-    torch.testing.assert_close(make_linear(turned, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-4, atol=1e-3)
+    expected = build_linear(weight, dtype=torch.float32, device=CPU)(x)
+    torch.testing.assert_close(build_linear(turned, dtype=torch.float32, device=CPU)(x), expected, rtol=1e-4, atol=1e-3)

@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels import cpu, ops
-from quantkit.kernels.attention import AttentionOptions, TorchAttention
+from quantkit.kernels import cpu
 from quantkit.kernels.cpu.attention import NativeAttention
-from quantkit.kernels.kv_numbers import quantize
+from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.reference.attention import TorchAttention
+from quantkit.kernels.reference.kv_codes import quantize
+from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -32,7 +34,7 @@ def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
     """Two caches, one for each implementation."""
     first, second = sequences.cache(), sequences.cache()
     assert isinstance(first._attention[0].inner, NativeAttention)
-    second._attention = [ops.Stepwise(TorchAttention(views)) for views in second._views]
+    second._attention = [Stepwise(TorchAttention(views)) for views in second._views]
     return first, second
 
 
@@ -118,7 +120,7 @@ def test_slices_of_a_fused_projection_are_read_in_place():
     fused = torch.cat([s[0].flatten(1) for s in (sequences.query, sequences.key, sequences.value)], dim=1)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in fused.split([64, 32, 32], dim=1))
     assert not query.is_contiguous()
-    found = sequences.cache()._attention[0](query, key, value, sequences.batch([(0, 0, 9)]), options)
+    found = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
     assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
     assert found.is_contiguous()
 
@@ -129,7 +131,7 @@ def test_heads_that_are_not_dense_are_copied():
     states = [
         s[0].transpose(0, 1).contiguous().transpose(0, 1) for s in (sequences.query, sequences.key, sequences.value)
     ]
-    found = cache._attention[0](*states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
+    found = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
     assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
 
 

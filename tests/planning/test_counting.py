@@ -192,7 +192,7 @@ def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_pa
 @pytest.mark.parametrize(("heads", "width"), [(8, 128), (4, 16), (1, 64), (3, 10)])
 def test_pages_are_those_of_the_runtime(name, heads, width):
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
-    layout = layouts.make_layout(
+    layout = layouts.layer_layout(
         num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name)
     )
     attention, form = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width), KV_FORMS[name]
@@ -200,9 +200,11 @@ def test_pages_are_those_of_the_runtime(name, heads, width):
     assert attention.page_bytes(form) == layout.page_bytes
     for tokens in (1, 64, 65, 1000):
         pages = -(-tokens // PAGE_SIZE)
-        assert attention.allocated_bytes(tokens, form, dtype.itemsize) == pages * layout.page_bytes + layout.tail_bytes
+        assert (
+            attention.allocated_bytes(tokens, form, dtype.itemsize) == pages * layout.page_bytes + layout.residual_bytes
+        )
     windowed = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width, window=100)
-    kept = layouts.make_layout(
+    kept = layouts.layer_layout(
         num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name), window=100
     )
     assert windowed.page_bytes(form) == kept.page_bytes

@@ -85,7 +85,7 @@ def make_batch(
         query_starts=torch.tensor(starts, dtype=torch.int32),
         page_table=torch.tensor([item + [-1] * (width - len(item)) for item in pages], dtype=torch.int32),
         slots=torch.tensor(slots),
-        tail_rows=torch.tensor(ids),
+        residual_rows=torch.tensor(ids),
         logit_rows=torch.arange(len(flat)) if rows is None else torch.tensor(rows, dtype=torch.int64),
         query_lengths=tuple(len(new) for new in tokens),
         context_lengths=tuple(past + len(new) for new, past in zip(tokens, pasts, strict=True)),

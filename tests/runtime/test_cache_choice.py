@@ -15,7 +15,7 @@ from quantkit.benchmark.predict import predict
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.evaluate.engine import load_llm
-from quantkit.kernels.layouts import page_bytes, tail_bytes
+from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 from quantkit.planning import estimate
@@ -101,10 +101,12 @@ def test_what_is_planned_is_what_is_allocated(made, name):
     path = made(name, **CACHES[name])
     layouts = run(path).engine.runner.cache.layouts
     predicted = predict(path, dtype="float32")
-    assert (predicted.page_bytes, predicted.tail_bytes) == (page_bytes(layouts), tail_bytes(layouts, 1))
+    assert (predicted.page_bytes, predicted.tail_bytes) == (page_bytes(layouts), residual_bytes(layouts, 1))
     plan = estimate(path)
     assert plan.caches[1].form.name == "checkpoint"
-    assert kv_allocated_bytes(plan.shape, 200, plan.caches[1].form) == 4 * page_bytes(layouts) + tail_bytes(layouts, 1)
+    assert kv_allocated_bytes(plan.shape, 200, plan.caches[1].form) == 4 * page_bytes(layouts) + residual_bytes(
+        layouts, 1
+    )
     assert estimate(path, kv_cache="auto").caches[0] == plan.caches[1]
 
 
@@ -117,8 +119,8 @@ def test_a_plan_counts_what_layers_keep_each(made, tmp_path):
     llm, plan = run(path), estimate(path)
     layouts = llm.engine.runner.cache.layouts
     assert kept(llm)[1] == "keys unquantized, values int8 per token"
-    assert kv_allocated_bytes(plan.shape, 64, plan.caches[1].form) == page_bytes(layouts) + tail_bytes(layouts, 1)
-    assert llm.stats()["kv_bytes"] == 2 * tail_bytes(layouts, 1) + page_bytes(layouts) * llm.stats()["kv_pages"]
+    assert kv_allocated_bytes(plan.shape, 64, plan.caches[1].form) == page_bytes(layouts) + residual_bytes(layouts, 1)
+    assert llm.stats()["kv_bytes"] == 2 * residual_bytes(layouts, 1) + page_bytes(layouts) * llm.stats()["kv_pages"]
     asked = estimate(None, recipe="awq-int4-kv8").caches
     assert [row.form.name for row in asked][:2] == ["bf16", "recipe"]
     assert asked[1].per_sequence == asked[3].per_sequence

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import InputError, RequestError
-from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
+from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes, residual_bytes
 from quantkit.runtime.cache import sizing as context
 from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device, size_pool
 
@@ -43,7 +43,7 @@ def test_devices():
 
 def layouts(kind="auto"):
     return [
-        make_layout(num_heads=2, head_dim=8, page_size=16, dtype=torch.float32, scheme=kv_scheme(kind))
+        layer_layout(num_heads=2, head_dim=8, page_size=16, dtype=torch.float32, scheme=kv_scheme(kind))
         for _ in range(3)
     ]
 
@@ -70,7 +70,7 @@ def test_free_memory_is_a_limit(monkeypatch):
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4"])
 def test_a_budget_buys_what_fits_beside_the_tails(kind):
     made = layouts(kind)
-    budget = 9 * page_bytes(made) + tail_bytes(made, 4)
+    budget = 9 * page_bytes(made) + residual_bytes(made, 4)
     assert pool(kind, memory=budget) == 9
     assert pool(kind, memory=budget - 1) == 8
 

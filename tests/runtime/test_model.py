@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.kernels.experts import route
 from quantkit.kernels.layouts import kv_scheme
+from quantkit.kernels.reference.experts import route
 from quantkit.models.families import find
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.loader import load_model

@@ -23,7 +23,7 @@ def test_the_worked_example():
     assert batch.query_starts.tolist() == [0, 1, 4]
     assert batch.page_table.tolist() == [[7, 2], [9, -1]]
     assert batch.slots.tolist() == [9, 36, 37, 38]
-    assert batch.tail_rows.tolist() == [2, 0]
+    assert batch.residual_rows.tolist() == [2, 0]
     assert batch.logit_rows.tolist() == [0, 3]
     assert (batch.query_lengths, batch.context_lengths, batch.sequence_ids) == ((1, 3), (6, 3), (5, 6))
 

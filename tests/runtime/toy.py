@@ -89,7 +89,7 @@ def check(batch: ForwardBatch, cache: ToyCache) -> None:
     assert starts[-1] == len(batch.token_ids) == sum(batch.query_lengths)
     assert batch.page_table.dtype == batch.query_starts.dtype == torch.int32
     assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
-    assert len(set(batch.tail_rows.tolist())) == len(batch.tail_rows), "two sequences in one tail row"
+    assert len(set(batch.residual_rows.tolist())) == len(batch.residual_rows), "two sequences in one tail row"
     assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
     size = cache.page_size
     for index, (count, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
@@ -98,7 +98,7 @@ def check(batch: ForwardBatch, cache: ToyCache) -> None:
         pages = batch.page_table[index].long()
         slots = pages[positions // size] * size + positions % size
         assert slots.tolist() == batch.slots[starts[index] : starts[index + 1]].tolist()
-        row, owner = int(batch.tail_rows[index]), batch.sequence_ids[index]
+        row, owner = int(batch.residual_rows[index]), batch.sequence_ids[index]
         if (length - count) % size == 0:
             cache.owners[row] = owner
         assert cache.owners[row] == owner, f"sequence {owner} uses the tail row of {cache.owners[row]}"

@@ -3,7 +3,7 @@
 Every `*.c` file of this folder is compiled into one library. To add a kernel: put `name.c` here, include
 `quantkit.h`, mark its entry `QK_EXPORT`, and call it through
 
-    multiply = native.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)      # None: use torch
+    multiply = cpu.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)      # None: use torch
     multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
@@ -59,9 +59,9 @@ def function(name: str, *arguments: Any, returns: Any = None) -> Function | None
     library = load()
     if library is None:
         return None
-    found = library[name]
-    found.argtypes, found.restype = list(arguments), returns
-    return found
+    symbol = library[name]
+    symbol.argtypes, symbol.restype = list(arguments), returns
+    return symbol
 
 
 def _try_load() -> tuple[ctypes.CDLL | None, str]:

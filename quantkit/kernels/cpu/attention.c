@@ -1,8 +1,8 @@
-/* Attention of new tokens to cached pages and to each other, any mixture of lengths; see quantkit/kernels/attention.py.
+/* Attention of new tokens to cached pages and to each other, any mixture of lengths; see quantkit/kernels/reference/attention.py.
 
    A task is one key head of one sequence and a few new tokens: its rows are (token, query head of the group). It walks
-   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: decode the keys once for all rows,
-   scores, online softmax, decode the values, add. Scales never touch the values themselves: those of a token multiply
+   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: dequantize the keys once for all rows,
+   scores, online softmax, dequantize the values, add. Scales never touch the values themselves: those of a token multiply
    scores and weights, those of a channel multiply the query once per page. Models in bf16 ("half") multiply codes, queries
    and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
 #include "attention_tiles.h"
@@ -13,7 +13,6 @@ enum { ROWS = 32 };
 typedef struct {
     double scale, softcap; /* softcap 0: none */
     int64_t window;        /* 0: none */
-    const float *sinks;    /* by query head, or NULL */
 } attention_options;
 
 typedef struct {
@@ -23,7 +22,6 @@ typedef struct {
     uint8_t *out;
     int64_t query_stride, key_stride, value_stride; /* from token to token, in elements */
     int64_t query_heads, group, window;
-    const float *sinks;
     float scale, softcap;
     int type;
 } attention;
@@ -141,7 +139,7 @@ static void soften_row(const state *s, int64_t row, const block *keys, const blo
 /* ---- blocks ---- */
 
 /* Scales and zeros of a block of a page; unused lanes are 0 so that 0 * garbage cannot appear. */
-static void find_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
+static void load_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
                         int64_t token) {
     b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed);
     b->has_zero = array->granularity == KV_TOKEN && array->zero >= 0;
@@ -191,15 +189,15 @@ static void soften_block(const attention *a, const state *s, const block *keys, 
     }
 }
 
-/* Keys from a sequence's tail, which may wrap around its end. */
-static void load_tail(const attention *a, const state *s, int64_t row, int64_t head, int64_t position, int64_t tokens) {
+/* Keys from a sequence's residual window, which may wrap around its end. */
+static void load_residual(const attention *a, const state *s, int64_t row, int64_t head, int64_t position, int64_t tokens) {
     const kv_layer *layer = a->layer;
-    int64_t width = layer->key.width, size = kv_token_bytes(layer->tail_type, width);
-    int64_t first = qk_min(tokens, layer->tail_tokens - position % layer->tail_tokens);
-    load_block(s, kv_tail(layer, row, head, position), size, 0, first, width, layer->tail_type, s->query_width);
+    int64_t width = layer->key.width, size = kv_token_bytes(layer->residual_type, width);
+    int64_t first = qk_min(tokens, layer->residual_tokens - position % layer->residual_tokens);
+    load_block(s, kv_residual(layer, row, head, position), size, 0, first, width, layer->residual_type, s->query_width);
     if (tokens > first)
-        load_block(s, kv_tail(layer, row, head, position + first), size, first, tokens - first, width,
-                   layer->tail_type, s->query_width);
+        load_block(s, kv_residual(layer, row, head, position + first), size, first, tokens - first, width,
+                   layer->residual_type, s->query_width);
 }
 
 /* Cached tokens start .. start + tokens, all in one page. */
@@ -208,13 +206,13 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
     const kv_layer *layer = a->layer;
     int64_t cached = position - t->first, number = start / layer->page_size, token = start % layer->page_size;
     int64_t page = a->batch->page_table[t->sequence * a->batch->table_stride + number];
-    int is_tail = layer->tail && number >= cached / layer->page_size;
-    int is_folded = layer->key.granularity == KV_CHANNEL && !is_tail;
+    int is_residual = layer->residual && number >= cached / layer->page_size;
+    int is_folded = layer->key.granularity == KV_CHANNEL && !is_residual;
     block keys = {.position = start, .tokens = tokens, .factor = 1}, values = keys;
-    if (is_tail) {
-        load_tail(a, s, a->batch->tail_rows[t->sequence], head, start, tokens);
+    if (is_residual) {
+        load_residual(a, s, a->batch->residual_rows[t->sequence], head, start, tokens);
     } else {
-        find_scales(&keys, layer, &layer->key, page, head, token);
+        load_scales(&keys, layer, &layer->key, page, head, token);
         load_block(s, kv_codes(layer, &layer->key, page, head, token),
                    kv_token_bytes(layer->key.type, layer->key.width), 0, tokens, layer->key.width, layer->key.type,
                    s->query_width);
@@ -226,7 +224,7 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
     if (!is_folded && s->half)
         keys.factor = a->scale;
     score_block(s, is_folded ? s->scaled : s->plain, tokens);
-    find_scales(&values, layer, &layer->value, page, head, token);
+    load_scales(&values, layer, &layer->value, page, head, token);
     soften_block(a, s, &keys, &values, position);
     load_block(s, kv_codes(layer, &layer->value, page, head, token),
                kv_token_bytes(layer->value.type, layer->value.width), 0, tokens, layer->value.width, layer->value.type,
@@ -276,11 +274,6 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
     int64_t width = a->layer->value.width, size = qk_state_bytes(a->type);
     for (int64_t row = 0; row < s->rows; row++) {
         int64_t token = t->start + t->first + row / a->group, query_head = head * a->group + row % a->group;
-        if (a->sinks) {
-            float sink = a->sinks[query_head], highest = fmaxf(sink, s->maximum[row]);
-            rescale_row(s, row, expf(s->maximum[row] - highest));
-            s->total[row] += expf(sink - highest);
-        }
         __m512 factor = _mm512_set1_ps(1.0f / s->total[row]), zero = _mm512_set1_ps(s->zero_total[row]);
         uint8_t *to = a->out + (token * a->query_heads + query_head) * width * size;
         for (int64_t k = 0; k < width; k += 16) {
@@ -291,14 +284,14 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
 }
 
 /* Scratch for `rows` rows; 0 when memory is out. */
-static int make_state(state *s, const attention *a, int64_t rows) {
+static int allocate_state(state *s, const attention *a, int64_t rows) {
     int half = a->type == QK_BF16;
     int64_t unit = half ? 32 : 16;
     int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
     int64_t widest = qk_max(wide, deep);
     int64_t sizes[] = {rows * wide, rows * BLOCK, rows * deep, rows, rows, rows, rows, rows,
                        rows * wide, rows * wide,  BLOCK * widest}; /* in floats; bf16 needs half, twice for pairs */
-    void **parts[] = {(void **)&s->query,     (void **)&s->scores,     (void **)&s->out,       (void **)&s->maximum,
+    void **fields[] = {(void **)&s->query,     (void **)&s->scores,     (void **)&s->out,       (void **)&s->maximum,
                       (void **)&s->total,     (void **)&s->zero_total, (void **)&s->query_sum, (void **)&s->bias,
                       (void **)&s->plain,     (void **)&s->scaled,     (void **)&s->block};
     size_t total = 0;
@@ -308,7 +301,7 @@ static int make_state(state *s, const attention *a, int64_t rows) {
     if (!memory)
         return 0;
     for (int i = 0; i < 11; i++) {
-        *parts[i] = memory;
+        *fields[i] = memory;
         memory += (size_t)(sizes[i] + 15) / 16 * 64;
     }
     s->half = half, s->rows = rows, s->query_width = wide, s->value_width = deep;
@@ -321,7 +314,7 @@ static int make_state(state *s, const attention *a, int64_t rows) {
 
 static int run_task(const attention *a, const task *t, int64_t head) {
     state s;
-    if (!make_state(&s, a, t->count * a->group))
+    if (!allocate_state(&s, a, t->count * a->group))
         return 1;
     int64_t size = a->layer->page_size, step = s.query_width > (s.half ? 128 : 64) ? BLOCK / 2 : BLOCK; /* fits in L1 */
     int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
@@ -344,7 +337,7 @@ static int run_task(const attention *a, const task *t, int64_t head) {
 }
 
 /* Cut the batch into tasks of at most ROWS rows (or one token); returns how many, or -1 when memory is out. */
-static int64_t make_tasks(const attention *a, task **tasks, double *work) {
+static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     const kv_batch *batch = a->batch;
     int64_t per_task = qk_max(1, ROWS / a->group), count = 0, start = 0;
     for (int64_t i = 0; i < batch->sequences; i++)
@@ -372,11 +365,11 @@ QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const atte
                         const void *query, const void *key, const void *value, void *out, int64_t query_stride,
                         int64_t key_stride, int64_t value_stride, int64_t query_heads, int type, int threads) {
     attention a = {layer, batch, query, key, value, out, query_stride, key_stride, value_stride,
-                   query_heads, query_heads / layer->heads, options->window, options->sinks, (float)options->scale,
+                   query_heads, query_heads / layer->heads, options->window, (float)options->scale,
                    (float)options->softcap, type};
     task *tasks;
     double work = 0;
-    int64_t count = make_tasks(&a, &tasks, &work) * layer->heads;
+    int64_t count = cut_tasks(&a, &tasks, &work) * layer->heads;
     if (count < 0)
         return 1;
     int used = count == 1 || work * (double)(query_heads * layer->key.width) < PARALLEL_WORK ? 1 : threads;

@@ -1,6 +1,6 @@
 """Paged attention and the KV store by the C kernels: float32 and bf16 on the CPU, every KV type.
 
-What they do is written in `attention`, the plain version; structures mirror `native/kv.h`.
+What they do is written in `reference.attention`; structures mirror `kv.h`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quantkit.errors import ResourceError
 from quantkit.kernels import cpu
-from quantkit.kernels.attention import AttentionOptions, TorchAttention
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu.ops import STATE_TYPES
 from quantkit.kernels.layouts import KVViews, PagedArray
+from quantkit.kernels.reference.attention import TorchAttention
+from quantkit.kernels.types import AttentionOptions, States
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
 _PLAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,8 +37,8 @@ class _Array(Structure):
 class _Layer(Structure):
     _fields_ = (
         ("pool", c_void_p),
-        ("tail", c_void_p),
-        *[(name, c_int64) for name in ("page_bytes", "page_size", "heads", "tail_tokens", "tail_type")],
+        ("residual", c_void_p),
+        *[(name, c_int64) for name in ("page_bytes", "page_size", "heads", "residual_tokens", "residual_type")],
         ("key", _Array),
         ("value", _Array),
     )
@@ -45,14 +46,14 @@ class _Layer(Structure):
 
 class _Batch(Structure):
     _fields_ = (
-        *[(name, c_void_p) for name in ("page_table", "query_lengths", "context_lengths", "tail_rows")],
+        *[(name, c_void_p) for name in ("page_table", "query_lengths", "context_lengths", "residual_rows")],
         ("sequences", c_int64),
         ("table_stride", c_int64),
     )
 
 
 class _Options(Structure):
-    _fields_ = (("scale", c_double), ("softcap", c_double), ("window", c_int64), ("sinks", c_void_p))
+    _fields_ = (("scale", c_double), ("softcap", c_double), ("window", c_int64))
 
 
 class _Prepared(NamedTuple):
@@ -72,7 +73,7 @@ def _prepare(batch: ForwardBatch) -> _Prepared:
     latest = _latest
     if latest is None or latest.batch is not batch:
         table = batch.page_table.to(torch.int32).contiguous()
-        rows = batch.tail_rows.to(torch.int64).contiguous()
+        rows = batch.residual_rows.to(torch.int64).contiguous()
         count = len(batch.query_lengths)
         queries = (c_int64 * count)(*batch.query_lengths)
         contexts = (c_int64 * count)(*batch.context_lengths)
@@ -80,7 +81,7 @@ def _prepare(batch: ForwardBatch) -> _Prepared:
             page_table=table.data_ptr(),
             query_lengths=addressof(queries),
             context_lengths=addressof(contexts),
-            tail_rows=rows.data_ptr(),
+            residual_rows=rows.data_ptr(),
             sequences=count,
             table_stride=table.shape[1],
         )
@@ -101,7 +102,7 @@ def is_available(views: KVViews) -> bool:
 
 
 class NativeAttention:
-    """Attention of one layer in C; see `ops.Stepwise`."""
+    """Attention of one layer in C; see `ops.attention.Stepwise`."""
 
     def __init__(self, views: KVViews) -> None:
         function = _function()
@@ -110,56 +111,31 @@ class NativeAttention:
         self._plain = TorchAttention(views)
         self._structure = _layer(views)  # which points into what the plain version holds
         self._layer = byref(self._structure)
-        self._same_width = views.layout.head_dim == views.layout.value_width
-        self._value_width = views.layout.value_width
         self._options: AttentionOptions | None = None  # those of the last call, as a layer's never change
         self._options_pointer: Any = None
-        self._owned: tuple[Any, ...] = ()  # what C points to
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, options: AttentionOptions
-    ) -> Tensor:
-        """See `ops.PagedAttention`; queries and keys are normed and rotated already."""
+    def __call__(self, states: States, batch: ForwardBatch, options: AttentionOptions) -> Tensor:
+        query, key, value = states
         kind = STATE_TYPES.get(query.dtype)
         if kind is None or not query.dtype == key.dtype == value.dtype:
-            return self._plain(query, key, value, batch, options)
+            return self._plain(states, batch, options)
         if options is not self._options:
             self._set_options(options)
         query, key, value = _dense_heads(query), _dense_heads(key), _dense_heads(value)
-        out = torch.empty_like(query) if self._same_width else _empty(query, self._value_width)
+        out = torch.empty_like(query)
         step = _prepare(batch)
         failed = self._attend(
-            self._layer,
-            step.reference,
-            self._options_pointer,
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-            query.stride(0),
-            key.stride(0),
-            value.stride(0),
-            query.shape[1],
-            kind,
+            self._layer, step.reference, self._options_pointer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            out.data_ptr(), query.stride(0), key.stride(0), value.stride(0), query.shape[1], kind,
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
         if failed:
             raise ResourceError("no memory is left for the scratch space of attention; lower the token budget")
         return out
 
     def _set_options(self, options: AttentionOptions) -> None:
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        structure = _Options(
-            scale=options.scale,
-            softcap=options.softcap or 0.0,
-            window=options.window or 0,
-            sinks=None if sinks is None else sinks.data_ptr(),
-        )
-        self._options, self._options_pointer, self._owned = options, byref(structure), (sinks, structure)
-
-
-def _empty(query: Tensor, width: int) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], width)
+        structure = _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
+        self._options, self._options_pointer = options, byref(structure)
 
 
 def _dense_heads(states: Tensor) -> Tensor:
@@ -169,10 +145,10 @@ def _dense_heads(states: Tensor) -> Tensor:
 
 
 def _layer(views: KVViews) -> _Layer:
-    layout, tail = views.layout, views.key_tail
+    layout, residual = views.layout, views.key_residual
     blocks = layout.blocks()
 
-    def array(name: str, side: PagedArray, width: int) -> _Array:
+    def array(name: str, side: PagedArray) -> _Array:
         offsets = {
             part: blocks[key].offset if (key := f"{name}{suffix}") in blocks else -1
             for part, suffix in (("codes", ""), ("scale", "_scale"), ("zero", "_zero"))
@@ -181,19 +157,19 @@ def _layer(views: KVViews) -> _Layer:
         return _Array(
             type=_PLAIN_TYPES[side.codes.dtype] if dtype is None else _CODE_TYPES[dtype],
             granularity=0 if dtype is None else _GRANULARITIES[side.scheme.granularity],
-            width=width,
+            width=layout.head_dim,
             fixed=None if side.fixed is None else side.fixed.data_ptr(),
             **offsets,
         )
 
     return _Layer(
         pool=views.pool.data_ptr(),
-        tail=None if tail is None else tail.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
         page_bytes=layout.page_bytes,
         page_size=layout.page_size,
         heads=layout.num_heads,
-        tail_tokens=layout.tail_tokens,
-        tail_type=_PLAIN_TYPES[layout.dtype],
-        key=array("key", views.key, layout.head_dim),
-        value=array("value", views.value, layout.value_width),
+        residual_tokens=layout.residual_tokens,
+        residual_type=_PLAIN_TYPES[layout.dtype],
+        key=array("key", views.key),
+        value=array("value", views.value),
     )

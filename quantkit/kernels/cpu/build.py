@@ -70,8 +70,8 @@ def cpu_flags() -> frozenset[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found.group(1).split()) if found else frozenset()
+    line = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(line.group(1).split()) if line else frozenset()
 
 
 def find_compiler() -> str:
@@ -95,8 +95,8 @@ def find_openmp() -> str | None:
         text = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", text, re.MULTILINE)
-    return found.group(1) if found else None
+    mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", text, re.MULTILINE)
+    return mapped.group(1) if mapped else None
 
 
 def load_library(path: Path) -> ctypes.CDLL:

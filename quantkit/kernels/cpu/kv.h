@@ -15,18 +15,18 @@ typedef struct {
 
 typedef struct {
     uint8_t *pool;
-    uint8_t *tail; /* (rows, heads, tail_tokens, width), or NULL */
-    int64_t page_bytes, page_size, heads, tail_tokens, tail_type;
+    uint8_t *residual; /* (rows, heads, residual_tokens, width), or NULL */
+    int64_t page_bytes, page_size, heads, residual_tokens, residual_type;
     kv_array key, value;
 } kv_layer;
 
 typedef struct {
     const int32_t *page_table;
-    const int64_t *query_lengths, *context_lengths, *tail_rows;
+    const int64_t *query_lengths, *context_lengths, *residual_rows;
     int64_t sequences, table_stride;
 } kv_batch;
 
-/* Put the keys and values of this step into the pool and the tails (kv_store.c). Returns 0, or 1 when memory is out. */
+/* Put the keys and values of this step into the pool and the residual windows (kv_store.c). Returns 0, or 1 when memory is out. */
 int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,
              int64_t value_stride, int type, int threads);
 
@@ -47,14 +47,14 @@ QK_INLINE uint16_t *kv_scales(const kv_layer *layer, const kv_array *array, int6
     return (uint16_t *)(layer->pool + page * layer->page_bytes + block) + head * per_head + token;
 }
 
-QK_INLINE uint8_t *kv_tail(const kv_layer *layer, int64_t row, int64_t head, int64_t position) {
-    int64_t slot = (row * layer->heads + head) * layer->tail_tokens + position % layer->tail_tokens;
-    return layer->tail + slot * layer->key.width * qk_state_bytes((int)layer->tail_type);
+QK_INLINE uint8_t *kv_residual(const kv_layer *layer, int64_t row, int64_t head, int64_t position) {
+    int64_t slot = (row * layer->heads + head) * layer->residual_tokens + position % layer->residual_tokens;
+    return layer->residual + slot * layer->key.width * qk_state_bytes((int)layer->residual_type);
 }
 
 /* e4m3 has the exponent of fp16 less eight: shifted into place it is the value / 256. NaN, 0x7F, is what no stored
    number becomes: only then is there more to do. */
-QK_INLINE __m512 kv_decode_fp8(__m128i codes) {
+QK_INLINE __m512 kv_dequantize_fp8(__m128i codes) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
     __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16((short)0xBFFF));
     __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
@@ -63,7 +63,7 @@ QK_INLINE __m512 kv_decode_fp8(__m128i codes) {
     return __builtin_expect(nan, 0) ? _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(NAN)) : value;
 }
 
-QK_INLINE void kv_decode_int4(const uint8_t *codes, int64_t width, float *out, int64_t stride) {
+QK_INLINE void kv_dequantize_int4(const uint8_t *codes, int64_t width, float *out, int64_t stride) {
     __m512i mask = _mm512_set1_epi32(15);
     _mm512_storeu_ps(out + stride - 16, _mm512_setzero_ps());
     for (int64_t k = 0; k < width / 2; k += 16) {
@@ -74,12 +74,23 @@ QK_INLINE void kv_decode_int4(const uint8_t *codes, int64_t width, float *out, i
     }
 }
 
+/* Calls `loop` with the type as a constant, so that each type has code of its own. */
+#define KV_BY_TYPE(loop) \
+    switch (type) { \
+    case KV_F32: loop(codes, token_stride, tokens, width, KV_F32, out, stride); break; \
+    case KV_BF16: loop(codes, token_stride, tokens, width, KV_BF16, out, stride); break; \
+    case KV_F16: loop(codes, token_stride, tokens, width, KV_F16, out, stride); break; \
+    case KV_FP8: loop(codes, token_stride, tokens, width, KV_FP8, out, stride); break; \
+    case KV_INT8: loop(codes, token_stride, tokens, width, KV_INT8, out, stride); break; \
+    default: loop(codes, token_stride, tokens, width, KV_INT4, out, stride); break; \
+    }
+
 /* One type's loop; `type` is a constant where it is called. */
-QK_INLINE void kv_decode(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
+QK_INLINE void kv_dequantize(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
                          float *out, int64_t stride) {
     for (int64_t t = 0; t < tokens; t++, codes += token_stride, out += stride) {
         if (type == KV_INT4) {
-            kv_decode_int4(codes, width, out, stride);
+            kv_dequantize_int4(codes, width, out, stride);
             continue;
         }
         for (int64_t k = 0; k < width; k += 16) {
@@ -88,7 +99,7 @@ QK_INLINE void kv_decode(const uint8_t *codes, int64_t token_stride, int64_t tok
             if (type <= KV_F16)
                 values = qk_load_state(codes, k, type, lanes);
             else if (type == KV_FP8)
-                values = kv_decode_fp8(_mm_maskz_loadu_epi8(lanes, codes + k));
+                values = kv_dequantize_fp8(_mm_maskz_loadu_epi8(lanes, codes + k));
             else
                 values = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, codes + k)));
             _mm512_storeu_ps(out + k, values);
@@ -100,22 +111,15 @@ QK_INLINE void kv_decode(const uint8_t *codes, int64_t token_stride, int64_t tok
    zeros. */
 static inline void kv_load(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int64_t type,
                            float *out, int64_t stride) {
-    switch (type) {
-    case KV_F32: kv_decode(codes, token_stride, tokens, width, KV_F32, out, stride); break;
-    case KV_BF16: kv_decode(codes, token_stride, tokens, width, KV_BF16, out, stride); break;
-    case KV_F16: kv_decode(codes, token_stride, tokens, width, KV_F16, out, stride); break;
-    case KV_FP8: kv_decode(codes, token_stride, tokens, width, KV_FP8, out, stride); break;
-    case KV_INT8: kv_decode(codes, token_stride, tokens, width, KV_INT8, out, stride); break;
-    default: kv_decode(codes, token_stride, tokens, width, KV_INT4, out, stride); break;
-    }
+    KV_BY_TYPE(kv_dequantize)
 }
 
-QK_INLINE void kv_load_tail(const kv_layer *layer, int64_t row, int64_t head, int64_t position, int64_t tokens,
+QK_INLINE void kv_load_residual(const kv_layer *layer, int64_t row, int64_t head, int64_t position, int64_t tokens,
                             float *out, int64_t stride) {
-    int64_t size = kv_token_bytes(layer->tail_type, layer->key.width);
-    int64_t first = qk_min(tokens, layer->tail_tokens - position % layer->tail_tokens);
-    kv_load(kv_tail(layer, row, head, position), size, first, layer->key.width, layer->tail_type, out, stride);
+    int64_t size = kv_token_bytes(layer->residual_type, layer->key.width);
+    int64_t first = qk_min(tokens, layer->residual_tokens - position % layer->residual_tokens);
+    kv_load(kv_residual(layer, row, head, position), size, first, layer->key.width, layer->residual_type, out, stride);
     if (tokens > first)
-        kv_load(kv_tail(layer, row, head, position + first), size, tokens - first, layer->key.width, layer->tail_type,
+        kv_load(kv_residual(layer, row, head, position + first), size, tokens - first, layer->key.width, layer->residual_type,
                 out + first * stride, stride);
 }

@@ -4,7 +4,7 @@
 #include "kv.h"
 
 /* The index of a permutation has five bits, so the upper nibble must not matter: the table comes twice. */
-QK_INLINE void kv_half_int4(const uint8_t *codes, int64_t width, uint16_t *out, int64_t stride) {
+QK_INLINE void kv_dequantize_half_int4(const uint8_t *codes, int64_t width, uint16_t *out, int64_t stride) {
     static const uint16_t bf16[32] __attribute__((aligned(64))) = {
         0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150,
         0x4160, 0x4170, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130,
@@ -25,14 +25,14 @@ QK_INLINE __m512 kv_floats(const uint8_t *codes, int64_t at, int64_t width, int 
     if (type <= KV_F16)
         return qk_load_state(codes, at, type, lanes);
     __m128i bytes = _mm_maskz_loadu_epi8(lanes, codes + at);
-    return type == KV_FP8 ? kv_decode_fp8(bytes) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return type == KV_FP8 ? kv_dequantize_fp8(bytes) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
-QK_INLINE void kv_half_decode(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
+QK_INLINE void kv_dequantize_half(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
                               uint16_t *out, int64_t stride) {
     for (int64_t t = 0; t < tokens; t++, codes += token_stride, out += stride) {
         if (type == KV_INT4) {
-            kv_half_int4(codes, width, out, stride);
+            kv_dequantize_half_int4(codes, width, out, stride);
             continue;
         }
         for (int64_t k = 0; k < width; k += 32) {
@@ -45,14 +45,7 @@ QK_INLINE void kv_half_decode(const uint8_t *codes, int64_t token_stride, int64_
 /* As kv_load; out (tokens, stride), stride = width rounded up to 32, padded with zeros. */
 static inline void kv_load_half(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int64_t type,
                                 uint16_t *out, int64_t stride) {
-    switch (type) {
-    case KV_F32: kv_half_decode(codes, token_stride, tokens, width, KV_F32, out, stride); break;
-    case KV_BF16: kv_half_decode(codes, token_stride, tokens, width, KV_BF16, out, stride); break;
-    case KV_F16: kv_half_decode(codes, token_stride, tokens, width, KV_F16, out, stride); break;
-    case KV_FP8: kv_half_decode(codes, token_stride, tokens, width, KV_FP8, out, stride); break;
-    case KV_INT8: kv_half_decode(codes, token_stride, tokens, width, KV_INT8, out, stride); break;
-    default: kv_half_decode(codes, token_stride, tokens, width, KV_INT4, out, stride); break;
-    }
+    KV_BY_TYPE(kv_dequantize_half)
 }
 
 /* Tokens (tokens, width) to pairs (tokens / 2, width, 2); an odd last token is paired with zeros. */

@@ -1,4 +1,4 @@
-/* Fresh keys and values of one step into the pool, rounded exactly as quantkit/kernels/kv_numbers.py does it: every
+/* Fresh keys and values of one step into the pool, quantized exactly as quantkit/kernels/reference/kv_codes.py does it: every
    product below is by a power of two or followed by a division, so that a fused multiply-add changes nothing. */
 #include "kv.h"
 
@@ -140,21 +140,21 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
 
 /* ---- keys by channel ---- */
 
-/* Keys of a page, old ones from the tail and fresh ones as the tail would keep them, as floats (tokens, stride). */
+/* Keys of a page, old ones from the residual window and fresh ones as it would keep them, as floats (tokens, stride). */
 static void gather_page(const store *s, int64_t row, int64_t head, int64_t position, int64_t cached,
                         const uint8_t *fresh, float *out, int64_t stride) {
     const kv_layer *layer = s->layer;
     int64_t width = layer->key.width, size = qk_state_bytes(s->type), old = qk_max(0, cached - position);
     if (old)
-        kv_load_tail(layer, row, head, position, old, out, stride);
+        kv_load_residual(layer, row, head, position, old, out, stride);
     for (int64_t t = old; t < layer->page_size; t++) {
         const uint8_t *from = fresh + (position + t - cached) * s->key_stride * size;
         for (int64_t k = 0; k < width; k += 16) {
             __m512 v = qk_load_state(from, k, s->type, qk_lanes(k, width));
-            if (layer->tail_type != s->type) {
+            if (layer->residual_type != s->type) {
                 uint8_t rounded[64];
-                qk_store_state(rounded, 0, (int)layer->tail_type, 0xFFFF, v);
-                v = qk_load_state(rounded, 0, (int)layer->tail_type, 0xFFFF);
+                qk_store_state(rounded, 0, (int)layer->residual_type, 0xFFFF, v);
+                v = qk_load_state(rounded, 0, (int)layer->residual_type, 0xFFFF);
             }
             _mm512_storeu_ps(out + t * stride + k, v);
         }
@@ -191,12 +191,12 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
         }
 }
 
-/* Pages that this step completes into the pool, then the newest keys into the tail. Returns 1 when memory is out. */
+/* Pages that this step completes into the pool, then the newest keys into the residual window. Returns 1 when memory is out. */
 static int store_channels(const store *s, int64_t sequence, int64_t start, int64_t head) {
     const kv_layer *layer = s->layer;
     int64_t size = qk_state_bytes(s->type), stride = (layer->key.width + 15) / 16 * 16, tokens = layer->page_size;
     int64_t length = s->batch->context_lengths[sequence], cached = length - s->batch->query_lengths[sequence];
-    int64_t row = s->batch->tail_rows[sequence];
+    int64_t row = s->batch->residual_rows[sequence];
     const uint8_t *fresh = s->key + (start * s->key_stride + head * layer->key.width) * size;
     float *keys = qk_scratch(QK_SLOT_ATTENTION_B, (size_t)(tokens * stride) * sizeof(float));
     if (!keys)
@@ -206,9 +206,9 @@ static int store_channels(const store *s, int64_t sequence, int64_t start, int64
         gather_page(s, row, head, number * tokens, cached, fresh, keys, stride);
         quantize_page(layer, page, head, keys, stride);
     }
-    for (int64_t at = qk_max(cached, length - layer->tail_tokens); at < length; at++)
-        store_plain(kv_tail(layer, row, head, at), fresh + (at - cached) * s->key_stride * size, layer->key.width,
-                    s->type, (int)layer->tail_type);
+    for (int64_t at = qk_max(cached, length - layer->residual_tokens); at < length; at++)
+        store_plain(kv_residual(layer, row, head, at), fresh + (at - cached) * s->key_stride * size, layer->key.width,
+                    s->type, (int)layer->residual_type);
     return 0;
 }
 
@@ -222,10 +222,10 @@ static int store_head(const store *s, int64_t sequence, int64_t start, int64_t h
         int64_t position = length - new + i, token = position % layer->page_size;
         int64_t page = s->batch->page_table[sequence * s->batch->table_stride + position / layer->page_size];
         store_token(layer, &layer->value, page, head, token, value + i * s->value_stride * size, s->type);
-        if (!layer->tail)
+        if (!layer->residual)
             store_token(layer, &layer->key, page, head, token, key + i * s->key_stride * size, s->type);
     }
-    return layer->tail ? store_channels(s, sequence, start, head) : 0;
+    return layer->residual ? store_channels(s, sequence, start, head) : 0;
 }
 
 int kv_store(const kv_layer *layer, const kv_batch *batch, const void *key, const void *value, int64_t key_stride,

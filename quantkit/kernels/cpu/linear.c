@@ -1,13 +1,13 @@
 /* y = x w' + bias for weights in bf16, fp32, int4, int8 and fp8, inputs in bf16 or fp32, sums in fp32.
 
    Codes are multiplied as they are and a group's sum is scaled once, so nothing is rounded that the definition does not
-   round. Few tokens: codes become numbers in registers. Many: a piece of a panel is decoded into the first-level cache
+   round. Few tokens: codes become numbers in registers. Many: a piece of a panel is dequantized into the first-level cache
    and used for all of them. */
 #include "linear_segment.h"
 
 enum { TILE_BYTES = 16384, ALWAYS = 1 << 30 };
 
-/* Up to this many tokens codes are decoded in registers, again for each block of MAX_TOKENS; beyond, once into a tile.
+/* Up to this many tokens codes are dequantized in registers, again for each block of MAX_TOKENS; beyond, once into a tile.
    Measured on Zen 4, 2048 x 2048, ms at 8, 16, 32, 128 tokens, registers against tile:
        bf16  int4  .38 .70 1.35 5.2   .52 .86 1.50 5.4      f32  int4  .67 1.30 2.57 10.4   1.06 1.68 3.05 12.5
              int8  .55  .89 1.62 5.9  .55 1.07 1.74 5.8          int8  .77 1.38 2.65 10.5   1.19 1.82 3.22 12.6
@@ -45,8 +45,8 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
     factors->stride = job->runs;
 }
 
-/* Decode `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
-static void decode(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
+/* Dequantize `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
+static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs, uint8_t *tile) {
     __m512i table[4];
     load_table(storage, table);
 #define EACH(kind) \
@@ -81,7 +81,7 @@ static int64_t tile_end(const Job *job, int64_t start) {
     return qk_min(job->pairs, start + step / job->width * job->width);
 }
 
-/* Pairs start..end of a panel, decoded in `w` with kind `storage`, for `tokens` tokens from `token` on. */
+/* Pairs start..end of a panel, dequantized in `w` with kind `storage`, for `tokens` tokens from `token` on. */
 static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *w, int64_t start, int64_t end,
                      int64_t token, int64_t tokens, float *main) {
     Segment *const *segments = job->x_is_bf16 ? SEGMENTS_BF16[storage] : SEGMENTS_F32[storage];
@@ -116,17 +116,11 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     } else {
         for (int64_t start = 0, end; start < job->pairs; start = end) {
             end = tile_end(job, start);
-            decode(linear->storage, job->x_is_bf16, codes + start * bytes, end - start, memory);
+            dequantize(linear->storage, job->x_is_bf16, codes + start * bytes, end - start, memory);
             multiply(job, panel, dense, memory, start, end, token, tokens, main);
         }
     }
-    int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
-    for (int64_t m = 0; m < tokens; m++) {
-        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
-        qk_store_panel(main + QK_PANEL * m, job->row_scale ? job->row_scale[token + m] : 1.f,
-                       linear->bias ? linear->bias + panel * QK_PANEL : NULL,
-                       (uint8_t *)job->out + at * (job->out_is_bf16 ? 2 : 4), width, job->out_is_bf16);
-    }
+    qk_store_tokens(linear, panel, token, tokens, main, job->row_scale, job->out, job->out_is_bf16);
 }
 
 static int run_panels(const Job *job, QkRange range) {
@@ -203,11 +197,6 @@ QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_
     job.runs = job.groups * job.runs_per_group;
     if (!tokens) return 0;
     if (prepare(&job, x, is_bf16, activation)) return 1;
-    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
-    if (threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM) threads = 1;
-    if (threads <= 1) return run_panels(&job, (QkRange){0, panels});
-    int failed = 0;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)
-    for (int t = 0; t < threads; t++) failed |= run_panels(&job, qk_share(panels, t, threads));
-    return failed;
+    threads = qk_threads(linear, tokens, threads);
+    QK_RUN_PANELS(run_panels, &job, threads)
 }

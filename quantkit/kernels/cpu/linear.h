@@ -33,10 +33,10 @@ typedef struct {
 
 enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs of a panel; tokens for which a panel's results are kept at once */
 
-/* Parts of a thread: panels first..last. */
+/* Share of a thread, or of a block of tokens: first..last. */
 typedef struct { int64_t first, last; } QkRange;
-QK_INLINE QkRange qk_share(int64_t count, int part, int parts) {
-    return (QkRange){count * part / parts, count * (part + 1) / parts};
+QK_INLINE QkRange qk_share(int64_t count, int number, int shares) {
+    return (QkRange){count * number / shares, count * (number + 1) / shares};
 }
 
 /* Below this many products a second thread costs more than it saves. */
@@ -62,3 +62,30 @@ QK_INLINE __m512 qk_load_scale(const QkLinear *linear, int64_t index) {
     return linear->scale_is_bf16 ? qk_load_bf16((const uint16_t *)linear->scale + index)
                                  : _mm512_loadu_ps((const float *)linear->scale + index);
 }
+
+/* Results of a panel for `tokens` tokens from `token` on; row_scale by token, NULL: all are 1. */
+QK_INLINE void qk_store_tokens(const QkLinear *linear, int64_t panel, int64_t token, int64_t tokens,
+                               const float *values, const float *row_scale, void *out, int is_bf16) {
+    int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
+    for (int64_t m = 0; m < tokens; m++) {
+        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
+        qk_store_panel(values + QK_PANEL * m, row_scale ? row_scale[token + m] : 1.f,
+                       linear->bias ? linear->bias + panel * QK_PANEL : NULL,
+                       (uint8_t *)out + at * (is_bf16 ? 2 : 4), width, is_bf16);
+    }
+}
+
+/* Threads that a product is worth: no more than there are panels. */
+QK_INLINE int qk_threads(const QkLinear *linear, int64_t tokens, int threads) {
+    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
+    return threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM ? 1 : threads;
+}
+
+/* `run` for all panels, each thread its share. Returns 0; 1 when memory is out. */
+#define QK_RUN_PANELS(run, job, threads) \
+    int64_t all_panels = ((job)->linear->n + QK_PANEL - 1) / QK_PANEL; \
+    if ((threads) <= 1) return run(job, (QkRange){0, all_panels}); \
+    int failed = 0; \
+    _Pragma("omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)") \
+    for (int t = 0; t < (threads); t++) failed |= run(job, qk_share(all_panels, t, threads)); \
+    return failed;

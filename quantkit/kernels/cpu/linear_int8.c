@@ -119,13 +119,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     int64_t step = tokens <= MAX_TOKENS ? job->quads : TILE_QUADS;
     for (int64_t start = 0; start < job->quads; start += step)
         multiply(job, panel, start, qk_min(job->quads, start + step), token, tokens, partial, main);
-    int64_t width = qk_min(QK_PANEL, linear->n - panel * QK_PANEL);
-    for (int64_t m = 0; m < tokens; m++) {
-        int64_t at = (token + m) * linear->n + panel * QK_PANEL;
-        qk_store_panel(main + QK_PANEL * m, job->row_scale[token + m],
-                       linear->bias ? linear->bias + panel * QK_PANEL : NULL,
-                       (uint8_t *)job->out + at * (job->is_bf16 ? 2 : 4), width, job->is_bf16);
-    }
+    qk_store_tokens(linear, panel, token, tokens, main, job->row_scale, job->out, job->is_bf16);
 }
 
 static int run_panels(const Job *job, QkRange range) {
@@ -153,8 +147,7 @@ QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, i
     int32_t *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(tokens * groups) * sizeof(int32_t));
     if (tokens && (!codes || !scales || !sums)) return 1;
     Job job = {linear, codes, scales, sums, out, tokens, quads, groups, is_bf16};
-    int64_t panels = (linear->n + QK_PANEL - 1) / QK_PANEL;
-    if (threads > panels || tokens * linear->n * linear->k < QK_PARALLEL_FROM) threads = 1;
+    threads = qk_threads(linear, tokens, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 8)
     for (int64_t m = 0; m < tokens; m++) {
         const uint8_t *row = (const uint8_t *)x + m * linear->k * (is_bf16 ? 2 : 4);
@@ -163,9 +156,5 @@ QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, i
             sums[m * groups + g] =
                 sum_codes(codes + m * padded + g * linear->group, qk_min(linear->group, padded - g * linear->group));
     }
-    if (threads <= 1) return run_panels(&job, (QkRange){0, panels});
-    int failed = 0;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) reduction(| : failed)
-    for (int t = 0; t < threads; t++) failed |= run_panels(&job, qk_share(panels, t, threads));
-    return failed;
+    QK_RUN_PANELS(run_panels, &job, threads)
 }

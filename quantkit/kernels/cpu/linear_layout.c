@@ -4,7 +4,7 @@
 enum { COLUMNS = 64 };  /* a cache line of codes of each row at a time */
 
 /* Where element (row, column) of a panel goes, in elements; a W4 code shares its word with three others. */
-QK_INLINE int64_t place(int storage, int64_t row, int64_t column) {
+QK_INLINE int64_t index_in_panel(int storage, int64_t row, int64_t column) {
     int64_t pair = column / 2, parity = column % 2, block = row / 16, lane = row % 16;
     switch (storage) {
         case QK_BF16: return pair * 128 + row * 2 + parity;
@@ -18,7 +18,7 @@ QK_INLINE int64_t place(int storage, int64_t row, int64_t column) {
 }
 
 QK_INLINE void put(int storage, uint8_t *panel, int64_t row, int64_t column, const uint8_t *weights, int64_t index) {
-    int64_t to = place(storage, row, column);
+    int64_t to = index_in_panel(storage, row, column);
     int8_t code = (int8_t)weights[index];
     switch (storage) {
         case QK_F32: ((uint32_t *)panel)[to] = ((const uint32_t *)weights)[index]; break;

@@ -148,14 +148,18 @@ QK_INLINE void fetch_next(int storage, const uint8_t *w, const Factors *factors)
         UNROLL for (int i = 0; i < PAIR_BYTES[storage]; i += 64) _mm_prefetch((const char *)w + 16384 + i, _MM_HINT_T1);
 }
 
+/* What both segments begin with: the table of the storage, and sums of zero. */
+#define START_SEGMENT(storage, tokens) \
+    __m512i table[4]; \
+    load_table(storage, table); \
+    __m512 sum[MAX_TOKENS][4]; \
+    UNROLL for (int m = 0; m < tokens; m++) \
+        UNROLL for (int b = 0; b < 4; b++) \
+            sum[m][b] = _mm512_setzero_ps();
+
 QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uint16_t *x, int64_t stride, int64_t pairs,
                             const Factors *factors, float *main) {
-    __m512i table[4];
-    load_table(storage, table);
-    __m512 sum[MAX_TOKENS][4];
-    UNROLL for (int m = 0; m < tokens; m++)
-        UNROLL for (int b = 0; b < 4; b++)
-            sum[m][b] = _mm512_setzero_ps();
+    START_SEGMENT(storage, tokens)
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512i v[4];
         fetch_next(storage, w, factors);
@@ -172,12 +176,7 @@ QK_INLINE void segment_bf16(int storage, int tokens, const uint8_t *w, const uin
 
 QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const float *x, int64_t stride, int64_t pairs,
                            const Factors *factors, float *main) {
-    __m512i table[4];
-    load_table(storage, table);
-    __m512 sum[MAX_TOKENS][4];
-    UNROLL for (int m = 0; m < tokens; m++)
-        UNROLL for (int b = 0; b < 4; b++)
-            sum[m][b] = _mm512_setzero_ps();
+    START_SEGMENT(storage, tokens)
     for (int64_t p = 0; p < pairs; p++, w += PAIR_BYTES[storage]) {
         __m512 v[2][4];
         fetch_next(storage, w, factors);

@@ -1,6 +1,6 @@
 """The small operations by the C kernels: float32 and bf16 on the CPU, dense rows. `None` means: not for these tensors.
 
-What the operations do is written in `ops`; what is refused here is done there by the reference.
+What the operations do is written in `kernels.ops`; what is refused here is done there by the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.kernels import cpu
 
 STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Number of a dtype of activations in `native/states.h`."""
+"""Number of a dtype of activations in `states.h`."""
 
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
 
@@ -40,8 +40,8 @@ def _functions() -> _Functions | None:
         "qk_rotary": (*[pointer] * 4, *[size] * 7, c_int, c_int),
         "qk_gated": (pointer, pointer, size, size, c_int, c_int, c_int),
     }
-    found = [cpu.function(name, *arguments) for name, arguments in signatures.items()]
-    return _Functions(*[function for function in found if function is not None])
+    functions = [cpu.function(name, *arguments) for name, arguments in signatures.items()]
+    return _Functions(*(function for function in functions if function is not None))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
@@ -76,25 +76,16 @@ def add_rms_norm(
     normed, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     call.add_rms_norm(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        normed.data_ptr(),
-        total.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-        offset,
-        kind,
-        torch.get_num_threads(),
-    )
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), x.numel() // width,
+        width, eps, offset, kind, torch.get_num_threads(),
+    )  # fmt: skip
     return normed, total
 
 
-def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
     """See `ops.rotary_`; whether it was done."""
     call, kind = _functions(), STATE_TYPES.get(query.dtype)
-    if call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
+    if interleaved or call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False
     head_dim = query.shape[2]
     if not (_heads_are_dense(query, head_dim) and _heads_are_dense(key, head_dim)):
@@ -102,20 +93,9 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
         return False
     call.rotary(
-        query.data_ptr(),
-        key.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        query.shape[0],
-        query.shape[1],
-        key.shape[1],
-        head_dim,
-        query.stride(0),
-        key.stride(0),
-        cos.shape[1],
-        kind,
-        torch.get_num_threads(),
-    )
+        query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(), query.shape[0], query.shape[1], key.shape[1],
+        head_dim, query.stride(0), key.stride(0), cos.shape[1], kind, torch.get_num_threads(),
+    )  # fmt: skip
     return True
 
 

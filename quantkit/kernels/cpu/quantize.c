@@ -8,14 +8,14 @@ QK_INLINE __m512 load(const void *x, int is_bf16, int64_t i, __mmask16 mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 
-QK_INLINE __mmask16 tail(int64_t left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
+QK_INLINE __mmask16 lanes_of(int64_t left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
 
 /* The scale; NaN when the row holds a NaN or an infinity, so that every result of the row becomes NaN. */
 QK_INLINE float row_scale(const void *x, int is_bf16, int64_t k, float half_range) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512(); /* as integers: a NaN is larger than everything */
     for (int64_t i = 0; i < k; i += 16) {
-        __m512 v = load(x, is_bf16, i, tail(k - i));
+        __m512 v = load(x, is_bf16, i, lanes_of(k - i));
         most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(v), magnitude));
     }
     union { int32_t i; float f; } largest = {_mm512_reduce_max_epi32(most)};
@@ -27,7 +27,7 @@ QK_INLINE float row_scale(const void *x, int is_bf16, int64_t k, float half_rang
 QK_INLINE void int8_codes(const void *x, int is_bf16, int64_t k, int8_t *codes, float scale) {
     const __m512 step = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 mask = tail(k - i);
+        __mmask16 mask = lanes_of(k - i);
         __m512i rounded = _mm512_cvtps_epi32(_mm512_div_ps(load(x, is_bf16, i, mask), step));
         _mm_mask_storeu_epi8(codes + i, mask, _mm512_cvtsepi32_epi8(rounded));
     }
@@ -63,7 +63,7 @@ float qk_quantize_bf16(const void *x, int is_bf16, int64_t k, int64_t padded, in
         return scale;
     }
     for (int64_t i = 0; i < k; i += 16) {
-        __mmask16 mask = tail(k - i);
+        __mmask16 mask = lanes_of(k - i);
         __m512 v = _mm512_div_ps(load(x, is_bf16, i, mask), _mm512_set1_ps(scale));
         if (activation == QK_TO_INT8) v = _mm512_roundscale_ps(v, 0x08);
         v = _mm512_min_ps(_mm512_max_ps(v, low), high);

@@ -1,4 +1,4 @@
-/* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/ops.py. */
+/* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/cpu/ops.py. */
 #include "states.h"
 #include "vector_math.h"
 

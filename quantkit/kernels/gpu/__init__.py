@@ -1,8 +1,8 @@
 """Kernels for CUDA devices, written in Triton: imported only where a tensor is on one and Triton is there.
 
 `QUANTKIT_TRITON=0` switches them off; then, and without Triton, torch does the work. Each file has its device functions
-first and the Python functions that launch them last. What they compute is written in `kernels.reference`,
-`kernels.attention`, `kernels.kv_numbers` and `numerics`; tests hold them to it through Triton's interpreter.
+first and the Python functions that launch them last. What they compute is written in `kernels.reference` and
+`numerics`; tests hold them to it through Triton's interpreter.
 """
 
 from __future__ import annotations

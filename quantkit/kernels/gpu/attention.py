@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.kernels import attention as plain
-from quantkit.kernels.attention import AttentionOptions
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import kv_store, paged_decode, paged_prefill, power_of_two
 from quantkit.kernels.layouts import KVViews
+from quantkit.kernels.reference.attention import store_residuals
+from quantkit.kernels.types import Angles, AttentionOptions, States
 
 _LARGEST_HEAD = 256
 
@@ -20,11 +20,11 @@ def can(views: KVViews) -> bool:
     layout, size = views.layout, views.layout.page_size
     pages = 16 <= size <= 256 and power_of_two(size) == size
     narrow = layout.dtype in (torch.bfloat16, torch.float16)
-    return pages and narrow and max(layout.head_dim, layout.value_width) <= _LARGEST_HEAD
+    return pages and narrow and layout.head_dim <= _LARGEST_HEAD
 
 
 class TritonAttention:
-    """Attention of one layer; see `ops.PagedAttention`. Of a decode step it reads nothing but what is on the device."""
+    """Attention of one layer, as `types.PagedAttention`; of a decode step it reads only what is on the device."""
 
     is_capturable = True
 
@@ -32,29 +32,23 @@ class TritonAttention:
         self._views = views
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch: ForwardBatch,
-        options: AttentionOptions,
-        angles: tuple[Tensor, Tensor] | None = None,
+        self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
     ) -> Tensor:
-        """See `ops.PagedAttention`."""
         views = self._views
-        query, key, value = (_rows(states) for states in (query, key, value))
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        query, key, value = (_contiguous(one) for one in states)
+        states = query, key, value
+        out = query.new_empty(query.shape)
         if len(key):
-            kv_store.enter(query, key, value, views, batch, options, angles)
+            kv_store.enter(states, views, batch, options, angles)
         if any(new == 1 for new in batch.query_lengths):
-            paged_decode.attend(query, key, value, views, batch, options, out)
+            paged_decode.attend(states, views, batch, options, out)
         if any(new > 1 for new in batch.query_lengths):
-            paged_prefill.attend(query, key, value, views, batch, options, out)
-            if views.key_tail is not None:
-                plain.store_tails(key, views, batch, least=2)
+            paged_prefill.attend(states, views, batch, options, out)
+            if views.key_residual is not None:
+                store_residuals(key, views, batch, least=2)
         return out
 
 
-def _rows(states: Tensor) -> Tensor:
+def _contiguous(states: Tensor) -> Tensor:
     """Channels contiguous, as the kernels read them."""
     return states if states.stride(-1) == 1 else states.contiguous()

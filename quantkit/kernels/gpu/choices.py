@@ -1,6 +1,6 @@
 """What can be chosen about a kernel without changing what it computes, and what is chosen where nobody has measured.
 
-The values here are guesses until a GPU has been had; they compile for every chip without spilling. Values measured on
+The values here are guesses, not yet run on a GPU; they compile for every chip without spilling. Values measured on
 a GPU are data: `tuned` reads and writes them, `configs` finds the one for a launch.
 Shapes: M rows, N outputs, K inputs.
 """
@@ -13,7 +13,7 @@ ROW_LIMIT = 4
 """Rows up to which each is multiplied on its own."""
 
 TILE_LIMIT = 64
-"""Rows up to which the weight is decoded inside the product."""
+"""Rows up to which the weight is dequantized inside the product."""
 
 ROW_BUCKETS = (1, 4, 16, 32, 64, 128, 256)
 """Numbers of rows that are measured; one between two of them counts as the higher, one above them all is not tuned."""
@@ -29,7 +29,7 @@ class Rows:
     Args:
         block_n: outputs of a program.
         warps, stages: of a program; stages are loads under way, 1 = none before it is needed.
-        programs: per multiprocessor, that K is cut for.
+        programs: per multiprocessor, that K is split for.
     """
 
     block_n: int
@@ -40,12 +40,12 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A product on tensor cores that decodes the weight on its way to them.
+    """A product on tensor cores that dequantizes the weight on its way to them.
 
     Args:
         block_m, block_n: rows and outputs of a program.
         warps, stages: of a program.
-        programs: per multiprocessor, that K is cut for.
+        programs: per multiprocessor, that K is split for.
     """
 
     block_m: int
@@ -56,8 +56,8 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Vendor:
-    """The weight is decoded into memory, and the product is the vendor's."""
+class Cublas:
+    """The weight is dequantized into memory, and cuBLAS multiplies with that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +67,9 @@ class Decode:
     Args:
         tile: tokens of a tile, a page at most.
         warps, stages: of a program.
-        programs: per multiprocessor, that sequences are cut for.
-        least_tiles: tiles of a part at least.
-        most_parts: of a sequence.
+        programs: per multiprocessor, that sequences are split for.
+        least_tiles: tiles of a split at least.
+        most_splits: of a sequence.
     """
 
     tile: int
@@ -77,7 +77,7 @@ class Decode:
     stages: int
     programs: int
     least_tiles: int
-    most_parts: int
+    most_splits: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +112,8 @@ class Int8:
     stages: int
 
 
-Product = Rows | Tile | Vendor
-Choice = Rows | Tile | Vendor | Decode | Prefill
+Product = Rows | Tile | Cublas
+Choice = Rows | Tile | Cublas | Decode | Prefill
 
 _TILES = {
     16: Tile(block_m=16, block_n=64, warps=4, stages=2, programs=2),
@@ -137,12 +137,12 @@ def default_product(count: int, bits: int, chip: int, span: int = 64) -> Product
         return Rows(block_n=(512 if bits == 2 else 1024) // span, warps=4, stages=3, programs=8)
     # The 16 fields of an INT2 word do not fit the registers of a tile.
     if count > TILE_LIMIT or bits == 2:
-        return Vendor()
+        return Cublas()
     return default_tile(count, chip)
 
 
 def default_int8(count: int) -> Int8:
-    """How `count` rows of INT8 are multiplied where the vendor does not."""
+    """How `count` rows of INT8 are multiplied where cuBLAS does not."""
     if count <= ROW_BUCKETS[2]:
         return Int8(block_m=16, block_n=64, block_k=128, warps=4, stages=3)
     if count <= TILE_LIMIT:
@@ -150,26 +150,26 @@ def default_int8(count: int) -> Int8:
     return Int8(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
 
 
-def default_decode(widest: int, page_size: int, chip: int) -> Decode:
+def default_decode(head_dim: int, page_size: int, chip: int) -> Decode:
     """For keys or values of so many channels: what the registers hold, and what is under way beside it."""
-    wide = widest > 128
+    wide = head_dim > 128
     return Decode(
         tile=min(page_size, 32 if wide else 64),
         warps=8 if wide else 4,
         stages=_page_stages(chip),
         programs=2,
         least_tiles=4,
-        most_parts=64,
+        most_splits=64,
     )
 
 
-def default_prefill(widest: int, page_size: int, quantized: bool, halved: bool, chip: int) -> Prefill:
+def default_prefill(head_dim: int, page_size: int, quantized: bool, halved: bool, chip: int) -> Prefill:
     """For keys or values of so many channels, quantized or not, `halved` if two share a byte."""
     # What the registers hold: the sums of all rows, and of codes also the numbers made of them.
-    crowded = widest > 128 if quantized and not halved else widest > 64 and halved
-    like = default_decode(widest, page_size, chip)
-    stages = 2 if widest > 128 else like.stages
-    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if widest > 64 else 4, stages=stages)
+    crowded = head_dim > 128 if quantized and not halved else head_dim > 64 and halved
+    like = default_decode(head_dim, page_size, chip)
+    stages = 2 if head_dim > 128 else like.stages
+    return Prefill(rows=32 if crowded else 64, tile=like.tile, warps=8 if head_dim > 64 else 4, stages=stages)
 
 
 def _page_stages(chip: int) -> int:

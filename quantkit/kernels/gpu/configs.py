@@ -1,9 +1,9 @@
 """Which choice a launch runs with: the user's tuned file over the one that is shipped, over the default.
 
-A launch is found again by its kernel, what it reads (bits, groups, KV type, widths: these must be equal) and its sizes,
-of which the nearest that was measured counts if it is near enough: `tuned.NEAR`. Everything that decides is known on
+A launch is looked up by its kernel, what it reads (packing, KV type, widths: these must be equal) and its sizes, of
+which the nearest that was measured counts if it is near enough: `tuned.NEAR`. Everything that decides is known on
 the host and is the same whenever a shape comes again, so a recorded graph and the next one agree; after the first time
-a choice is one look into a cache. On other devices than CUDA, which are there to be exact, it is the default.
+a choice is one access to a cache. On other devices than CUDA, which are there to be exact, it is the default.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -21,20 +22,15 @@ from quantkit.kernels.gpu.choices import (
     Decode,
     Prefill,
     Product,
-    Rows,
-    Tile,
-    Vendor,
     default_decode,
     default_prefill,
     default_product,
 )
-from quantkit.kernels.gpu.layout import E2M1, E4M3, E4M3_BYTES, EXPONENT_BYTES, INTEGER, NUMBERS, PackedWeight
+from quantkit.kernels.gpu.packing import PackedWeight, Packing
 from quantkit.kernels.layouts import KVViews
 from quantkit.numerics.dtype import INT4
+from quantkit.numerics.scheme import KVScheme
 
-_PRODUCTS = (Rows, Tile, Vendor)
-_FIELDS = {E4M3: "e4m3", E2M1: "e2m1"}
-_SCALES = {E4M3_BYTES: ("scales e4m3",), EXPONENT_BYTES: ("scales e8m0",)}
 _forced: list[Choice] = []
 
 
@@ -46,14 +42,8 @@ def product(weight: PackedWeight, count: int, device: torch.device) -> Product:
         count: M, from 1 on.
         device: where.
     """
-    for choice in _forced:
-        if isinstance(choice, _PRODUCTS):
-            return choice
-    has_zero, (outputs, inputs) = weight.zero is not None, weight.shape
-    return _product(
-        device, capability(device), weight.bits, weight.group, weight.span, has_zero, weight.natural, weight.kind,
-        weight.scales, count, outputs, inputs,
-    )  # fmt: skip
+    choice = _forced_for("product") or _product(device, capability(device), weight.packing, count, *weight.shape)
+    return cast(Product, choice)
 
 
 def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -> Decode:
@@ -65,28 +55,17 @@ def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -
         query_heads: Hq.
         device: where.
     """
-    for choice in _forced:
-        if isinstance(choice, Decode):
-            return choice
     layout = views.layout
-    group = query_heads // layout.num_heads
-    widest = max(layout.head_dim, layout.value_width)
-    return _decode(
-        device, capability(device), _cache_kind(views), widest, layout.page_size, group, count * layout.num_heads
-    )
+    pages = (layout.scheme, layout.head_dim, layout.page_size, query_heads // layout.num_heads)
+    choice = _forced_for("decode") or _decode(device, capability(device), *pages, count * layout.num_heads)
+    return cast(Decode, choice)
 
 
 def prefill(views: KVViews, query_heads: int, device: torch.device) -> Prefill:
     """How sequences with several new tokens read their pages and their fresh keys; arguments as for `decode`."""
-    for choice in _forced:
-        if isinstance(choice, Prefill):
-            return choice
     layout = views.layout
-    halved = INT4 in (layout.scheme.key.dtype, layout.scheme.value.dtype)
-    widest, group = max(layout.head_dim, layout.value_width), query_heads // layout.num_heads
-    return _prefill(
-        device, capability(device), _cache_kind(views), widest, layout.page_size, group, layout.is_quantized, halved
-    )
+    pages = (layout.scheme, layout.head_dim, layout.page_size, query_heads // layout.num_heads)
+    return cast(Prefill, _forced_for("prefill") or _prefill(device, capability(device), *pages))
 
 
 @contextmanager
@@ -100,48 +79,27 @@ def forced(*choices: Choice) -> Iterator[None]:
         _forced[:] = saved
 
 
+def _forced_for(kernel: str) -> Choice | None:
+    return next((choice for choice in _forced if isinstance(choice, tuned.CHOICES[kernel])), None)
+
+
 def forget() -> None:
     """Read the files again at the next launch; graphs recorded before keep what they have."""
     for cached in (_product, _decode, _prefill, _tables):
         cached.cache_clear()
 
 
-def product_kind(
-    *,
-    bits: int,
-    group: int,
-    span: int,
-    has_zero: bool,
-    natural: bool = False,
-    kind: int = INTEGER,
-    scales: int = NUMBERS,
-) -> str:
-    """What is the same about weights that share a choice, as files name it."""
-    words = [
-        _FIELDS.get(kind, f"{bits} bits"),
-        *_SCALES.get(scales, ()),
-        f"groups of {group}" if group else "per output",
-        f"span {span}",
-    ]
-    return ", ".join([*words, *(["zeros"] if has_zero else []), *(["natural"] if natural else [])])
+def pages_name(scheme: KVScheme, head_dim: int, page_size: int, group: int) -> str:
+    """What is the same about pages that share a choice, as files name it.
 
-
-def weight_kind(weight: PackedWeight) -> str:
-    """`product_kind` of a weight."""
-    return product_kind(
-        bits=weight.bits,
-        group=weight.group,
-        span=weight.span,
-        has_zero=weight.zero is not None,
-        natural=weight.natural,
-        kind=weight.kind,
-        scales=weight.scales,
-    )
-
-
-def cache_kind(kinds: tuple[str, str], widest: int, page_size: int, group: int) -> str:
-    """The same about pages: types of keys and values, channels, tokens of a page, query heads of a key head."""
-    return f"{kinds[0]} keys, {kinds[1]} values, {widest} channels, pages of {page_size}, {group} queries"
+    Args:
+        scheme: types of keys and values.
+        head_dim: channels of a head.
+        page_size: tokens of a page.
+        group: query heads of a key head.
+    """
+    kinds = f"{scheme.key.describe()} keys, {scheme.value.describe()} values"
+    return f"{kinds}, {head_dim} channels, pages of {page_size}, {group} queries"
 
 
 def row_bucket(count: int) -> int | None:
@@ -150,48 +108,42 @@ def row_bucket(count: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def _product(
-    device: torch.device, chip: int, bits: int, group: int, span: int, has_zero: bool, natural: bool,
-    fields: int, scales: int, count: int, outputs: int, inputs: int,
-) -> Product:  # fmt: skip
-    kind = product_kind(
-        bits=bits, group=group, span=span, has_zero=has_zero, natural=natural, kind=fields, scales=scales
-    )
+def _product(device: torch.device, chip: int, packing: Packing, count: int, outputs: int, inputs: int) -> Choice:
     bucket = row_bucket(count)
-    found = bucket and _find(device, "product", kind, {"rows": bucket, "outputs": outputs, "inputs": inputs})
-    return found if isinstance(found, _PRODUCTS) else default_product(count, bits, chip, span)
+    sizes = {"rows": bucket, "outputs": outputs, "inputs": inputs} if bucket else None
+    measured = None if sizes is None else _measured(device, "product", packing.name, sizes)
+    return measured or default_product(count, packing.bits, chip, packing.span)
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode(
-    device: torch.device, chip: int, kinds: tuple[str, str], widest: int, page_size: int, group: int, heads: int
-) -> Decode:
-    found = _find(device, "decode", cache_kind(kinds, widest, page_size, group), {"heads": heads})
-    return found if isinstance(found, Decode) else default_decode(widest, page_size, chip)
+    device: torch.device, chip: int, scheme: KVScheme, head_dim: int, page_size: int, group: int, heads: int
+) -> Choice:
+    name = pages_name(scheme, head_dim, page_size, group)
+    return _measured(device, "decode", name, {"heads": heads}) or default_decode(head_dim, page_size, chip)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prefill(
-    device: torch.device, chip: int, kinds: tuple[str, str], widest: int, page_size: int, group: int,
-    quantized: bool, halved: bool,
-) -> Prefill:  # fmt: skip
-    found = _find(device, "prefill", cache_kind(kinds, widest, page_size, group), {})
-    return found if isinstance(found, Prefill) else default_prefill(widest, page_size, quantized, halved, chip)
+def _prefill(device: torch.device, chip: int, scheme: KVScheme, head_dim: int, page_size: int, group: int) -> Choice:
+    measured = _measured(device, "prefill", pages_name(scheme, head_dim, page_size, group), {})
+    return measured or default_prefill(head_dim, page_size, scheme.is_quantized, is_halved(scheme), chip)
 
 
-def _cache_kind(views: KVViews) -> tuple[str, str]:
-    scheme = views.layout.scheme
-    return scheme.key.describe(), scheme.value.describe()
+def is_halved(scheme: KVScheme) -> bool:
+    """Whether two channels of a key or of a value share a byte."""
+    return INT4 in (scheme.key.dtype, scheme.value.dtype)
 
 
-def _find(device: torch.device, kernel: str, kind: str, sizes: dict[str, int]) -> Choice | None:
+def _measured(device: torch.device, kernel: str, name: str, sizes: dict[str, int]) -> Choice | None:
+    """What files say; a choice of another kernel is none that files can hold."""
     if device.type != "cuda":
         return None
     tables = _tables(torch.cuda.get_device_name(device))
-    return next((found for table in tables if (found := table.find(kernel, kind, sizes)) is not None), None)
+    choices = (table.find(kernel, name, sizes) for table in tables)
+    return next((choice for choice in choices if choice is not None), None)
 
 
 @functools.lru_cache(maxsize=8)
 def _tables(name: str) -> tuple[tuned.Table, ...]:
-    """What is known about a GPU, first come first served; files that cannot be used are told once and left out."""
+    """What is known about a GPU, first come first served; files that cannot be used are named once and left out."""
     return tuned.tables_of(name)

@@ -2,15 +2,15 @@
 # ruff: noqa: ANN001, ANN202
 """A mixture of experts without a question to the host: who is chosen, the pairs sorted by expert, and what is added up.
 
-A pair is a token with one of its experts. The products are in `grouped`, of few tokens in `grouped_rows`; what is
-computed is written in `kernels.experts`. Launches: three for up to 4 tokens, five for more, and the router's.
+A pair is a token with one of its experts. The products are in `expert_tiles`, of few tokens in `expert_rows`; what
+is computed is written in `reference.experts`. Launches: three for up to 4 tokens, five for more, and the router's.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -18,14 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import power_of_two
-from quantkit.kernels.gpu.grouped import ExpertWeights, multiply_tiles, shared_of
-from quantkit.kernels.gpu.grouped_rows import TOKEN_LIMIT, close_rows, open_rows
+from quantkit.kernels.gpu.expert_rows import TOKEN_LIMIT, close_rows, open_rows
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights, multiply_tiles, shared_of
+from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.gpu.linear import PackedLinear
-from quantkit.kernels.gpu.norms import _GATES
-from quantkit.kernels.linear import ExpertLinear, Linear
-from quantkit.kernels.torch_linear import DenseLinear
+from quantkit.kernels.gpu.packing import Packing
+from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.types import Linear, LinearFacts
 
-_TENSORS, _NUMBERS = ("words", "scale", "zero", "outer"), ("shape", "bits", "span", "group", "kind", "scales")
+_TENSORS = ("words", "scale", "zero", "outer")
 _LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -44,15 +45,15 @@ def _route_kernel(
     share = share / tl.sum(share, 0)
     # Experts that exist stay above those that do not, or that are taken.
     left = tl.where(kept, tl.where(score > _LOWEST, score, _LOWEST), -float("inf"))
-    found, value = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
+    chosen_experts, value = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
     for pick in tl.static_range(TOP_K):
         best = tl.min(tl.where(left == tl.max(left, 0), experts, BLOCK_E), 0)
-        found = tl.where(picks == pick, best, found)
+        chosen_experts = tl.where(picks == pick, best, chosen_experts)
         value = tl.where(picks == pick, tl.sum(tl.where(experts == best, share, 0.0), 0), value)
         left = tl.where(experts == best, -float("inf"), left)
     if NORMALIZE:
         value = value / tl.sum(value, 0)
-    tl.store(chosen + token * TOP_K + picks, found, mask=picks < TOP_K)
+    tl.store(chosen + token * TOP_K + picks, chosen_experts, mask=picks < TOP_K)
     tl.store(weights + token * TOP_K + picks, value, mask=picks < TOP_K)
 
 
@@ -78,7 +79,7 @@ def _sort_kernel(chosen, order, starts, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _combine_kernel(
-    parts, shared, shared_score, out, H,
+    partials, shared, shared_score, out, H,
     TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK channels of one token: its experts' outputs in the order in which they were chosen."""
@@ -87,7 +88,7 @@ def _combine_kernel(
     kept = columns < H
     sums = tl.zeros((BLOCK,), tl.float32)
     for pick in tl.static_range(TOP_K):
-        sums += tl.load(parts + (token * TOP_K + pick) * H + columns, mask=kept, other=0.0).to(tl.float32)
+        sums += tl.load(partials + (token * TOP_K + pick) * H + columns, mask=kept, other=0.0).to(tl.float32)
     rows = token + tl.arange(0, 1)
     at = rows[:, None] * H + columns[None, :]
     if HAS_SHARED:
@@ -97,7 +98,7 @@ def _combine_kernel(
 
 
 def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """`kernels.experts.route`, but that what is chosen is (T, k) int32."""
+    """`reference.experts.route`, but that what is chosen is (T, k) int32."""
     tokens, num_experts = scores.shape
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=scores.device)
     chosen = torch.empty(tokens, num_chosen, dtype=torch.int32, device=scores.device)
@@ -127,55 +128,50 @@ def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, starts
 
 
-def combine(parts: Tensor, num_chosen: int, shared: Tensor | None, score: Tensor | None) -> Tensor:
+def combine(outputs: Tensor, num_chosen: int, shared: Tensor | None, score: Tensor | None) -> Tensor:
     """Add up what the experts of each token gave.
 
     Args:
-        parts: (P, H) by pair, weighed already.
+        outputs: (P, H) by pair, weighed already.
         num_chosen: k.
         shared: (T, H) contiguous, to be added; or None.
         score: (T, 1), weighs `shared` through a sigmoid; or None.
     Returns:
-        (T, H), dtype of parts.
+        (T, H), dtype of outputs.
     """
-    tokens, width = len(parts) // num_chosen, parts.shape[1]
-    out, block = parts.new_empty(tokens, width), min(1024, power_of_two(width))
+    tokens, width = len(outputs) // num_chosen, outputs.shape[1]
+    out, block = outputs.new_empty(tokens, width), min(1024, power_of_two(width))
     _combine_kernel[(tokens, -(-width // block))](
-        parts, shared, score, out, width,
+        outputs, shared, score, out, width,
         TOP_K=num_chosen, HAS_SHARED=shared is not None, HAS_SCORE=score is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
-class StackedExperts:
-    """All experts of a layer; see `kernels.experts.Stacked`.
+@dataclass(frozen=True, slots=True)
+class TritonExperts:
+    """All experts of a layer; see `types.StackedExperts`.
 
     Args:
         gate_up: N = 2 I, K = H, gates first.
         down: N = H, K = I.
-        activation: a key of `norms._GATES`.
-        num_chosen, normalize: see `kernels.experts.route`.
-        linears: see `kernels.experts.Stacked`.
+        activation: a key of `gates.GATES`.
+        num_chosen, normalize: see `reference.experts.route`.
+        linears: see `types.StackedExperts`.
     """
 
-    def __init__(
-        self,
-        gate_up: ExpertWeights,
-        down: ExpertWeights,
-        *,
-        activation: str,
-        num_chosen: int,
-        normalize: bool,
-        linears: tuple[ExpertLinear, ...] = (),
-    ) -> None:
-        self.gate_up, self.down, self.linears = gate_up, down, linears
-        self._activation, self._num_chosen, self._normalize = activation, num_chosen, normalize
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    activation: str
+    num_chosen: int
+    normalize: bool
+    linears: tuple[LinearFacts, ...] = ()
 
     def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
-        """See `kernels.experts.Stacked`."""
+        """See `types.StackedExperts`."""
         if len(x) == 0:
             return torch.empty_like(x)
-        weights, chosen = route(scores.contiguous(), self._num_chosen, self._normalize)
+        weights, chosen = route(scores.contiguous(), self.num_chosen, self.normalize)
         return self.run(x, chosen, weights, shared, shared_score)
 
     def run(
@@ -187,107 +183,77 @@ class StackedExperts:
             x: (T, H), T from 1 on; not modified.
             chosen: (T, k) int32, different for each token.
             weights: (T, k) float32.
-            shared, score: see `kernels.experts.Stacked`.
+            shared, score: see `types.StackedExperts`.
         """
         inputs = x.contiguous()
         shared = None if shared is None else shared.contiguous()
         if len(x) <= TOKEN_LIMIT:
-            opened = open_rows(inputs, self.gate_up, chosen, self._activation)
+            opened = open_rows(inputs, self.gate_up, chosen, self.activation)
             return close_rows(opened, self.down, chosen, weights, shared, score)
         order, starts = sort(chosen, self.gate_up.words.shape[0])
-        opened = multiply_tiles(inputs, self.gate_up, order, starts, chosen.shape[1], activation=self._activation)
-        parts = multiply_tiles(opened, self.down, order, starts, chosen.shape[1], weights=weights)
-        return combine(parts, chosen.shape[1], shared, score)
+        opened = multiply_tiles(inputs, self.gate_up, order, starts, chosen.shape[1], activation=self.activation)
+        outputs = multiply_tiles(opened, self.down, order, starts, chosen.shape[1], weights=weights)
+        return combine(outputs, chosen.shape[1], shared, score)
 
 
 def stack(
     experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str, num_chosen: int, normalize: bool
-) -> StackedExperts | str:
-    """See `kernels.experts.stack`."""
-    if activation not in _GATES:
+) -> TritonExperts | str:
+    """See `ops.experts.stack`."""
+    if activation not in GATES:
         return f"there is no kernel for experts with {activation}"
     stacked: list[ExpertWeights] = []
-    described: list[ExpertLinear] = []
+    facts: list[LinearFacts] = []
     for number, linears in enumerate(experts):
-        described += [_describe(linear) for linear in linears]
-        weights = [_weight_of(linear) for linear in linears]
-        for index, weight in enumerate(weights):
+        shapes = [(linear.out_features, linear.in_features) for linear in linears]
+        facts += [
+            LinearFacts(shape, one.stored_bytes, one.description) for shape, one in zip(shapes, linears, strict=True)
+        ]
+        for index, linear in enumerate(linears):
+            weight = _weight_of(linear)
             if isinstance(weight, str):
                 return weight
             if number == 0:
-                stacked.append(_room_for(weight, count))
+                stacked.append(_empty_like(weight, count))
             if not _fits(stacked[index], weight):
                 return f"experts are stored in several ways: expert {number} not as those before it"
-            for name in _TENSORS:
-                value = getattr(weight, name)
-                if value is not None:
-                    getattr(stacked[index], name)[number].copy_(value[0])
-    return StackedExperts(
-        *stacked, activation=activation, num_chosen=num_chosen, normalize=normalize, linears=tuple(described)
-    )
-
-
-def _describe(linear: Linear) -> ExpertLinear:
-    return ExpertLinear(
-        in_features=linear.in_features,
-        out_features=linear.out_features,
-        stored_bytes=linear.stored_bytes,
-        description=linear.description,
-    )
+            for whole, part in zip(stacked[index].arguments, weight.arguments, strict=True):
+                if whole is not None and part is not None:
+                    whole[number].copy_(part[0])
+    return TritonExperts(stacked[0], stacked[1], activation, num_chosen, normalize, tuple(facts))
 
 
 def _weight_of(linear: Linear) -> ExpertWeights | str:
     """The weight of one expert, as if it were all; or why there is no kernel for it."""
-    if isinstance(linear, PackedLinear) and linear.bias is None and linear.packed.bits in (4, 8):
+    if isinstance(linear, PackedLinear) and linear.bias is None and linear.packed.packing.bits in (4, 8):
         packed = linear.packed
         return ExpertWeights(
             words=packed.words[None],
             scale=packed.scale[None],
             zero=None if packed.zero is None else packed.zero[None],
             shape=packed.shape,
-            bits=packed.bits,
-            span=packed.span,
-            group=packed.group,
-            kind=packed.kind,
-            scales=packed.scales,
+            packing=packed.packing,
             outer=torch.full((1,), packed.outer, dtype=torch.float32, device=packed.words.device),
         )
     if isinstance(linear, DenseLinear) and linear.bias is None and linear.activation is None:
-        weight = linear.weight.contiguous()
-        return ExpertWeights(
-            words=weight[None],
-            scale=None,
-            zero=None,
-            shape=(linear.out_features, linear.in_features),
-            bits=16,
-            span=0,
-            group=0,
-        )
+        shape = (linear.out_features, linear.in_features)
+        words = linear.weight.contiguous()[None]
+        return ExpertWeights(words=words, scale=None, zero=None, shape=shape, packing=Packing(bits=16, span=0, group=0))
     with_bias = ", with a bias" if getattr(linear, "bias", None) is not None else ""
     return f"there is no kernel for experts that are {linear.description}{with_bias}"
 
 
-def _room_for(weight: ExpertWeights, count: int) -> ExpertWeights:
+def _empty_like(weight: ExpertWeights, count: int) -> ExpertWeights:
     """Memory for so many experts like this one."""
-
-    def room(value: Tensor) -> Tensor:
-        return value.new_empty(count, *value.shape[1:])
-
-    return dataclasses.replace(
-        weight,
-        words=room(weight.words),
-        scale=None if weight.scale is None else room(weight.scale),
-        zero=None if weight.zero is None else room(weight.zero),
-        outer=None if weight.outer is None else room(weight.outer),
-    )
+    tensors = zip(_TENSORS, weight.arguments, strict=True)
+    empty = {name: None if one is None else one.new_empty(count, *one.shape[1:]) for name, one in tensors}
+    return replace(weight, **empty)  # type: ignore[arg-type]
 
 
 def _fits(stacked: ExpertWeights, weight: ExpertWeights) -> bool:
     """Whether a weight is stored like the others."""
-    for name in _TENSORS:
-        one, other = getattr(stacked, name), getattr(weight, name)
-        if (one is None) != (other is None):
-            return False
-        if one is not None and (one.dtype != other.dtype or one.shape[1:] != other.shape[1:]):
-            return False
-    return all(getattr(stacked, name) == getattr(weight, name) for name in _NUMBERS)
+    forms = [
+        [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in one.arguments]
+        for one in (stacked, weight)
+    ]
+    return forms[0] == forms[1] and (stacked.shape, stacked.packing) == (weight.shape, weight.packing)

@@ -2,14 +2,15 @@
 # ruff: noqa: ANN001, ANN201, RET505  of branches on constants one is compiled
 """Floats of 4 and 8 bits inside words, made into numbers by moving bits: the same on every chip and in the interpreter.
 
-Sign, exponent and mantissa of a code are put where float16 has them. That number is the code's value times
-2^-`layout.FACTOR_BITS`, subnormals included, which float16 has too; the power of two is in the scales already.
+Numbers are made into codes of e4m3 likewise. Sign, exponent and mantissa of a code are put where float16 has them. That
+number is the code's value times 2^-`packing.FACTOR_BITS`, subnormals included, which float16 has too; the power of two
+is in the scales already.
 
     e4m3    seee emmm             float16  seee eemm mmmm mmmm
     e2m1    seem                           s..e eeem mm.. ....   <- e4m3, times 2^8
                                            s... eem. .... ....   <- e2m1, times 2^14
 
-What this is not: NaN codes of e4m3 come out as 480. Where a weight has some, its scale is NaN (`layout`).
+What this is not: NaN codes of e4m3 come out as 480. Where a weight has some, its scale is NaN (`packing`).
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0.
 """
 
@@ -26,7 +27,7 @@ _E2M1: tl.constexpr = tl.constexpr(0x0E000E00)
 @triton.jit
 def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
     """Bits of two float16 numbers, of the fields at SHIFT of both halves: masks and shifts serve both at once."""
-    if KIND == 1:  # `layout.E4M3`
+    if KIND == 1:  # `packing.E4M3`
         if SHIFT == 0:
             return ((words << 8) & _SIGNS) | ((words << 7) & _E4M3)
         else:
@@ -38,6 +39,12 @@ def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def half_of_e4m3(wide):
+    """The float16 number of e4m3 codes in wider integers, too small by 2^8."""
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def half_number(bits):
     """The float16 number in the lower half of each word, as float32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -46,7 +53,7 @@ def half_number(bits):
 @triton.jit
 def load_scale(at, kept, SCALES: tl.constexpr):
     """Scales as float32; bytes of e4m3 come with the factor of e2m1 fields, exponents are stored with theirs."""
-    if SCALES == 0:  # `layout.NUMBERS`, E4M3_BYTES, EXPONENT_BYTES
+    if SCALES == 0:  # `packing.NUMBERS`, E4M3_BYTES, EXPONENT_BYTES
         return tl.load(at, mask=kept, other=0.0).to(tl.float32)
     elif SCALES == 1:
         return half_number(tl.load(at, mask=kept, other=0).to(tl.int32) << 7) * 4194304.0  # 2^(8 + 14)
@@ -58,8 +65,7 @@ def load_scale(at, kept, SCALES: tl.constexpr):
 def load_inputs(at, mask):
     """Inputs as they are stored, int8 codes likewise; bytes of e4m3 as float16, too small by 2^8 (see `row_factor`)."""
     if at.dtype.element_ty == tl.uint8:
-        byte = tl.load(at, mask=mask, other=0).to(tl.int32)
-        return (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        return half_of_e4m3(tl.load(at, mask=mask, other=0).to(tl.int32))
     elif at.dtype.element_ty == tl.int8:
         return tl.load(at, mask=mask, other=0)
     else:
@@ -70,3 +76,22 @@ def load_inputs(at, mask):
 def row_factor(inputs):
     """What the scales of rows lack by: see `load_inputs`."""
     return 256.0 if inputs.dtype.element_ty == tl.uint8 else 1.0
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to even; for magnitudes below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def to_e4m3(x):
+    """Codes (uint8) of float32 numbers, clamped to 448, halves to even; NaN stays NaN."""
+    x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(magnitude < 0x3C800000, small, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

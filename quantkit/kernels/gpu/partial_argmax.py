@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""The largest of a row, tile by tile: who makes a tile of logits notes its maximum, and one small launch compares.
+"""The largest of a row, tile by tile: who computes a tile of logits notes its maximum, and one small launch compares.
 
 Floats are compared as integers of the same order: NaN is the largest, as in `argmax`, and zeros are equal; the first of
 equals wins. Device functions for `head`, `w4a16` and `sampling`.
@@ -53,41 +53,41 @@ def as_logits(x, scale, softcap):
 
 
 @triton.jit
-def put_maxima(values, maxima, rows, outputs, mask, tile, num_rows, num_tiles):
+def store_partial_argmax(values, partials, rows, outputs, mask, tile, num_rows, num_tiles):
     """Note each row's maximum of a tile (ROWS, OUTPUTS) and whose it is, in (R, 2, N) int32."""
     order = tl.where(mask, ordered(values), LEAST)
     top = tl.max(order, 1)
     token = tl.min(tl.where(order == top[:, None], outputs[None, :], _NOBODY), 1)
-    at = maxima + rows.to(tl.int64) * 2 * num_tiles + tile
+    at = partials + rows.to(tl.int64) * 2 * num_tiles + tile
     tl.store(at, top, mask=rows < num_rows)
     tl.store(at + num_tiles, token, mask=rows < num_rows)
 
 
 @triton.jit
-def _first_kernel(noted, out, num_tiles, BLOCK: tl.constexpr):
+def _argmax_kernel(partials, out, num_tiles, BLOCK: tl.constexpr):
     """The first token with the largest logit of a row."""
     row = tl.program_id(0).to(tl.int64)
     best = LEAST
-    winner = 0
+    best_token = 0
     for start in range(0, num_tiles, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        at = noted + row * 2 * num_tiles + columns
+        at = partials + row * 2 * num_tiles + columns
         order = tl.load(at, mask=columns < num_tiles, other=LEAST)
-        found, token = first(order, tl.load(at + num_tiles, mask=columns < num_tiles, other=_NOBODY))
-        winner = tl.where(found > best, token, winner)  # tokens of later tiles are later
-        best = tl.maximum(found, best)
-    tl.store(out + row, winner)
+        largest, token = first(order, tl.load(at + num_tiles, mask=columns < num_tiles, other=_NOBODY))
+        best_token = tl.where(largest > best, token, best_token)  # tokens of later tiles are later
+        best = tl.maximum(largest, best)
+    tl.store(out + row, best_token)
 
 
-def make_maxima(rows: int, tiles: int, device: torch.device) -> Tensor:
-    """Room for `put_maxima`: (R, 2, N) int32."""
+def empty_partial_argmax(rows: int, tiles: int, device: torch.device) -> Tensor:
+    """Memory for `store_partial_argmax`: (R, 2, N) int32."""
     return torch.empty(rows, 2, tiles, dtype=torch.int32, device=device)
 
 
-def find_first(maxima: Tensor) -> Tensor:
+def argmax(partials: Tensor) -> Tensor:
     """The first token with the largest logit of each row: (R, 2, N) to (R,) int64."""
-    rows, _, tiles = maxima.shape
-    out = torch.empty(rows, dtype=torch.int64, device=maxima.device)
+    rows, _, tiles = partials.shape
+    out = torch.empty(rows, dtype=torch.int64, device=partials.device)
     block = min(power_of_two(tiles), _MOST_AT_ONCE)
-    _first_kernel[(rows,)](maxima, out, tiles, BLOCK=block, num_warps=max(1, min(8, block // 256)))
+    _argmax_kernel[(rows,)](partials, out, tiles, BLOCK=block, num_warps=max(1, min(8, block // 256)))
     return out

@@ -2,15 +2,15 @@
 # ruff: noqa: ANN001, ANN202
 """Tokens drawn from logits in two launches, without sorting the vocabulary and without asking the host.
 
-The first runs the race of `kernels.sampling` in every tile of a row; the second takes the winner of all tiles. If
-top-k, top-p or min-p exclude that winner, they exclude every token that is no likelier, too: so the race is run again
-among those that are, until its winner is one that is kept. Whether it is kept takes no sorted list, only the sum of
-all that is likelier; and only tiles are read whose largest logit is large enough. A winner of many and one of the kept
-is the winner of the kept: the token is exactly that of the reference, but for the rounding of sums.
+The first draws in every tile of a row, by Gumbel-max as `reference.sampling` does; the second takes the best of all
+tiles. If top-k, top-p or min-p exclude that token, they exclude every token that is no likelier, too: so it is drawn
+again among those that are, until the drawn token is one that is kept. Whether it is kept takes no sorted list, only the
+sum of all that is likelier; and only tiles are read whose largest logit is large enough. A token that is drawn from
+many and kept is the one that is drawn from the kept: exactly that of the reference, but for the rounding of sums.
 
-The k-th largest logit is found by bisection of the bits of floats, among the tokens that reach the k-th largest of the
-tiles' maxima. Floats are compared as in `maxima`.
-Source: rejection as in FlashInfer (Ye et al. 2025); here of a race, which needs no new random numbers.
+The k-th largest logit is located by bisection of the bits of floats, among the tokens that reach the k-th largest
+maximum of a tile. Floats are compared as in `partial_argmax`.
+Source: rejection as in FlashInfer (Ye et al. 2025); here by Gumbel-max, which needs no new random numbers.
 Shapes: R rows, V vocabulary, N tiles of a row.
 """
 
@@ -32,7 +32,7 @@ _INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _log_exponentials(key, tokens):
-    """`kernels.sampling.log_exponentials`: SplitMix64 of the row's key and the token."""
+    """`reference.sampling.log_exponentials`: SplitMix64 of the row's key and the token."""
     x = key.to(tl.uint64) + (tokens + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -46,21 +46,21 @@ def _log_exponentials(key, tokens):
 
 
 @triton.jit
-def _tile_race_kernel(
+def _sample_tiles_kernel(
     logits, keys, settings, out, sums, vocabulary, row_stride, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a row: its largest, the largest of its race and whose that is, and the sum of exponentials."""
+    """Of one tile of a row: its largest, the largest perturbed and whose that is, and the sum of exponentials."""
     row, tile, tiles = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     tokens = tile * TILE + tl.arange(0, TILE)
     kept = tokens < vocabulary
     x = tl.load(logits + row * row_stride + tokens, mask=kept, other=float("-inf"))
     temperature = tl.load(settings + row * 3)
-    race = x
+    perturbed = x
     if temperature > 0:
         x = tl.div_rn(x, temperature)
-        race = x - _log_exponentials(tl.load(keys + row), tokens)
+        perturbed = x - _log_exponentials(tl.load(keys + row), tokens)
     top = tl.max(tl.where(kept, ordered(x), LEAST), 0)
-    best, token = first(tl.where(kept, ordered(race), LEAST), tokens)
+    best, token = first(tl.where(kept, ordered(perturbed), LEAST), tokens)
     most = number(top)
     at = out + row * 3 * tiles + tile
     tl.store(at, top)
@@ -72,9 +72,9 @@ def _tile_race_kernel(
 @triton.jit
 def _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK: tl.constexpr):
     """Tokens of a chunk of what is listed, tokens or tiles of 2^shift; their logits over the temperature, in order."""
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    entry = tl.load(listed + (place >> shift), mask=(place >> shift) < count, other=0x3FFFFFFF >> shift)
-    tokens = (entry << shift) + (place & ((1 << shift) - 1))
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    entry = tl.load(listed + (index >> shift), mask=(index >> shift) < count, other=0x3FFFFFFF >> shift)
+    tokens = (entry << shift) + (index & ((1 << shift) - 1))
     kept = tokens < vocabulary
     x = tl.div_rn(tl.load(logits + tokens, mask=kept, other=0.0), temperature)
     return tokens, tl.where(kept, ordered(x), LEAST), x
@@ -95,20 +95,20 @@ def _above(
 
 
 @triton.jit
-def _race_above(
+def _sample_above(
     bound, key, logits, listed, count, shift, temperature, vocabulary, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The winner among what is listed and larger than the bound, and its order."""
+    """The token drawn among what is listed and larger than the bound, and its order."""
     best = LEAST
-    winner = 0x7FFFFFFF
+    drawn = 0x7FFFFFFF
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         tokens, order, x = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
-        race = ordered(x - _log_exponentials(key, tokens))
-        found, token = first(tl.where(order > bound, race, LEAST), tokens)
-        is_better = (found > best) | ((found == best) & (token < winner))
-        best = tl.where(is_better, found, best)
-        winner = tl.where(is_better, token, winner)
-    return winner, ordered(tl.div_rn(tl.load(logits + winner), temperature))
+        perturbed = ordered(x - _log_exponentials(key, tokens))
+        largest, token = first(tl.where(order > bound, perturbed, LEAST), tokens)
+        is_better = (largest > best) | ((largest == best) & (token < drawn))
+        best = tl.where(is_better, largest, best)
+        drawn = tl.where(is_better, token, drawn)
+    return drawn, ordered(tl.div_rn(tl.load(logits + drawn), temperature))
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def _list_tokens(
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         tokens, order, _unused = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
         wanted = (order > bound).to(tl.int32)
-        place = how_many + tl.cumsum(wanted, 0) - 1
-        tl.store(target + place, tokens, mask=(wanted > 0) & (place < CHUNK))
+        index = how_many + tl.cumsum(wanted, 0) - 1
+        tl.store(target + index, tokens, mask=(wanted > 0) & (index < CHUNK))
         how_many += tl.sum(wanted, 0)
     tl.debug_barrier()
     return how_many
@@ -160,10 +160,10 @@ def _find_top_k(
     floor = tl.maximum(low, LEAST + 1) - 1
     count = _list_tiles(tops, floor, listed, BLOCK)
     shift = SHIFT
-    found = _list_tokens(floor, listed + BLOCK, logits, listed, count, shift, temperature, vocabulary, CHUNK)
-    if found <= CHUNK:
+    num_listed = _list_tokens(floor, listed + BLOCK, logits, listed, count, shift, temperature, vocabulary, CHUNK)
+    if num_listed <= CHUNK:
         listed += BLOCK
-        count = found
+        count = num_listed
         shift = 0
     low, high = floor + 1, top  # the limit-th largest logit
     while low < high:
@@ -177,7 +177,7 @@ def _find_top_k(
 
 
 @triton.jit
-def _row_race_kernel(
+def _sample_rows_kernel(
     logits, keys, settings, limits, tiles, sums, lists, out, vocabulary, row_stride, num_tiles, list_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -186,10 +186,10 @@ def _row_race_kernel(
     columns = tl.arange(0, BLOCK)
     at = tiles + row * 3 * num_tiles + columns
     tops = tl.load(at, mask=columns < num_tiles, other=LEAST)
-    races = tl.load(at + num_tiles, mask=columns < num_tiles, other=LEAST)
+    perturbed = tl.load(at + num_tiles, mask=columns < num_tiles, other=LEAST)
     tokens = tl.load(at + 2 * num_tiles, mask=columns < num_tiles, other=0x7FFFFFFF)
     top = tl.max(tops, 0)
-    _best, token = first(races, tokens)
+    _best, token = first(perturbed, tokens)
     temperature = tl.load(settings + row * 3)
     share = tl.load(settings + row * 3 + 1)
     least = tl.load(settings + row * 3 + 2)  # logarithm of min-p
@@ -213,20 +213,20 @@ def _row_race_kernel(
             )
         is_kept = order == top
         while is_kept == 0:
-            # Whatever is larger than the winner, or than the bound where that is out.
+            # Whatever is larger than the drawn token, or than the bound where that is out.
             edge = tl.maximum(order, bound)
             if shift > 0:
                 count = _list_tiles(tops, edge, listed, BLOCK)
             _how_many, before = _above(edge, most, logits, listed, count, shift, temperature, vocabulary, CHUNK)
             is_kept = (order > bound) & ((before < share * total) | (share >= 1.0))
             if is_kept == 0:
-                token, order = _race_above(edge, key, logits, listed, count, shift, temperature, vocabulary, CHUNK)
+                token, order = _sample_above(edge, key, logits, listed, count, shift, temperature, vocabulary, CHUNK)
                 is_kept = order == top
     tl.store(out + row, token.to(tl.int64))
 
 
 def choose(logits: Tensor, keys: Tensor, limits: Tensor, settings: Tensor) -> Tensor:
-    """`kernels.sampling.choose`, its rows' parameters as tensors.
+    """`ops.sampling.choose`, its rows' parameters as tensors.
 
     Args:
         logits: (R, V) float32, V contiguous; not modified.
@@ -244,12 +244,12 @@ def choose(logits: Tensor, keys: Tensor, limits: Tensor, settings: Tensor) -> Te
     num_tiles = -(-size // tile)
     tiles = torch.empty(rows, 3, num_tiles, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, num_tiles, dtype=torch.float32, device=logits.device)
-    _tile_race_kernel[(num_tiles, rows)](
+    _sample_tiles_kernel[(num_tiles, rows)](
         logits, keys, settings, tiles, sums, size, logits.stride(0), TILE=tile, num_warps=4
     )
     block = power_of_two(num_tiles)
     lists = torch.empty(rows, block + _CHUNK, dtype=torch.int32, device=logits.device)
-    _row_race_kernel[(rows,)](
+    _sample_rows_kernel[(rows,)](
         logits, keys, settings, limits, tiles, sums, lists, out, size, logits.stride(0), num_tiles, lists.stride(0),
         BLOCK=block, CHUNK=_CHUNK, SHIFT=_TILE_BITS, num_warps=8,
     )  # fmt: skip

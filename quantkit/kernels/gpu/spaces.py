@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from quantkit.kernels.gpu.choices import ROW_LIMIT, Choice, Decode, Prefill, Product, Rows, Tile, Vendor
+from quantkit.kernels.gpu.choices import ROW_LIMIT, Choice, Cublas, Decode, Prefill, Product, Rows, Tile
+from quantkit.kernels.gpu.packing import Packing
 
 _LANES = 32
 _LEAST_WORDS = 4  # of a thread: one load of 16 bytes
@@ -25,18 +26,18 @@ _LEAST_SHARED_KIB = 99
 _HOPPER = 90
 
 
-def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> list[Product]:
+def products(rows: int, packing: Packing, chip: int) -> list[Product]:
     """How to multiply so many rows with a packed weight: tiles and warps.
 
     Args:
         rows: M, one of `choices.ROW_BUCKETS`.
-        bits, span: of the weight.
-        natural: codes as they are, which nothing decodes into memory.
+        packing: of the weight; one that is unpacked is never dequantized into memory.
         chip: compute capability.
     """
-    found: list[Product] = []
+    bits, span = packing.bits, packing.span
+    candidates: list[Product] = []
     if rows <= ROW_LIMIT:
-        found += [
+        candidates += [
             Rows(block_n=words // span, warps=warps, stages=2, programs=8)
             for words in _ROW_TILES
             for warps in (1, 2, 4, 8)
@@ -51,28 +52,28 @@ def products(rows: int, *, bits: int, span: int, natural: bool, chip: int) -> li
             for warps in (4, 8)
             if block_m * block_n // (_LANES * warps) <= most and block_n * span // (_LANES * warps) <= 32
         ]
-        found += [tile for tile in tiles if _tile_bytes(tile) <= _shared(chip)]
-    if rows > 16 and not natural:
-        found.append(Vendor())
-    return found
+        candidates += [tile for tile in tiles if _tile_bytes(tile) <= _shared(chip)]
+    if rows > 16 and not packing.unpacked:
+        candidates.append(Cublas())
+    return candidates
 
 
-def decodes(*, page_size: int, widest: int, halved: bool) -> list[Decode]:
+def decodes(*, page_size: int, head_dim: int, halved: bool) -> list[Decode]:
     """How sequences with one new token read their pages.
 
     Args:
         page_size: tokens of a page.
-        widest: channels of a key or a value.
+        head_dim: channels of a head.
         halved: two share a byte.
     """
     return [
-        Decode(tile=tile, warps=warps, stages=2, programs=2, least_tiles=4, most_parts=64)
+        Decode(tile=tile, warps=warps, stages=2, programs=2, least_tiles=4, most_splits=64)
         for tile in (16, 32, 64)
         for warps in (2, 4, 8)
         # Keys or values of a tile as numbers, and sums of 16 rows, by thread.
         if tile <= page_size
-        and (tile + 16) * widest <= (80 if halved else 128) * _LANES * warps
-        and (warps == 8 or not (halved and widest > 128))
+        and (tile + 16) * head_dim <= (80 if halved else 128) * _LANES * warps
+        and (warps == 8 or not (halved and head_dim > 128))
     ]
 
 
@@ -88,12 +89,12 @@ def prefills(*, page_size: int, default: Prefill) -> list[Prefill]:
 
 
 def refined(choice: Choice, chip: int) -> list[Choice]:
-    """Neighbours of a choice that did well: loads under way, and parts that a product or a sequence is cut into."""
+    """Neighbours of a choice that did well: loads under way, and splits of a product or a sequence."""
     if isinstance(choice, Rows):
         return _varied(choice, stages=(1, 2, 3, 4), programs=(2, 4, 8, 16, 32))
     if isinstance(choice, Tile):
-        found = _varied(choice, stages=(1, 2, 3, 4), programs=(1, 2, 4, 8))
-        return [other for other in found if isinstance(other, Tile) and _tile_bytes(other) <= _shared(chip)]
+        others = _varied(choice, stages=(1, 2, 3, 4), programs=(1, 2, 4, 8))
+        return [other for other in others if isinstance(other, Tile) and _tile_bytes(other) <= _shared(chip)]
     if isinstance(choice, Decode):
         return _varied(choice, programs=(1, 2, 4), least_tiles=(1, 2, 4, 8))
     return []
@@ -102,8 +103,8 @@ def refined(choice: Choice, chip: int) -> list[Choice]:
 def _varied(choice: Rows | Tile | Decode | Prefill, **values: Iterable[int]) -> list[Choice]:
     """One field changed at a time."""
     changes: list[dict[str, Any]] = [{name: value} for name, options in values.items() for value in options]
-    found: list[Choice] = [replace(choice, **change) for change in changes]
-    return [other for other in dict.fromkeys(found) if other != choice]
+    varied: list[Choice] = [replace(choice, **change) for change in changes]
+    return [other for other in dict.fromkeys(varied) if other != choice]
 
 
 def _block_rows(rows: int) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ def _rows_fit(rows: int, words: int, bits: int, span: int) -> bool:
 
 
 def _tile_bytes(tile: Tile) -> int:
-    """Shared memory, rather too much: inputs of four fields of 64 words that are under way, and decoded ones of one."""
+    """Shared memory, rather too much: inputs of four fields of 64 words that are under way, and numbers of one."""
     return tile.stages * tile.block_m * 64 * 4 * 2 + tile.block_n * 64 * 2 + 4096
 
 

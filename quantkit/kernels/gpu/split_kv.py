@@ -1,77 +1,71 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""A sequence's cached tokens in parts, each for a program of its own, and what the parts found as one.
+"""A sequence's cached tokens in splits, each for a program of its own, and the partials of all splits as one.
 
-Where sequences alone do not fill the chip, each is cut. A part's program stores its maximum, its sum and its weighted
-values; the one that is last to come reads them all, always in the same order, and writes the outputs. A sequence with
-few tokens has fewer parts than programs were launched, which is decided on the device, so that a graph need not know.
-Shapes: ROWS of a program, Dv channels of a value.
+Where sequences alone do not fill the chip, each is split. A split's program stores its maximum, its sum and its
+weighted values; the one that is last to come reads them all, always in the same order, and writes the outputs. A
+sequence with few tokens has fewer splits than programs were launched, which is decided on the device, so that a graph
+need not know.
+Shapes: ROWS of a program, D channels of a value.
 Source: Dao et al. 2023, Flash-Decoding.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_TILES = 1 << 14
-"""Programs whose parts can be counted; more than that fill any chip without parts."""
+from quantkit.kernels.gpu import num_processors, power_of_two
+from quantkit.kernels.gpu.choices import Decode
+from quantkit.kernels.gpu.splits import counters, is_last_to_come
 
 
 @triton.jit
-def part_bounds(first, cached, part, num_parts, TILE: tl.constexpr):
-    """Positions of a part of first..cached, and how many parts there are, one at least; parts begin at tiles."""
+def split_bounds(first, cached, split, num_splits, TILE: tl.constexpr):
+    """Positions of a split of first..cached, and how many splits there are, one at least; splits begin at tiles."""
     from_tile = first // TILE * TILE
     tiles = tl.cdiv(tl.maximum(cached - from_tile, 0), TILE)
-    each = tl.maximum(tl.cdiv(tiles, num_parts), 1)
-    begin = from_tile + part * each * TILE
+    each = tl.maximum(tl.cdiv(tiles, num_splits), 1)
+    begin = from_tile + split * each * TILE
     return begin, tl.minimum(begin + each * TILE, cached), tl.maximum(tl.cdiv(tiles, each), 1)
 
 
 @triton.jit
-def _put_part(
-    part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
-    SLOTS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def _store_partials(
+    partial_out, partial_sums, slot, kept, state, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a part's sums; whether all parts are there now. The counter is left at zero for the next launch."""
-    slot = (first + part) * SLOTS + rows
+    """The sums of a split, each row in its slot."""
+    top, total, acc, acc_high = state
     channels = tl.arange(0, BLOCK)
-    full = 2 * WIDTH if SPLIT else WIDTH
-    tl.store(part_sums + 2 * slot, top, mask=kept)
-    tl.store(part_sums + 2 * slot + 1, total, mask=kept)
-    at = part_out + slot.to(tl.int64)[:, None] * full + channels[None, :]
+    full = 2 * WIDTH if HALVED else WIDTH
+    tl.store(partial_sums + 2 * slot, top, mask=kept)
+    tl.store(partial_sums + 2 * slot + 1, total, mask=kept)
+    at = partial_out + slot.to(tl.int64)[:, None] * full + channels[None, :]
     mask = kept[:, None] & (channels < WIDTH)[None, :]
     tl.store(at, acc, mask=mask)
-    if SPLIT:
+    if HALVED:
         tl.store(at + WIDTH, acc_high, mask=mask)
-    tl.debug_barrier()  # every thread's numbers before the one that counts
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
 
 
 @triton.jit
-def _add_parts(
-    part_out, part_sums, first, num_active, rows, kept,
+def _add_partials(
+    partial_out, partial_sums, first, num_active, rows, kept,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all parts, CHUNK at a time, in order. Not by way of the L1 cache."""
+    """The sums of all splits, CHUNK at a time, in order. Not by way of the L1 cache."""
     channels = tl.arange(0, BLOCK)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     for begin in range(0, num_active, CHUNK):
-        parts = begin + tl.arange(0, CHUNK)
-        slots = (first + parts)[:, None] * SLOTS + rows[None, :]  # (CHUNK, ROWS)
-        mask = (parts < num_active)[:, None] & kept[None, :]
-        tops = tl.load(part_sums + 2 * slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(part_sums + 2 * slots + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        splits = begin + tl.arange(0, CHUNK)
+        slots = (first + splits)[:, None] * SLOTS + rows[None, :]  # (CHUNK, ROWS)
+        mask = (splits < num_active)[:, None] & kept[None, :]
+        tops = tl.load(partial_sums + 2 * slots, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(partial_sums + 2 * slots + 1, mask=mask, other=0.0, cache_modifier=".cg")
         values = tl.load(
-            part_out + slots.to(tl.int64)[:, :, None] * WIDTH + channels[None, None, :],
+            partial_out + slots.to(tl.int64)[:, :, None] * WIDTH + channels[None, None, :],
             mask=mask[:, :, None] & (channels < WIDTH)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
@@ -82,86 +76,63 @@ def _add_parts(
         total = total * decay + tl.sum(totals * factors, 0)
         acc = acc * decay[:, None] + tl.sum(values * factors[:, :, None], 0)
         top = new_top
-    return top, total, acc
+    return top, total, acc, acc
 
 
 @triton.jit
-def _join_sinks(sinks, heads, kept, top, total, HAS_SINKS: tl.constexpr):
-    """What sums are multiplied with to become outputs; sinks take part in the softmax and have no value."""
-    decay = tl.full(top.shape, 1.0, tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=kept, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, sink)
-        decay = tl.exp(top - new_top)
-        total = total * decay + tl.exp(sink - new_top)
-    return decay / total
-
-
-@triton.jit
-def put_out(
-    out, at, kept, sinks, heads, top, total, acc, acc_high,
-    HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums (ROWS, BLOCK) as outputs, each row at its own place. SPLIT: they come in halves."""
-    factor = _join_sinks(sinks, heads, kept, top, total, HAS_SINKS)[:, None]
+def store_out(at, kept, state, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums (ROWS, BLOCK) as outputs, each row at its own pointer. HALVED: they come in halves."""
+    factor = (1.0 / state[1])[:, None]
     channels = tl.arange(0, BLOCK)
     mask = kept[:, None] & (channels < WIDTH)[None, :]
-    target = out + at[:, None] + channels[None, :]
-    tl.store(target, (acc * factor).to(out.dtype.element_ty), mask=mask)
-    if SPLIT:
-        tl.store(target + WIDTH, (acc_high * factor).to(out.dtype.element_ty), mask=mask)
+    target = at[:, None] + channels[None, :]
+    tl.store(target, (state[2] * factor).to(at.dtype.element_ty), mask=mask)
+    if HALVED:
+        tl.store(target + WIDTH, (state[3] * factor).to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def join_parts(
-    part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
-    out, at, lanes, real, sinks, heads, HAS_SINKS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+def merge_splits(
+    partial_out, partial_sums, counter, first, split, num_active, rows, kept, state, out_at, lanes, real,
+    SLOTS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr, HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a part's sums (ROWS, HALF_BLOCK), in halves where SPLIT; who is last makes LANES outputs of all parts."""
-    is_last = _put_part(
-        part_out, part_sums, counter, first, part, num_active, rows, kept, top, total, acc, acc_high,
-        SLOTS, SPLIT, HALF, HALF_BLOCK,
-    )  # fmt: skip
-    if is_last:
-        highest, weight, sums = _add_parts(
-            part_out, part_sums, first, num_active, lanes, real, SLOTS, LANES, CHUNK, WIDTH, BLOCK
-        )
-        put_out(out, at, real, sinks, heads, highest, weight, sums, sums, HAS_SINKS, False, WIDTH, BLOCK)
+    """Store a split's sums (ROWS, HALF_BLOCK), in halves where HALVED; the last one makes outputs of all splits."""
+    slot = (first + split) * SLOTS + rows
+    _store_partials(partial_out, partial_sums, slot, kept, state, HALVED, HALF, HALF_BLOCK)
+    if is_last_to_come(counter, num_active):
+        whole = _add_partials(
+            partial_out, partial_sums, first, num_active, lanes, real, SLOTS, LANES, CHUNK, WIDTH, BLOCK
+        )  # fmt: skip
+        store_out(out_at, real, whole, False, WIDTH, BLOCK)
 
 
 def chunk(rows: int, block: int) -> int:
-    """Parts that are added at once: what the registers hold."""
+    """Splits that are added at once: what the registers hold."""
     return max(1, min(16, 8192 // (rows * block)))
 
 
-def scratch(tiles: int, parts: int, rows: int, width: int, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Memory for what parts found, and counters.
+def splits_of_cache(programs: int, tokens: int, choice: Decode, device: torch.device) -> int:
+    """Splits of a sequence, so that the chip is full and a split has some tiles; a power of two."""
+    wanted = -(-choice.programs * num_processors(device) // programs)
+    filled = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
+    return min(power_of_two(wanted), filled, choice.most_splits)
+
+
+def empty_partials(tiles: int, splits: int, rows: int, width: int, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Memory for the sums of splits, and counters.
 
     Args:
-        tiles: programs that are cut.
-        parts: of each; with one there is nothing to keep.
+        tiles: programs that are split.
+        splits: of each; with one there is nothing to keep.
         rows: of each.
         width: channels of a value.
         device: where.
     Returns:
-        part_out, part_sums, counters: or None, all of them.
+        partial_out, partial_sums, counters: or None, all of them.
     """
-    if parts == 1:
+    if splits == 1:
         return None, None, None
-    part_out = torch.empty(tiles, parts, rows, width, dtype=torch.float32, device=device)
-    part_sums = torch.empty(tiles, parts, rows, 2, dtype=torch.float32, device=device)
-    return part_out, part_sums, counters(device)
-
-
-@functools.lru_cache(maxsize=8)
-def counters(device: torch.device) -> Tensor:
-    """How many parts of each tile are there; all zero between launches, which follow one another on a stream.
-
-    Args:
-        device: where.
-    Returns:
-        (MOST_TILES,) int32, the same for all kernels that cut what they do in parts.
-    """
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    partial_out = torch.empty(tiles, splits, rows, width, dtype=torch.float32, device=device)
+    partial_sums = torch.empty(tiles, splits, rows, 2, dtype=torch.float32, device=device)
+    return partial_out, partial_sums, counters(device)

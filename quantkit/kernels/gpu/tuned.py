@@ -1,6 +1,6 @@
-"""Choices measured on a GPU, as files: one per GPU, shipped in `gpus/` or found in the user's cache folder.
+"""Choices measured on a GPU, as files: one per GPU, shipped in `tuned_files/` or in the user's cache folder.
 
-    {"schema": 1,
+    {"schema": 2,
      "device": {"name": "NVIDIA H200", "capability": 90},
      "versions": {"quantkit": "0.1.0", "torch": "2.13.0", "triton": "3.9.0"},
      "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 64",
@@ -26,29 +26,33 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, OutputError
-from quantkit.kernels.gpu.choices import Choice, Decode, Prefill, Rows, Tile, Vendor
+from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Rows, Tile
 
-SCHEMA = 1
-METHODS: dict[str, type[Choice]] = {"rows": Rows, "tile": Tile, "vendor": Vendor, "decode": Decode, "prefill": Prefill}
-KERNELS = {"product": ("rows", "tile", "vendor"), "decode": ("decode",), "prefill": ("prefill",)}
+SCHEMA = 2
+CHOICES: dict[str, tuple[type[Choice], ...]] = {
+    "product": (Rows, Tile, Cublas),
+    "decode": (Decode,),
+    "prefill": (Prefill,),
+}
+"""By kernel: what can be chosen for it. A file calls a choice by the name of its class, in lower case."""
 
 NEAR = {"rows": 1.0, "outputs": 2.0, "inputs": 2.0, "heads": 4.0}
 """By size: the factor up to which one that was measured stands for another; rows are buckets, and exact."""
 
-_POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_parts": 256}
+_POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_splits": 256}
 _COUNTS = {"stages": 8, "programs": 64, "least_tiles": 64}
 _LEAST = {"block_m": 16, "tile": 16, "rows": 16}
-_SHIPPED = Path(__file__).parent / "gpus"
+_SHIPPED = Path(__file__).parent / "tuned_files"
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """What was found for one kernel, kind and size.
+class TunedChoice:
+    """What was measured for one kernel, kind and size.
 
     Args:
-        kernel: one of KERNELS.
-        kind: what must be equal; `configs.product_kind` or `configs.cache_kind`.
+        kernel: one of CHOICES.
+        kind: what must be equal; `Packing.name` or `configs.pages_name`.
         sizes: by name, those of NEAR.
         choice: what to run with.
         microseconds, default_microseconds: medians of it and of the default, measured in turns.
@@ -66,7 +70,12 @@ class Entry:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a file has once."""
-        return self.kernel, self.kind, tuple(sorted(self.sizes.items()))
+        return key_of(self.kernel, self.kind, self.sizes)
+
+
+def key_of(kernel: str, kind: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """By which a choice for a kernel, a kind and sizes is known."""
+    return kernel, kind, tuple(sorted(sizes.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +87,14 @@ class Table:
         capability: of it, 90 for Hopper.
         versions: of quantkit, torch and triton when it was written.
         entries: one for each key.
-        path: where it was read from.
+        path: of it.
     """
 
     device: str
     capability: int
     versions: Mapping[str, str]
-    entries: tuple[Entry, ...]
-    path: Path | None = field(default=None, compare=False)
+    entries: tuple[TunedChoice, ...]
+    path: Path = field(default=Path(), compare=False)
 
     def find(self, kernel: str, kind: str, sizes: Mapping[str, int]) -> Choice | None:
         """The choice of the nearest entry that is near enough by NEAR; of two as near the smaller one."""
@@ -95,7 +104,7 @@ class Table:
                 away = {name: abs(math.log2(size / entry.sizes[name])) for name, size in sizes.items()}
                 if all(distance <= math.log2(NEAR[name]) for name, distance in away.items()):
                     near.append((sum(away.values()), entry.key, entry.choice))
-        return min(near, key=lambda found: found[:2])[2] if near else None
+        return min(near, key=lambda candidate: candidate[:2])[2] if near else None
 
 
 def slug(device: str) -> str:
@@ -127,14 +136,14 @@ def shipped_file(device: str) -> Path:
 
 def tables_of(device: str) -> tuple[Table, ...]:
     """What files say about a GPU, the user's first; one that cannot be used is warned about and left out."""
-    found = []
+    tables = []
     for path in (user_file(device), shipped_file(device)):
         try:
             if path.exists():
-                found.append(read(path, device))
+                tables.append(read(path, device))
         except (InputError, OSError) as error:
             _LOG.warning("%s; the defaults are used in its place", error)
-    return tuple(found)
+    return tuple(tables)
 
 
 def read(path: Path, device: str | None = None) -> Table:
@@ -192,52 +201,38 @@ def write(path: Path, table: Table) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}; give another --output") from error
 
 
-def merged(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
+def merged(old: Iterable[TunedChoice], new: Iterable[TunedChoice]) -> tuple[TunedChoice, ...]:
     """Entries of both, the new one where both have a key."""
     return tuple({entry.key: entry for entry in (*old, *new)}.values())
 
 
 def to_json(choice: Choice) -> dict[str, Any]:
     """A choice as files have it."""
-    return {"method": next(name for name, kind in METHODS.items() if kind is type(choice)), **asdict(choice)}
+    return {"method": type(choice).__name__.lower(), **asdict(choice)}
 
 
-def to_entry(entry: Entry) -> dict[str, Any]:
+def to_entry(entry: TunedChoice) -> dict[str, Any]:
     """An entry as files have it."""
-    return {
-        "kernel": entry.kernel,
-        "kind": entry.kind,
-        "sizes": dict(entry.sizes),
-        "choice": to_json(entry.choice),
-        "microseconds": entry.microseconds,
-        "default_microseconds": entry.default_microseconds,
-        "ratio": entry.ratio,
-    }
+    values = {item.name: getattr(entry, item.name) for item in fields(entry)}
+    return {**values, "sizes": dict(entry.sizes), "choice": to_json(entry.choice)}
 
 
-def _read_entry(data: dict[str, Any]) -> Entry:
+def _read_entry(data: dict[str, Any]) -> TunedChoice:
     kernel, given = data["kernel"], dict(data["choice"])
     method = given.pop("method")
-    if method not in KERNELS.get(kernel, ()):
+    kind = next((kind for kind in CHOICES.get(kernel, ()) if kind.__name__.lower() == method), None)
+    if kind is None:
         raise ValueError(f"kernel {kernel!r} has no method {method!r}")
-    kind = METHODS[method]
     names = {item.name for item in fields(kind)}
     if given.keys() != names:
-        raise ValueError(f"{method} takes {sorted(names)}, found {sorted(given)}")
+        raise ValueError(f"{method} takes {sorted(names)}, not {sorted(given)}")
     for name, value in given.items():
         _check(name, value)
     sizes = {str(name): int(size) for name, size in data["sizes"].items()}
     if not all(name in NEAR and size > 0 for name, size in sizes.items()):
         raise ValueError(f"sizes are {sizes}")
-    return Entry(
-        kernel=kernel,
-        kind=str(data["kind"]),
-        sizes=sizes,
-        choice=kind(**given),
-        microseconds=float(data["microseconds"]),
-        default_microseconds=float(data["default_microseconds"]),
-        ratio=float(data["ratio"]),
-    )
+    numbers = {name: float(data[name]) for name in ("microseconds", "default_microseconds", "ratio")}
+    return TunedChoice(kernel=kernel, kind=str(data["kind"]), sizes=sizes, choice=kind(**given), **numbers)
 
 
 def _check(name: str, value: Any) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import ResourceError
-from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout, page_bytes, tail_bytes
+from quantkit.kernels.layouts import KVLayout, page_bytes, residual_bytes
+from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.types import Angles, AttentionOptions, HeadNorms
 
 
 class KVCache:
@@ -29,7 +30,7 @@ class KVCache:
       accepted_tokens // page_size. There is nothing to flush: a page is quantized in the step that completes it, and
       again if some of those tokens are taken back.
     - A page that others may read is never written: a sequence that starts from shared pages starts at a page border.
-    - `batch.tail_rows` must be the same row for a sequence from its first token on (after a preemption, from the
+    - `batch.residual_rows` must be the same row for a sequence from its first token on (after a preemption, from the
       recomputed first token on) and not be shared by two running sequences. A sequence that starts from shared pages
       needs nothing in it.
     - Pages need no clearing: what lies in slots past a sequence's end is never used, whatever its bits.
@@ -59,7 +60,7 @@ class KVCache:
             self._pools = [self._pool(layout) for layout in self.layouts]
             self._tails = [self._tail(layout) for layout in self.layouts]
         except RuntimeError as error:
-            wanted = num_pages * page_bytes(self.layouts) + tail_bytes(self.layouts, max_sequences)
+            wanted = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
             raise ResourceError(
                 f"a KV cache of {num_pages} pages needs {wanted / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
@@ -67,16 +68,16 @@ class KVCache:
         self._views = [
             layout.views(pool, tail) for layout, pool, tail in zip(self.layouts, self._pools, self._tails, strict=True)
         ]
-        self._options: list[ops.AttentionOptions | None] = [None] * len(self.layouts)
-        self._attention = [ops.attention(views) for views in self._views]
+        self._options: list[AttentionOptions | None] = [None] * len(self.layouts)
+        self._attention = [paged_attention(views) for views in self._views]
 
     def _pool(self, layout: KVLayout) -> Tensor:
         return torch.empty(self.num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
 
     def _tail(self, layout: KVLayout) -> Tensor | None:
-        if not layout.has_tail:
+        if not layout.has_residual:
             return None
-        shape = (self.max_sequences, layout.num_heads, layout.tail_tokens, layout.head_dim)
+        shape = (self.max_sequences, layout.num_heads, layout.residual_tokens, layout.head_dim)
         return torch.empty(shape, dtype=layout.dtype, device=self.device)
 
     @property
@@ -105,10 +106,9 @@ class KVCache:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        sinks: Tensor | None = None,
-        angles: ops.Angles | None = None,
+        angles: Angles | None = None,
         interleaved: bool = False,
-        norms: ops.HeadNorms | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Attention of one layer's new tokens to what is cached and to each other; then they are cached too.
 
@@ -121,18 +121,17 @@ class KVCache:
             scale: of the scores.
             window: a key is seen if query position - key position < window; None = all.
             softcap: scores become softcap * tanh(score / softcap); None = as they are.
-            sinks: (Hq,), a further score of each head that takes part in the softmax and has no value; None = none.
             angles: by which queries and keys are rotated first; None = not at all.
-            interleaved: see `ops.AttentionOptions`.
+            interleaved: see `AttentionOptions`.
             norms: of queries and keys, before the rotation; None = none.
         Returns:
             (T, Hq, Dv), dtype of query.
         """
         options = self._options[layer]
         if options is None or (scale, window, softcap) != (options.scale, options.window, options.softcap):
-            options = self._options[layer] = ops.AttentionOptions(
-                scale=scale, window=window, softcap=softcap, sinks=sinks, interleaved=interleaved, norms=norms
+            options = self._options[layer] = AttentionOptions(
+                scale=scale, window=window, softcap=softcap, interleaved=interleaved, norms=norms
             )
-        elif sinks is not options.sinks or norms is not options.norms or interleaved != options.interleaved:
-            options = self._options[layer] = replace(options, sinks=sinks, interleaved=interleaved, norms=norms)
-        return self._attention[layer](query, key, value, batch, options, angles)
+        elif norms is not options.norms or interleaved != options.interleaved:
+            options = self._options[layer] = replace(options, interleaved=interleaved, norms=norms)
+        return self._attention[layer]((query, key, value), batch, options, angles)

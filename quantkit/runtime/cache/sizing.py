@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quantkit.errors import InputError, RequestError
-from quantkit.kernels.layouts import KVLayout, page_bytes, pages_for_budget, tail_bytes
+from quantkit.kernels.layouts import KVLayout, page_bytes, pages_for_budget, residual_bytes
 from quantkit.quantities import byte_size
 from quantkit.runtime.cache.memory import free_bytes
 
@@ -110,7 +110,7 @@ def size_pool(
         num_pages = min(wanted, pages_for_budget(layouts, max_sequences, budget))
         least = -(-asked_length // page_size) if asked_length is not None else 1
         if num_pages < least:
-            needed = least * page_bytes(layouts) + tail_bytes(layouts, max_sequences)
+            needed = least * page_bytes(layouts) + residual_bytes(layouts, max_sequences)
             what = f"one sequence of {asked_length} tokens" if asked_length is not None else "one page"
             raise RequestError(
                 f"a KV pool of {byte_size(budget)} is too small for {what}, which needs {byte_size(needed)} "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.head import Logits
+from quantkit.kernels.types import Logits
 
 if TYPE_CHECKING:
     from quantkit.runtime.cache.kv_cache import KVCache
@@ -149,7 +149,7 @@ class _Inputs:
             token_ids=wide[0],
             positions=wide[1],
             slots=wide[2],
-            tail_rows=wide[3],
+            residual_rows=wide[3],
             query_starts=narrow[: sequences + 1],
             page_table=narrow[sequences + 1 :].view(sequences, pages),
             logit_rows=torch.arange(sequences, device=device),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.kernels.head import Logits
+from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.engine.capacity import Room

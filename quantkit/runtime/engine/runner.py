@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.head import Logits
 from quantkit.kernels.transfer import send
+from quantkit.kernels.types import Logits
 from quantkit.runtime.engine.decode_graphs import DecodeGraphs, why_not
 from quantkit.runtime.model.model import NativeModel
 
@@ -124,7 +124,7 @@ class BatchBuilder:
             query_starts=begins,
             page_table=table,
             slots=slots,
-            tail_rows=tails,
+            residual_rows=tails,
             logit_rows=wanted,
             query_lengths=tuple([len(piece.tokens) for piece in pieces]),
             context_lengths=tuple([piece.start + len(piece.tokens) for piece in pieces]),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import ModelError
-from quantkit.kernels.reference import ACTIVATIONS
+from quantkit.kernels.reference.block import ACTIVATIONS
 from quantkit.models.families import Architecture
 from quantkit.runtime.model.rope import RopeConfig
 from quantkit.runtime.model.rope_config import read_rope

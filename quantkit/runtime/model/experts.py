@@ -1,7 +1,7 @@
 """A mixture of experts in place of the MLP: a router chooses a few for each token, their outputs are weighed and added.
 
-What is computed, and by which kernels, is in `kernels.experts`. Shapes: T tokens, H hidden width, E experts, k of them
-for each token.
+What is computed, and by which kernels, is in `reference.experts`. Shapes: T tokens, H hidden width, E experts, k of
+them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral); Yang et al. 2024 (Qwen2).
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantkit.kernels.experts import Stacked, route, run_each
-from quantkit.kernels.linear import ExpertLinear, Linear
+from quantkit.kernels.reference.experts import route, run_each
+from quantkit.kernels.types import Linear, LinearFacts, StackedExperts
 from quantkit.runtime.model.layers import MLP
 
 
@@ -32,7 +32,7 @@ class Mixture:
         self,
         *,
         router: Linear,
-        experts: Sequence[MLP] | Stacked,
+        experts: Sequence[MLP] | StackedExperts,
         num_chosen: int,
         normalize: bool,
         shared: MLP | None,
@@ -45,7 +45,7 @@ class Mixture:
         self._num_chosen, self._normalize = num_chosen, normalize
 
     @property
-    def linears(self) -> tuple[Linear | ExpertLinear, ...]:
+    def linears(self) -> tuple[Linear | LinearFacts, ...]:
         """Two of each expert, without the shared one's."""
         if self._stacked is not None:
             return self._stacked.linears

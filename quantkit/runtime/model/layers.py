@@ -14,12 +14,11 @@ from torch import Tensor
 
 from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.linear import Linear, multiply, rounding_of
-from quantkit.kernels.quantized_activations import RoundedRows, Rounding
+from quantkit.kernels.ops.linear import activation_quantization_of, multiply
+from quantkit.kernels.types import ActivationQuantization, Angles, HeadNorms, Linear, QuantizedActivations
 from quantkit.runtime.cache.kv_cache import KVCache
 
-Angles = ops.Angles
-Rows = Tensor | RoundedRows
+Rows = Tensor | QuantizedActivations
 
 
 class Norm(Protocol):
@@ -66,7 +65,7 @@ class RoundingNorm:
 
     __slots__ = ("_norm", "_rounding")
 
-    def __init__(self, norm: RMSNorm, rounding: Rounding) -> None:
+    def __init__(self, norm: RMSNorm, rounding: ActivationQuantization) -> None:
         self._norm, self._rounding = norm, rounding
 
     def __call__(self, x: Tensor) -> Rows:
@@ -79,7 +78,7 @@ class RoundingNorm:
 
     def _apply(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
         norm, rounding = self._norm, self._rounding
-        return ops.rounded_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, rounding=rounding)
+        return ops.quantized_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, quantization=rounding)
 
 
 def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | RoundingNorm | None:
@@ -89,7 +88,7 @@ def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | RoundingNor
         norm: None = none.
         readers: all that read what it gives.
     """
-    wanted = {rounding_of(reader) for reader in readers}
+    wanted = {activation_quantization_of(reader) for reader in readers}
     rounding = wanted.pop() if len(wanted) == 1 else None
     return RoundingNorm(norm, rounding) if isinstance(norm, RMSNorm) and rounding is not None else norm
 
@@ -134,8 +133,8 @@ class SideBySide:
         self.out_features = sum(linear.out_features for linear in self.linears)
         self.stored_bytes = sum(linear.stored_bytes for linear in self.linears)
         self.description = " | ".join(linear.description for linear in self.linears)
-        wanted = {rounding_of(linear) for linear in self.linears}
-        self.rounds = wanted.pop() if len(wanted) == 1 else None
+        wanted = {activation_quantization_of(linear) for linear in self.linears}
+        self.activation_quantization = wanted.pop() if len(wanted) == 1 else None
 
     def __call__(self, x: Rows) -> Tensor:
         """(T, K) -> (T, sum of N)."""
@@ -223,13 +222,13 @@ class Attention:
         return self.output(attended.reshape(tokens, -1))
 
 
-def _head_norms(query: Norm | None, key: Norm | None) -> ops.HeadNorms | None:
+def _head_norms(query: Norm | None, key: Norm | None) -> HeadNorms | None:
     """Norms that attention can do together with the rotation; None where there are none, or others."""
     if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
         return None
     if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
         return None
-    return ops.HeadNorms(query=query.weight, key=key.weight, eps=query.eps, offset=query.offset)
+    return HeadNorms(query=query.weight, key=key.weight, eps=query.eps, offset=query.offset)
 
 
 class MLP:
@@ -249,18 +248,18 @@ class MLP:
         self.up, self.down, self._activation, self._gated = up, down, activation, gated
 
     @property
-    def rounds(self) -> Rounding | None:
-        """How `up` rounds its inputs, if it does; see `kernels.linear.rounding_of`."""
-        return rounding_of(self.up)
+    def activation_quantization(self) -> ActivationQuantization | None:
+        """How `up` rounds its inputs, if it does; see `ops.linear.activation_quantization_of`."""
+        return activation_quantization_of(self.up)
 
     def __call__(self, x: Rows) -> Tensor:
         """(T, H) -> (T, H)."""
-        opened, rounding = multiply(self.up, x), rounding_of(self.down)
+        opened, rounding = multiply(self.up, x), activation_quantization_of(self.down)
         if not self._gated:
             return self.down(ops.activate(opened, self._activation))
         if rounding is None:
             return self.down(ops.gated(opened, self._activation))
-        return multiply(self.down, ops.rounded_gated(opened, self._activation, rounding))
+        return multiply(self.down, ops.quantized_gated(opened, self._activation, rounding))
 
 
 class Block:

@@ -18,8 +18,9 @@ from quantkit.errors import InputError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.linear import Linear, make_linear
-from quantkit.kernels.torch_linear import DenseLinear
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.types import Linear
 from quantkit.models.families import Architecture, find, supported
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
@@ -253,14 +254,14 @@ def _make_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linea
     if head_dtype is None and not config.tied:
         return weights.linear([name])
     if head_dtype is None:
-        head = make_linear(table, dtype=weights.dtype, device=weights.device)
+        head = build_linear(table, dtype=weights.dtype, device=weights.device)
         shared = isinstance(head, DenseLinear) and table.dtype == weights.dtype
         weights.num_bytes += 0 if shared else head.stored_bytes
         weights.stored_bytes += head.stored_bytes
         return head
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
     bias = f"{name}.bias"
-    head = make_linear(
+    head = build_linear(
         _round_head(weight, head_dtype),
         bias=weights.reader.tensor(bias).to(weights.device, weights.dtype) if bias in weights.reader else None,
         dtype=weights.dtype,

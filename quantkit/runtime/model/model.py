@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.head import Logits, logits
-from quantkit.kernels.layouts import KVLayout, make_layout
-from quantkit.kernels.linear import Linear
+from quantkit.kernels.layouts import KVLayout, layer_layout
+from quantkit.kernels.ops.head import logits
+from quantkit.kernels.types import Linear, Logits
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -180,7 +180,7 @@ def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch
     """
     caches = kv if isinstance(kv, Sequence) else [LayerCache(scheme=kv or KVScheme())] * len(config.layers)
     return [
-        make_layout(
+        layer_layout(
             num_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,

@@ -15,8 +15,9 @@ from torch import Tensor
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
-from quantkit.kernels.experts import Stacked, can_stack, stack
-from quantkit.kernels.linear import Linear, join, make_linear
+from quantkit.kernels.ops.experts import can_stack, stack
+from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.types import Linear, StackedExperts
 from quantkit.models.family import QueryKeyNorm
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -121,7 +122,7 @@ class Weights:
         self.stored_bytes += round(linear.stored_bytes * read_share)
 
     def _make(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None) -> Linear:
-        return make_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
+        return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
 
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
         local = self._local[name]
@@ -266,7 +267,7 @@ def _make_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
         yield make(weights, prefix, number, config.num_chosen / config.num_experts)
 
 
-def _stack(weights: Weights, prefix: str) -> Stacked | None:
+def _stack(weights: Weights, prefix: str) -> StackedExperts | None:
     """The experts of a layer as one; None where there is no kernel for that, which a note says."""
     config = weights.config.experts
     assert config is not None

@@ -1,8 +1,8 @@
 """From logits to the tokens of requests: penalties, what each row's parameters ask for, log-probabilities.
 
-The choice itself is in `kernels.sampling`; here a row gets its key, a function of (seed, position). So a request gives
-the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model races
-with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
+The choice itself is in `kernels.ops.sampling`; here a row gets its key, a function of (seed, position). So a request
+gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model
+draws with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
 anyway: see `speculative`.
 """
 
@@ -14,10 +14,11 @@ import struct
 import numpy as np
 from torch import Tensor
 
-from quantkit.kernels import sampling
-from quantkit.kernels.head import Logits
-from quantkit.kernels.sampling import Draw
+from quantkit.kernels.ops import sampling
+from quantkit.kernels.reference import sampling as reference
+from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.transfer import send
+from quantkit.kernels.types import Logits
 from quantkit.runtime.sampling.penalties import apply_penalties
 from quantkit.runtime.types import Sequence, TokenLogprob
 
@@ -42,7 +43,7 @@ def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
     """
     values, best = logits if isinstance(logits, Logits) else (logits, None)
     if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
-        return sampling.largest(values) if best is None else best
+        return reference.largest(values) if best is None else best
     values = apply_penalties(values, rows)
     return sampling.choose(values, [_draw(row) if row[0].params.temperature > 0 else None for row in rows])
 
@@ -54,9 +55,9 @@ def candidates(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         logits: (R, V) float32, penalties applied.
         rows: what each row belongs to; temperatures above 0.
     Returns:
-        see `kernels.sampling.candidates`.
+        see `reference.sampling.candidates`.
     """
-    return sampling.candidates(logits, [_draw(row) for row in rows])
+    return reference.candidates(logits, [_draw(row) for row in rows])
 
 
 def _draw(row: tuple[Sequence, int]) -> Draw:

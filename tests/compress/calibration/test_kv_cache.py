@@ -13,7 +13,7 @@ from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.kernels.kv_numbers import dequantize, quantize
+from quantkit.kernels.reference.kv_codes import dequantize, quantize
 from quantkit.numerics.kv_cache import (
     FP8_HEAD,
     FP8_TENSOR,

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.kernels import experts, ops, reference
-from quantkit.kernels.linear import make_linear
-from quantkit.kernels.quantized_activations import Rounding
+from quantkit.kernels import ops
+from quantkit.kernels.ops.experts import stack
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.reference import block as reference
+from quantkit.kernels.reference import experts
+from quantkit.kernels.types import ActivationQuantization, HeadNorms
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -62,7 +65,7 @@ def test_linears(scheme, shape, dtype):
     bias = torch.randn(shape[0])
     activation = None if rounded is None else ActivationScheme(dtype=DTYPES[rounded])
     decoded = weight.dequantize().double()
-    linear = make_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CUDA)
+    linear = build_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CUDA)
     for count in ROWS:
         x = torch.randn(count, shape[1]).to(dtype)
         found = linear(x.to(CUDA))
@@ -83,7 +86,7 @@ def test_inputs_with_a_calibrated_scale(name, shape):
     weight = round_to_nearest(values, kind, *minmax_parameters(values, kind, torch.bfloat16), torch.bfloat16)
     weight = dataclasses.replace(weight, input_scale=torch.tensor([0.02]))
     activation = ActivationScheme(dtype=DTYPES[name], granularity="tensor", dynamic=False)
-    linear = make_linear(weight, activation=activation, dtype=torch.bfloat16, device=CUDA)
+    linear = build_linear(weight, activation=activation, dtype=torch.bfloat16, device=CUDA)
     decoded = weight.dequantize().double()
     for count in ROWS:
         x = torch.randn(count, shape[1]).to(torch.bfloat16)
@@ -95,20 +98,28 @@ def test_inputs_with_a_calibrated_scale(name, shape):
         )
 
 
-@pytest.mark.parametrize("rounding", [Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.02)])
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        ActivationQuantization(name="int8"),
+        ActivationQuantization(name="fp8"),
+        ActivationQuantization(name="fp8", step=0.02),
+    ],
+)
 @pytest.mark.parametrize("width", [100, 4096, 14336])
 def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
-    from quantkit.kernels.gpu import norms, w8a8
+    from quantkit.kernels.gpu import ops as gpu_ops
+    from quantkit.kernels.gpu.quantize_activations import quantize_rows
 
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((5, width), (5, width), (width,)))
-    found, total = norms.rounded_rms_norm(x, weight, 1e-5, 0.0, residual, rounding)
-    normed, expected_total = norms.rms_norm(x, weight, 1e-5, 0.0, residual)
+    found, total = gpu_ops.quantized_rms_norm(x, residual, weight, 1e-5, 0.0, rounding)
+    normed, expected_total = gpu_ops.add_rms_norm(x, residual, weight, 1e-5, 0.0)
     assert torch.equal(total, expected_total)
     gate_up = torch.cat([x, residual], dim=1)
-    pairs = [(found, normed), (norms.rounded_gated(gate_up, "silu", rounding), norms.gated(gate_up, "silu"))]
+    pairs = [(found, normed), (gpu_ops.quantized_gated(gate_up, "silu", rounding), gpu_ops.gated(gate_up, "silu"))]
     for rows, values in pairs:
-        expected = w8a8.round_rows(values, rounding)
+        expected = quantize_rows(values, rounding)
         assert torch.equal(rows.codes[:5], expected.codes[:5])
         assert torch.equal(rows.scale, expected.scale)
 
@@ -167,8 +178,8 @@ def test_experts(scheme, dtype):
             kind = WeightScheme(dtype=DTYPES[scheme[0]], group_size=scheme[1], symmetric=scheme[2])
             values = round_to_nearest(values.float(), kind, *minmax_parameters(values.float(), kind, dtype), dtype)
         decoded.append((values if scheme is None else values.dequantize()).double())
-        pairs.append(make_linear(values, dtype=dtype, device=CUDA))
-    stacked = experts.stack(
+        pairs.append(build_linear(values, dtype=dtype, device=CUDA))
+    stacked = stack(
         zip(pairs[::2], pairs[1::2], strict=True), count=count, activation="silu", num_chosen=picks, normalize=True
     )
     assert not isinstance(stacked, str), stacked
@@ -200,7 +211,6 @@ ATTENTION = {
     "plain": {},
     "window": {"window": 40},
     "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 4.0])},
 }
 
 
@@ -254,7 +264,7 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(kind, interleaved, rota
         monkeypatch.setattr(Sequences, "device", place)
         cache, options = made.cache(), {"interleaved": interleaved}
         if normed:
-            options["norms"] = ops.HeadNorms(query=query.to(place), key=key.to(place), eps=1e-6, offset=0.0)
+            options["norms"] = HeadNorms(query=query.to(place), key=key.to(place), eps=1e-6, offset=0.0)
         steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i)] for i in range(6)]
         outputs.append([])
         for spans in ([(0, 0, 60), (1, 0, 15)], *steps, [(1, 21, 31), (0, 66, 67)], [(0, 67, 68), (1, 31, 32)]):
@@ -298,7 +308,7 @@ def test_arrays_sent_one_after_another_do_not_overwrite_each_other():
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("name", ["dense", "int8", "int4"])
 def test_heads_give_logits_and_the_likeliest(name, softcap):
-    from quantkit.kernels.head import logits
+    from quantkit.kernels.ops.head import logits
 
     torch.manual_seed(0)
     weight = torch.randn(5003, 512)
@@ -306,7 +316,7 @@ def test_heads_give_logits_and_the_likeliest(name, softcap):
         kind = WeightScheme(dtype=DTYPES[name], group_size=None if name == "int8" else 128, symmetric=True)
         weight = round_to_nearest(weight, kind, *minmax_parameters(weight, kind, torch.float16), torch.float16)
     decoded = weight if name == "dense" else weight.dequantize()
-    head = make_linear(weight, dtype=torch.bfloat16, device=CUDA)
+    head = build_linear(weight, dtype=torch.bfloat16, device=CUDA)
     for count in (1, 3, 16, 64, 65, 300):
         x = torch.randn(count, 512).to(torch.bfloat16)
         values, best = logits(head, x.to(CUDA), scale=0.5, softcap=softcap)
@@ -320,7 +330,8 @@ def test_heads_give_logits_and_the_likeliest(name, softcap):
 @pytest.mark.parametrize("size", [320, 5000, 128_256])
 def test_draws_are_the_cpus(size):
     """Rows of all kinds in one batch, drawn by the kernels and by the reference; the host reads only the tokens."""
-    from quantkit.kernels import sampling
+    from quantkit.kernels.ops import sampling
+    from quantkit.kernels.reference.sampling import Draw
 
     kinds = [
         {"top_k": None, "top_p": 1.0, "min_p": 0.0},
@@ -333,7 +344,7 @@ def test_draws_are_the_cpus(size):
     ]
     torch.manual_seed(0)
     draws = [None] + [
-        sampling.Draw(number * 0x1234567 - 2**60, temperature, **kind)
+        Draw(number * 0x1234567 - 2**60, temperature, **kind)
         for number, kind in enumerate(kinds * 6)
         for temperature in (0.3, 1.0, 3.0)
     ]
@@ -407,23 +418,19 @@ def test_bfloat16_decodes_on_the_gpu():
 def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
     from quantkit.benchmark.tune import tune
-    from quantkit.benchmark.tune_cases import Shapes, make_cases, random_weight
+    from quantkit.benchmark.tune_cases import Shapes, cases_of, random_weight
     from quantkit.benchmark.tune_problems import opener
-    from quantkit.kernels.gpu import configs, tuned
-    from quantkit.kernels.gpu import layout as packed
+    from quantkit.kernels.gpu import configs, packing, tuned
 
     scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
     shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)
     chip, name = configs.capability(CUDA), torch.cuda.get_device_name()
-    cases = make_cases([shapes], rows=(1, 16), batches=(2,), context=200, kv_types=("int8",), chip=chip)
+    cases = cases_of([shapes], rows=(1, 16), batches=(2,), context=200, kv_types=("int8",), chip=chip)
     monkeypatch.setenv("QUANTKIT_TUNE_DIR", str(tmp_path))
     found = tune(
         cases,
         opener(CUDA, torch.bfloat16),
-        path=tuned.user_file(name),
-        device=name,
-        capability=chip,
-        versions={},
+        tuned.Table(device=name, capability=chip, versions={}, entries=(), path=tuned.user_file(name)),
         seconds=60,
     )
     assert found.outcomes
@@ -431,6 +438,6 @@ def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
         assert outcome.entry is not None, outcome.problem
         assert not any("else" in reason or "fails" in reason for reason in outcome.dropped), outcome.dropped
     configs.forget()
-    weight = packed.pack(random_weight(512, 1024, scheme.weight, CUDA), CUDA)
+    weight = packing.pack(random_weight(512, 1024, scheme.weight, CUDA), CUDA)
     assert configs.product(weight, 1, CUDA) == found.outcomes[0].entry.choice
     configs.forget()

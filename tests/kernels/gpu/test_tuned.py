@@ -10,19 +10,19 @@ import torch
 
 from quantkit.errors import InputError, OutputError
 from quantkit.kernels.gpu import choices, configs, tuned
-from quantkit.kernels.gpu.choices import Decode, Prefill, Rows, Tile, Vendor
-from quantkit.kernels.gpu.layout import PackedWeight
-from quantkit.kernels.layouts import kv_scheme, make_layout
+from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.gpu.packing import PackedWeight, Packing
+from quantkit.kernels.layouts import kv_scheme, layer_layout
 
 GPU = "NVIDIA Test 9000"
 CUDA = torch.device("cuda", 0)
-KIND = configs.product_kind(bits=4, group=128, span=64, has_zero=False)
+KIND = Packing(bits=4, group=128, span=64).name
 ROWS = Rows(block_n=32, warps=2, stages=1, programs=4)
 TILE = Tile(block_m=16, block_n=128, warps=8, stages=3, programs=1)
 
 
 def entry(rows=1, outputs=4096, inputs=4096, choice=ROWS, kind=KIND):
-    return tuned.Entry(
+    return tuned.TunedChoice(
         kernel="product",
         kind=kind,
         sizes={"rows": rows, "outputs": outputs, "inputs": inputs},
@@ -50,20 +50,19 @@ def gpu(monkeypatch, tmp_path):
 
 
 def weight(outputs=4096, inputs=4096, bits=4):
-    return PackedWeight(
-        words=torch.empty(0), scale=torch.empty(0), zero=None, shape=(outputs, inputs), bits=bits, span=64, group=128
-    )
+    packing = Packing(bits=bits, span=64, group=128)
+    return PackedWeight(words=torch.empty(0), scale=torch.empty(0), zero=None, shape=(outputs, inputs), packing=packing)
 
 
 def views(kind="int8"):
-    layout = make_layout(num_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, scheme=kv_scheme(kind))
+    layout = layer_layout(num_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16, scheme=kv_scheme(kind))
     return layout.views(torch.empty(2, layout.page_bytes, dtype=torch.uint8), None)
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path):
-    decode = Decode(tile=64, warps=4, stages=3, programs=2, least_tiles=2, most_parts=32)
+    decode = Decode(tile=64, warps=4, stages=3, programs=2, least_tiles=2, most_splits=32)
     attention = [
-        tuned.Entry(
+        tuned.TunedChoice(
             kernel=name, kind="k", sizes=sizes, choice=choice, microseconds=2.0, default_microseconds=2.0, ratio=1.0
         )
         for name, sizes, choice in (
@@ -71,7 +70,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path):
             ("prefill", {}, Prefill(rows=64, tile=32, warps=4, stages=1)),
         )
     ]
-    written = table(*attention, entry(), entry(rows=4, choice=TILE), entry(rows=64, choice=Vendor()))
+    written = table(*attention, entry(), entry(rows=4, choice=TILE), entry(rows=64, choice=Cublas()))
     path = tmp_path / "deep" / "file.json"
     tuned.write(path, written)
     assert [item.name for item in path.parent.iterdir()] == ["file.json"]
@@ -117,16 +116,16 @@ def test_the_users_file_goes_before_the_shipped_one_and_both_before_the_default(
     assert configs.product(weight(), 1, CUDA) == TILE
     assert configs.product(weight(), 4, CUDA) == TILE
     assert configs.product(weight(), 5, CUDA) == choices.default_tile(5, 90)
-    assert configs.product(weight(), 999, CUDA) == Vendor()
+    assert configs.product(weight(), 999, CUDA) == Cublas()
     assert configs.product(weight(bits=8), 1, CUDA) == choices.default_product(1, 8, 90)
 
 
 def test_pages_ask_the_same_files(gpu):
-    kind = configs.cache_kind(("int8 per token", "int8 per token"), 128, 64, 4)
-    decode = Decode(tile=32, warps=2, stages=3, programs=4, least_tiles=2, most_parts=32)
+    kind = configs.pages_name(kv_scheme("int8"), 128, 64, 4)
+    decode = Decode(tile=32, warps=2, stages=3, programs=4, least_tiles=2, most_splits=32)
     prefill = Prefill(rows=32, tile=32, warps=4, stages=1)
     found = [
-        tuned.Entry(
+        tuned.TunedChoice(
             kernel=name, kind=kind, sizes=sizes, choice=choice, microseconds=1.0, default_microseconds=1.0, ratio=1.0
         )
         for name, sizes, choice in (("decode", {"heads": 64}, decode), ("prefill", {}, prefill))
@@ -151,8 +150,8 @@ def test_what_is_forced_goes_before_everything(gpu):
     tuned.write(tuned.user_file(GPU), table(entry()))
     with configs.forced(TILE, Prefill(rows=16, tile=16, warps=1, stages=1)):
         assert configs.product(weight(), 1, CUDA) == TILE
-        with configs.forced(Vendor()):
-            assert configs.product(weight(), 1, CUDA) == Vendor()
+        with configs.forced(Cublas()):
+            assert configs.product(weight(), 1, CUDA) == Cublas()
         assert configs.prefill(views(), 32, CUDA).rows == 16
         assert configs.decode(views(), 8, 32, CUDA) == choices.default_decode(128, 64, 90)
     assert configs.product(weight(), 1, CUDA) == ROWS
@@ -168,8 +167,8 @@ def test_a_choice_is_looked_up_once(gpu, monkeypatch):
 BROKEN = [
     ("{", "no file of tuned choices"),
     ("[]", "it is no object"),
-    ('{"schema": 0}', "has schema 0, this quantkit reads 1"),
-    ('{"schema": 1}', "has no 'device'"),
+    ('{"schema": 0}', "has schema 0, this quantkit reads 2"),
+    ('{"schema": 2}', "has no 'device'"),
     ({"device": {"name": "other", "capability": 90}}, "was measured on 'other', this is 'NVIDIA Test 9000'"),
     ({"choice": {"method": "decode"}}, "kernel 'product' has no method 'decode'"),
     ({"choice": {"method": "rows", "block_n": 16}}, "rows takes"),

@@ -1,4 +1,4 @@
-"""Attention in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type."""
+"""Attention in Triton's interpreter: what precedes it, one and several new tokens, splits, every KV type."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import pytest
 import torch
 import triton
 
-from quantkit.kernels import ops
-from quantkit.kernels.attention import TorchAttention
-from quantkit.kernels.gpu import choices, configs
-from quantkit.kernels.gpu import split_kv as parts
+from quantkit.kernels.gpu import choices, configs, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
+from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.reference.attention import TorchAttention
+from quantkit.kernels.types import HeadNorms
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
+from quantkit.runtime.cache import kv_cache
 from tests.helpers import one_of_each
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 CPU = torch.device("cpu")
 BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
 MIXED = LayerCache(scheme=KVScheme(key=FP8_TOKEN, value=INT4_TOKEN))
-IMPLEMENTATIONS = (lambda views: ops.Stepwise(TorchAttention(views)), TritonAttention)
-OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
+IMPLEMENTATIONS = (lambda views: Stepwise(TorchAttention(views)), TritonAttention)
+OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0}}
 
 
 KINDS = {**{kind: {"kind": kind} for kind in KV_TYPES}, "by head": {"cache": BY_HEAD}, "mixed": {"cache": MIXED}}
@@ -31,12 +32,12 @@ KINDS = {**{kind: {"kind": kind} for kind in KV_TYPES}, "by head": {"cache": BY_
 
 @pytest.mark.parametrize(("kind", "option"), one_of_each(KINDS, OPTIONS))
 def test_paged_attention(kind, option, monkeypatch):
-    """Prompts, decodes over a page border, a chunk behind: outputs, and every byte of pages and tails, as by torch."""
+    """Prompts, decodes over a page border, a chunk behind: outputs, and every byte that is stored, as by torch."""
     dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
     made, options = Sequences(layout(**KINDS[kind], dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
     caches, outputs = [], []
     for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
+        monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
         out = made.step(caches[-1], [(0, 0, 14), (1, 0, 62)], **options)
         for i in range(3):
@@ -50,11 +51,11 @@ def test_paged_attention(kind, option, monkeypatch):
 
 PAGE_CHOICES = {
     "small": (
-        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_parts=4),
+        choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_splits=4),
         choices.Prefill(rows=16, tile=16, warps=4, stages=1),
     ),
     "large": (
-        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_parts=64),
+        choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_splits=64),
         choices.Prefill(rows=128, tile=64, warps=8, stages=3),
     ),
 }
@@ -65,7 +66,7 @@ def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
     made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
     outputs = []
     for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
+        monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         cache = made.cache()
         with configs.forced(*PAGE_CHOICES[chosen]):
             out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
@@ -94,15 +95,15 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
     """Chunks, decodes over a page border, alone and beside a chunk: as by one operation after another."""
     kind, rotated, options = HEADS[case]
     dtype = torch.float32 if "norms" in options else torch.float16
-    made = Sequences(layout(kind, dim=32, value_dim=48, page_size=16, dtype=dtype), (20, 40))
+    made = Sequences(layout(kind, dim=32, page_size=16, dtype=dtype), (20, 40))
     if "norms" in options:
         query, key = torch.randn(2, 32).unbind(0)
         eps, offset = options["norms"]
-        options = {**options, "norms": ops.HeadNorms(query=query, key=key, eps=eps, offset=offset)}
+        options = {**options, "norms": HeadNorms(query=query, key=key, eps=eps, offset=offset)}
     turns = torch.randn(64, rotated // 2)
     caches, outputs = [], []
     for implementation in IMPLEMENTATIONS:
-        monkeypatch.setattr(ops, "attention", implementation)
+        monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
         outputs.append([])
         for spans in (
@@ -122,9 +123,9 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "option"), one_of_each(["auto", "int4"], OPTIONS))
-def test_long_prefixes_are_cut_in_parts(kind, option):
-    """A token, and drafts, after a long prefix, alone and beside a sequence that is too short to be cut."""
-    shape = layout(kind, dim=32, value_dim=48, page_size=16, dtype=torch.float16)
+def test_long_prefixes_are_split(kind, option):
+    """A token, and drafts, after a long prefix, alone and beside a sequence that is too short to be split."""
+    shape = layout(kind, dim=32, page_size=16, dtype=torch.float16)
     made, options = Sequences(shape, (250, 20)), OPTIONS[option]
     outputs = []
     for implementation in IMPLEMENTATIONS:
@@ -143,21 +144,21 @@ def test_long_prefixes_are_cut_in_parts(kind, option):
             outputs[-1] += made.step(cache, spans, **options)
     for found, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
-    assert parts.counters.cache_info().currsize == 1, "nothing was cut"
-    assert not parts.counters(CPU).any()
+    assert splits.counters.cache_info().currsize == 1, "nothing was split"
+    assert not splits.counters(CPU).any()
 
 
-def test_bounds_of_parts():
-    """Every cached position that is seen is in one part, and no part is empty but the first of an empty prefix."""
+def test_bounds_of_splits():
+    """Every cached position that is seen is in one split, and no split is empty but the first of an empty prefix."""
 
-    class Kernel:  # what `part_bounds` computes, on numbers
+    class Kernel:  # what `split_bounds` computes, on numbers
         cdiv, maximum, minimum = staticmethod(triton.cdiv), max, min
 
-    bounds = types.FunctionType(parts.part_bounds.fn.__code__, {"tl": Kernel})
+    bounds = types.FunctionType(split_kv.split_bounds.fn.__code__, {"tl": Kernel})
     for first, cached, count in ((0, 0, 4), (0, 1, 4), (0, 64, 4), (17, 65, 4), (5, 1000, 8), (90, 80, 2), (0, 130, 1)):
         _, _, active = bounds(first, cached, 0, count, 16)
         assert 1 <= active <= count
-        found = [bounds(first, cached, part, count, 16)[:2] for part in range(active)]
+        found = [bounds(first, cached, split, count, 16)[:2] for split in range(active)]
         assert all(begin % 16 == 0 for begin, _ in found)
         seen = [position for begin, end in found for position in range(max(begin, first), end)]
         assert seen == list(range(first, cached))
@@ -165,7 +166,7 @@ def test_bounds_of_parts():
 
 
 def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
-    monkeypatch.setattr(ops, "attention", TritonAttention)
+    monkeypatch.setattr(kv_cache, "paged_attention", TritonAttention)
     made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (20,))
     caches, outputs = [], []
     for extra in (0, 2):
@@ -178,7 +179,7 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
             slots=torch.cat([one.slots, torch.full((extra,), -1)]),
             query_starts=torch.tensor([0, 1] + extra * [1], dtype=torch.int32),
             page_table=torch.cat([one.page_table, torch.full((extra, 1), -1, dtype=torch.int32)]),
-            tail_rows=torch.cat([one.tail_rows, torch.zeros(extra, dtype=torch.int64)]),
+            residual_rows=torch.cat([one.residual_rows, torch.zeros(extra, dtype=torch.int64)]),
             query_lengths=(1,) * (1 + extra),
         )
         states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels import experts as reference
 from quantkit.kernels import ops
-from quantkit.kernels.gpu import experts, grouped_rows
+from quantkit.kernels.gpu import expert_rows, experts
 from quantkit.kernels.gpu import linear as packed_linear
-from quantkit.kernels.torch_linear import DenseLinear
+from quantkit.kernels.reference import experts as reference
+from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.types import LinearSource
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -36,7 +37,7 @@ def linear(rows, width, kind, seed):
     name, group, symmetric = kind
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
     weight = round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
-    return packed_linear.PackedLinear(weight, bias=None, dtype=torch.float16, device=CPU)
+    return packed_linear.PackedLinear(LinearSource(weight=weight, dtype=torch.float16, device=CPU))
 
 
 class Experts:
@@ -49,7 +50,7 @@ class Experts:
         self.stacked = experts.stack(
             iter(self.linears), count=count, activation=activation, num_chosen=num_chosen, normalize=normalize
         )
-        assert isinstance(self.stacked, experts.StackedExperts)
+        assert isinstance(self.stacked, experts.TritonExperts)
         self.activation, self.normalize, self.num_chosen, self.count, self.hidden = (
             activation,
             normalize,
@@ -62,7 +63,7 @@ class Experts:
         weights = []
         for layer in self.linears[number]:
             packed = getattr(layer, "packed", None)
-            weight = layer.weight if packed is None else packed_linear.w4a16.decode(packed, torch.float32)
+            weight = layer.weight if packed is None else packed_linear.w4a16.dequantize_weight(packed, torch.float32)
             weights.append(weight.double())
         return weights
 
@@ -93,7 +94,7 @@ def rows(tokens, hidden):
 @pytest.fixture
 def few_programs(monkeypatch):
     """What a program costs here hardly depends on how much it computes."""
-    monkeypatch.setattr(grouped_rows, "_WORDS", 4096)
+    monkeypatch.setattr(expert_rows, "_WORDS", 4096)
 
 
 def cases():
@@ -201,7 +202,7 @@ def test_what_is_not_stacked():
     """The reason is told, and names what is in the way."""
     int4, int8 = ("int4", 32, True), ("int8", 32, True)
     one = linear(64, 128, int4, 0), linear(128, 128, int4, 1)
-    assert isinstance(stack(one, one), experts.StackedExperts)
+    assert isinstance(stack(one, one), experts.TritonExperts)
     assert "expert 1" in stack(one, (linear(64, 128, int8, 0), one[1]))
     assert "expert 1" in stack(one, (linear(64, 128, ("int4", 32, False), 0), one[1]))
     assert "relu" in stack(one, activation="relu")

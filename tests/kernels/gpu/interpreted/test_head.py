@@ -7,10 +7,11 @@ import torch
 
 from quantkit.kernels import gpu
 from quantkit.kernels.gpu import head as on_gpu
-from quantkit.kernels.gpu import partial_argmax as maxima
+from quantkit.kernels.gpu import partial_argmax
 from quantkit.kernels.gpu.linear import PackedLinear
-from quantkit.kernels.head import logits
-from quantkit.kernels.linear import make_linear
+from quantkit.kernels.ops.head import logits
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.types import LinearSource
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
@@ -21,6 +22,10 @@ INT8 = WeightScheme(dtype=DTYPES["int8"], group_size=None, symmetric=True)
 
 def rounded(values, scheme=INT8):
     return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+
+
+def packed(weight, dtype, bias=None):
+    return PackedLinear(LinearSource(weight=weight, bias=bias, dtype=dtype, device=CPU))
 
 
 class Known:
@@ -63,17 +68,17 @@ def test_the_first_of_equals_and_nan():
 
 
 def test_many_tiles_are_compared_in_pieces(monkeypatch):
-    monkeypatch.setattr(maxima, "_MOST_AT_ONCE", 64)
+    monkeypatch.setattr(partial_argmax, "_MOST_AT_ONCE", 64)
     order = torch.randint(-(10**9), 10**9, (2, 2, 200), dtype=torch.int32)
     order[:, 1] = torch.arange(200) * 7
     order[0, 0, [3, 70, 199]] = 2 * 10**9
     order[1, 0, [130, 128]] = 2 * 10**9
-    assert maxima.find_first(order).tolist() == [21, 128 * 7]
+    assert partial_argmax.argmax(order).tolist() == [21, 128 * 7]
 
 
 def test_rows_that_nobody_draws_from_have_no_likeliest(monkeypatch):
     monkeypatch.setattr(on_gpu, "MOST_ROWS", 2)
-    head = make_linear(torch.randn(40, 16), dtype=torch.float32, device=CPU)
+    head = build_linear(torch.randn(40, 16), dtype=torch.float32, device=CPU)
     x = torch.randn(3, 16)
     values, best = on_gpu.logits(head, x, 1.0, None)
     assert best is None
@@ -85,12 +90,10 @@ def test_rows_that_nobody_draws_from_have_no_likeliest(monkeypatch):
     ("name", "group", "shape"), [("int8", None, (300, 256)), ("int4", 32, (50, 256)), ("int8", 64, (64, 2048))]
 )
 def test_packed_heads(monkeypatch, name, group, shape, rows):
-    """A product per row, in tiles, in parts; outputs that are no multiple of a tile."""
+    """A product per row, in tiles, split; outputs that are no multiple of a tile."""
     torch.manual_seed(1)
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=True)
-    head = PackedLinear(
-        rounded(torch.randn(shape), scheme), bias=torch.randn(shape[0]), dtype=torch.float32, device=CPU
-    )
+    head = packed(rounded(torch.randn(shape), scheme), torch.float32, torch.randn(shape[0]))
     x = torch.randn(rows, shape[1])
     for scale, softcap in ((1.0, None), (0.5, 20.0)):
         expected, _ = logits(Known(head(x)), x, scale=scale, softcap=softcap)
@@ -101,7 +104,7 @@ def test_packed_heads(monkeypatch, name, group, shape, rows):
 
 
 def test_a_packed_head_is_not_rounded_to_16_bits_and_its_ties_go_to_the_first():
-    head = PackedLinear(rounded(torch.ones(96, 128)), bias=None, dtype=torch.float16, device=CPU)
+    head = packed(rounded(torch.ones(96, 128)), torch.float16)
     x = torch.ones(2, 128, dtype=torch.float16)
     x[:, 0] = 1 + 2**-10
     values, best = on_gpu.logits(head, x, 1.0, None)
@@ -109,8 +112,8 @@ def test_a_packed_head_is_not_rounded_to_16_bits_and_its_ties_go_to_the_first():
     assert not torch.equal(values, values.to(torch.float16).float())
 
 
-def test_many_rows_of_a_packed_head_are_the_vendors(monkeypatch):
-    head = PackedLinear(rounded(torch.randn(40, 128)), bias=None, dtype=torch.float32, device=CPU)
+def test_many_rows_of_a_packed_head_are_for_cublas(monkeypatch):
+    head = packed(rounded(torch.randn(40, 128)), torch.float32)
     x = torch.randn(70, 128)
     assert head.logits(x, 1.0, 0.0) is None
     values, best = on_gpu.logits(head, x, 1.0, None)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels import reference
-from quantkit.kernels.gpu import norms
+from quantkit.kernels.gpu import ops as gpu_ops
+from quantkit.kernels.reference import block as reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norms(dtype):
     joined, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((3, 300), (3, 100), (100,)))
     x = joined[:, 100:200]  # a slice of something wider
-    found = norms.rms_norm(x, weight, 1e-5, 1.0)
-    torch.testing.assert_close(found[0], reference.rms_norm(x, weight, 1e-5, offset=1.0))
-    found = norms.rms_norm(x, weight, 1e-5, 0.0, residual)
+    found = gpu_ops.rms_norm(x, weight, 1e-5, 1.0)
+    torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset=1.0))
+    found = gpu_ops.add_rms_norm(x, residual, weight, 1e-5, 0.0)
     for one, other in zip(found, reference.add_rms_norm(x, residual, weight, 1e-5), strict=True):
         torch.testing.assert_close(one, other)
     heads = joined.view(3, 3, 100)[:, 1:]
-    torch.testing.assert_close(norms.rms_norm(heads, weight, 1e-5, 0.0)[0], reference.rms_norm(heads, weight, 1e-5))
+    torch.testing.assert_close(gpu_ops.rms_norm(heads, weight, 1e-5, 0.0), reference.rms_norm(heads, weight, 1e-5))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -27,10 +27,10 @@ def test_rotary(interleaved):
     joined = torch.randn(2, 5 * 32)
     angles = torch.randn(2, 12)  # 24 of 32 channels rotate
     results = []
-    for rotate in (norms.rotary_, reference.rotary_):
+    for rotate in (gpu_ops.rotary_, reference.rotary_):
         states = joined.clone()
         query, key = states[:, :96].view(2, 3, 32), states[:, 96:].view(2, 2, 32)
-        if rotate is norms.rotary_:
+        if rotate is gpu_ops.rotary_:
             assert rotate(query, key, angles.cos(), angles.sin(), interleaved)
         else:
             rotate(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
@@ -41,5 +41,5 @@ def test_rotary(interleaved):
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gated(activation):
     x = 3 * torch.randn(2, 2 * 1100)
-    torch.testing.assert_close(norms.gated(x, activation), reference.gated(x, activation))
-    assert norms.gated(x, "relu") is None
+    torch.testing.assert_close(gpu_ops.gated(x, activation), reference.gated(x, activation))
+    assert gpu_ops.gated(x, "relu") is None

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quantkit.formats._microscaling import fp4_values
-from quantkit.kernels import ops
-from quantkit.kernels.gpu import choices, configs, w4a16
+from quantkit.kernels.gpu import choices, configs, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import linear as packed_linear
-from quantkit.kernels.gpu import quantized_activations as rounded
 from quantkit.kernels.gpu.attention import TritonAttention
-from quantkit.kernels.gpu.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
-from quantkit.kernels.linear import join
+from quantkit.kernels.gpu.packing import E4M3_BYTES, NUMBERS, find_span, pack, unpacked
+from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.types import AttentionOptions, LinearSource
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -43,7 +43,7 @@ SCHEMES = [
 def test_a_packed_weight_is_the_weight(scheme):
     weight = quantized(*scheme)
     packed = pack(weight, CPU)
-    assert torch.equal(w4a16.decode(packed, torch.float32), weight.dequantize())
+    assert torch.equal(w4a16.dequantize_weight(packed, torch.float32), weight.dequantize())
 
 
 def test_a_step_reads_what_the_checkpoint_stores():
@@ -64,10 +64,10 @@ def test_packed_products(scheme, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_in_parts_and_in_float16(rows):
-    """More programs than rows of outputs fill: K is cut, and the parts are added in order."""
+def test_split_products_and_in_float16(rows):
+    """More programs than rows of outputs fill: K is split, and the partials are added in order."""
     weight = quantized("int4", 128, True, (32, 2048))
-    assert w4a16.num_parts(2, pack(weight, CPU).num_blocks, 16) > 1
+    assert splits.splits_of(2, pack(weight, CPU).num_blocks, 16) > 1
     x = torch.randn(rows, 2048).to(torch.float16)
     found = w4a16.multiply(x, pack(weight, CPU), None)
     assert found.dtype == torch.float16
@@ -80,37 +80,36 @@ CHOICES = [
     choices.Rows(block_n=64, warps=8, stages=1, programs=2),
     choices.Tile(block_m=16, block_n=128, warps=8, stages=3, programs=8),
     choices.Tile(block_m=64, block_n=32, warps=4, stages=1, programs=1),
-    choices.Vendor(),
+    choices.Cublas(),
 ]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_whatever_is_chosen_computes_the_same(choice):
     weight, x = quantized("int4", 128, False, (40, 1024)), torch.randn(3, 1024)
-    linear = packed_linear.PackedLinear(weight, bias=None, dtype=torch.float32, device=CPU)
+    linear = packed_linear.PackedLinear(LinearSource(weight=weight, dtype=torch.float32, device=CPU))
     with configs.forced(choice):
         check(linear(x), x, weight.dequantize())
 
 
-def test_numbers_of_parts():
+def test_numbers_of_splits():
     for tiles, blocks, programs in ((1, 7, 100), (3, 28, 40), (500, 8, 100), (1, 1, 9), (10, 64, 1000)):
-        parts = w4a16.num_parts(tiles, blocks, programs)
-        each = -(-blocks // parts)
-        assert 1 <= parts <= blocks
-        assert (parts - 1) * each < blocks <= parts * each
+        count = splits.splits_of(tiles, blocks, programs)
+        each = -(-blocks // count)
+        assert 1 <= count <= blocks
+        assert (count - 1) * each < blocks <= count * each
 
 
-def test_more_rows_than_tiles_take_the_decoded_weight():
+def test_more_rows_than_tiles_take_the_dequantized_weight():
     weight, bias = quantized("int4", 128, False, (24, 512)), torch.randn(24)
-    linear = packed_linear.PackedLinear(weight, bias=bias, dtype=torch.float32, device=CPU)
+    linear = packed_linear.PackedLinear(LinearSource(weight=weight, bias=bias, dtype=torch.float32, device=CPU))
     x = torch.randn(choices.TILE_LIMIT + 1, 512)
     check(linear(x), x, weight.dequantize(), bias.double())
     assert linear(x[:0]).shape == (0, 24)
 
 
-def test_what_make_linear_and_attention_choose(monkeypatch):
+def test_what_build_linear_and_paged_attention_choose(monkeypatch):
     from quantkit.kernels import gpu
-    from quantkit.kernels.linear import make_linear
 
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
@@ -126,16 +125,16 @@ def test_what_make_linear_and_attention_choose(monkeypatch):
     for made, activation, kind in (
         (weight, None, packed_linear.PackedLinear),
         (by_activation, None, None),
-        (int8, rounded_int8, rounded.Int8Linear),
+        (int8, rounded_int8, quantized_linear.Int8Linear),
     ):
-        linear = make_linear(made, activation=activation, dtype=torch.float16, device=CPU)
+        linear = build_linear(made, activation=activation, dtype=torch.float16, device=CPU)
         assert linear.description.endswith("(Triton)")
         assert kind is None or isinstance(linear, kind)
         inputs = x if activation is None else fake_quantize_inputs(x.float(), activation)
         check(linear(x), inputs, made.dequantize())
-    assert "Triton" not in make_linear(weight, dtype=torch.float32, device=CPU).description
+    assert "Triton" not in build_linear(weight, dtype=torch.float32, device=CPU).description
     views = Sequences(layout(dim=32, page_size=16, dtype=torch.float16), (3,)).cache()._views[0]
-    assert isinstance(ops.attention(views), TritonAttention)
+    assert isinstance(paged_attention(views), TritonAttention)
 
 
 def test_what_cannot_be_packed():
@@ -161,7 +160,7 @@ def test_every_float_code_is_decoded_exactly(kind):
     scale = torch.ones(16, 256 // (dtype.group or 256))
     weight = QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
     packed = pack(weight, CPU)
-    assert torch.equal(w4a16.decode(packed, torch.float32), codes.float())
+    assert torch.equal(w4a16.dequantize_weight(packed, torch.float32), codes.float())
     for rows in (1, 16):
         found = torch.cat([w4a16.multiply(part, packed, None) for part in torch.eye(256)[:32].split(rows)])
         assert torch.equal(found, codes.float().t()[:32])
@@ -182,39 +181,39 @@ def test_scales_of_floats():
     weight = quantized("nvfp4", 16, True, (16, 256))
     packed = pack(weight, CPU)
     assert packed.num_bytes + 4 == weight.stored_bytes
-    assert packed.scales == E4M3_BYTES
+    assert packed.packing.scales == E4M3_BYTES
     one, other = weight, quantized("nvfp4", 16, True, (24, 256))
     both = join([one, other])
-    assert torch.equal(w4a16.decode(pack(both, CPU), torch.float32), both.dequantize())
-    assert pack(both, CPU).scales == E4M3_BYTES  # the tensors' scales are the same
+    assert torch.equal(w4a16.dequantize_weight(pack(both, CPU), torch.float32), both.dequantize())
+    assert pack(both, CPU).packing.scales == E4M3_BYTES  # the tensors' scales are the same
     apart = join([one, dataclasses.replace(other, scale=other.scale * 3, global_scale=other.global_scale / 3)])
     packed = pack(apart, CPU)
     assert packed.scale.dtype == torch.float32
-    assert torch.equal(w4a16.decode(packed, torch.float32), apart.dequantize())
+    assert torch.equal(w4a16.dequantize_weight(packed, torch.float32), apart.dequantize())
     weight = quantized("mxfp4", 32, True, (16, 256))
     assert pack(weight, CPU).num_bytes == weight.stored_bytes
     weight.scale[1, 2] = torch.nan
-    assert pack(weight, CPU).scales == NUMBERS
+    assert pack(weight, CPU).packing.scales == NUMBERS
     weight = quantized("fp8", None, True, (16, 256))
     assert pack(weight, CPU).scale.dtype == torch.float16
     large = dataclasses.replace(weight, scale=weight.scale * 60000.0)
     assert pack(large, CPU).scale.dtype == torch.float32
-    assert torch.equal(w4a16.decode(pack(large, CPU), torch.float32), large.dequantize())
+    assert torch.equal(w4a16.dequantize_weight(pack(large, CPU), torch.float32), large.dequantize())
     huge = dataclasses.replace(weight, scale=weight.scale.float() * 1e35)
     assert find_span(huge) is None
 
 
-def test_natural_codes_are_read_where_they_lie():
+def test_unpacked_codes_are_read_where_they_lie():
     x = torch.randn(2, 264)
     for name in ("int8", "fp8"):
         weight = quantized(name, None, True, (16, 264))
-        check(w4a16.multiply(x, natural(weight), None), x, weight.dequantize())
+        check(w4a16.multiply(x, unpacked(weight), None), x, weight.dequantize())
 
 
 def test_e4m3_is_rounded_as_by_torch():
     """Every float16 number: all codes, all halfway cases, subnormals, overflow, NaN."""
     from quantkit.kernels.gpu import kv_store
-    from quantkit.kernels.kv_numbers import _to_fp8
+    from quantkit.kernels.reference.kv_codes import _to_fp8
 
     kernel_layout = layout("fp8", heads=1, dim=64, page_size=16, dtype=torch.float32)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
@@ -222,6 +221,6 @@ def test_e4m3_is_rounded_as_by_torch():
     views = kernel_layout.views(torch.zeros(64, kernel_layout.page_bytes, dtype=torch.uint8))
 
     batch = dataclasses.replace(Sequences(kernel_layout, (1,)).batch([(0, 0, 1)]), slots=torch.arange(len(every)))
-    kv_store.enter(every, every, every, views, batch, ops.AttentionOptions(scale=1.0), None)
+    kv_store.enter((every, every, every), views, batch, AttentionOptions(scale=1.0), None)
     stored = views.key.codes[:, 0].reshape(-1, 64)[: len(every)]
     assert torch.equal(stored, _to_fp8(every[:, 0]))

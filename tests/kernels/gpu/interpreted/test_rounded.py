@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.kernels.gpu import norms, w4a16, w8a8
-from quantkit.kernels.gpu import quantized_activations as rounded
-from quantkit.kernels.gpu.layout import pack
-from quantkit.kernels.quantized_activations import Rounding
-from quantkit.kernels.torch_linear import quantize_tokens
+from quantkit.kernels.gpu import ops as gpu_ops
+from quantkit.kernels.gpu import quantized_linear, w4a16
+from quantkit.kernels.gpu.packing import pack
+from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows
+from quantkit.kernels.reference.linear import quantize_tokens
+from quantkit.kernels.types import ActivationQuantization, LinearSource
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -28,7 +29,7 @@ def test_int8_inputs(rows, shape, step):
     weight, bias = quantized("int8", None, True, shape), torch.randn(shape[0])
     activation = activation_of("int8", step)
     linear = make_rounded(weight_with(weight, step), bias, activation)
-    assert isinstance(linear, rounded.Int8Linear)
+    assert isinstance(linear, quantized_linear.Int8Linear)
     x = torch.randn(rows, shape[1])
     codes, scale = torch_codes(x, activation, step)
     expected = (codes.double() @ weight.codes.double().T) * scale * weight.scale.double().T + bias
@@ -46,7 +47,9 @@ def weight_with(weight, step):
 
 
 def make_rounded(weight, bias, activation):
-    return rounded.make_rounded(weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+    return quantized_linear.linear_of(
+        LinearSource(weight=weight, bias=bias, activation=activation, dtype=torch.float32, device=CPU)
+    )
 
 
 def torch_codes(x, activation, step):
@@ -58,6 +61,7 @@ def torch_codes(x, activation, step):
     return torch.where(broken, 0.0, codes), torch.where(broken, torch.nan, torch.full((len(x), 1), step))
 
 
+PACKED, GROUPED = quantized_linear.PackedQuantizedLinear, quantized_linear.GroupQuantizedInputs
 ROUNDED = [
     (("fp8", None, True, (40, 500)), "fp8", None, None),
     (("fp8", None, True, (40, 500)), "fp8", 0.01, None),
@@ -76,7 +80,7 @@ def test_rounded_inputs_of_packed_weights(case, rows):
     weight, bias = quantized(*scheme), torch.randn(scheme[3][0])
     activation = activation_of(name, step, group)
     linear = make_rounded(weight_with(weight, step), bias, activation)
-    assert isinstance(linear, rounded.RoundedPackedLinear if group is None else rounded.RoundedGroups)
+    assert isinstance(linear, PACKED if group is None else GROUPED)
     if not rows:
         assert linear(torch.empty(0, scheme[3][1])).shape == (0, scheme[3][0])
         return
@@ -100,13 +104,13 @@ def test_inputs_that_are_not_rounded_to_8_bits():
 def test_rows_are_rounded_as_by_torch(name, step):
     x = torch.randn(6, 300) * torch.logspace(-6, 3, 6)[:, None]
     x[1], x[2, 5], x[3, 7] = 0.0, torch.nan, torch.inf
-    rows, activation = w8a8.round_rows(x, Rounding(name=name, step=step)), activation_of(name, step)
+    rows, activation = quantize_rows(x, ActivationQuantization(name=name, step=step)), activation_of(name, step)
     codes = rows.codes.view(torch.float8_e4m3fn) if name == "fp8" else rows.codes
     expected, expected_scale = torch_codes(x, activation, step)
     assert torch.equal(codes.float(), expected)
     torch.testing.assert_close(rows.scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     whole = [0, 1, 4, 5]
-    values = w8a8.values_of(rows, torch.float32)[whole]
+    values = dequantize_rows(rows, torch.float32)[whole]
     fixed = None if step is None else torch.tensor([step])
     assert torch.equal(values, fake_quantize_inputs(x[whole], activation, fixed))
 
@@ -118,29 +122,39 @@ def test_products_of_codes(scheme, rows, name):
     """Inputs of 8 bits are read as such."""
     weight, x = quantized(*scheme), torch.randn(rows, 256)
     x[1] = torch.linspace(-1e-3, 1.0, 256)  # subnormals
-    rounded_rows = w8a8.round_rows(x, Rounding(name=name))
-    found = w4a16.multiply(rounded_rows.codes, pack(weight, CPU), None, rounded_rows.scale.view(-1), torch.float32)
+    rounded_rows = quantize_rows(x, ActivationQuantization(name=name))
+    found = w4a16.multiply(rounded_rows, pack(weight, CPU), None)
     check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
 
 
-@pytest.mark.parametrize("rounding", [Rounding(name="int8"), Rounding(name="fp8"), Rounding(name="fp8", step=0.02)])
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        ActivationQuantization(name="int8"),
+        ActivationQuantization(name="fp8"),
+        ActivationQuantization(name="fp8", step=0.02),
+    ],
+)
 @pytest.mark.parametrize("width", [100, 512])
 def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
     """Bit for bit, also where a row cannot be rounded; the sum with the residual is the same."""
     x, residual, weight = (torch.randn(*shape).to(torch.float16) for shape in ((5, width), (5, width), (width,)))
     x[1], residual[1], x[2, 3], x[3, 4] = 0.0, 0.0, torch.nan, torch.inf
     for other in (None, residual):
-        rows, total = norms.rounded_rms_norm(x, weight, 1e-5, 1.0, other, rounding)
-        normed, expected_total = norms.rms_norm(x, weight, 1e-5, 1.0, other)
-        same_rows(rows, w8a8.round_rows(normed, rounding))
+        rows, total = gpu_ops.quantized_rms_norm(x, other, weight, 1e-5, 1.0, rounding)
+        if other is None:
+            normed = gpu_ops.rms_norm(x, weight, 1e-5, 1.0)
+        else:
+            normed, expected_total = gpu_ops.add_rms_norm(x, other, weight, 1e-5, 1.0)
+        same_rows(rows, quantize_rows(normed, rounding))
         if other is not None:
             torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
     gate_up = torch.cat([x, residual], dim=1)
     for activation in ("silu", "gelu_pytorch_tanh"):
-        rows = norms.rounded_gated(gate_up, activation, rounding)
-        same_rows(rows, w8a8.round_rows(norms.gated(gate_up, activation), rounding))
-    assert norms.rounded_gated(gate_up, "relu", rounding) is None
-    assert norms.rounded_gated(gate_up[:0], "silu", rounding) is None
+        rows = gpu_ops.quantized_gated(gate_up, activation, rounding)
+        same_rows(rows, quantize_rows(gpu_ops.gated(gate_up, activation), rounding))
+    assert gpu_ops.quantized_gated(gate_up, "relu", rounding) is None
+    assert gpu_ops.quantized_gated(gate_up[:0], "silu", rounding) is None
 
 
 def same_rows(found, expected):
@@ -157,16 +171,14 @@ def test_a_block_rounds_for_linears_that_want_it(parallel, monkeypatch):
 
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     # Which tensors on the CPU are not given to.
-    monkeypatch.setattr(ops, "rms_norm", lambda x, weight, eps, offset: norms.rms_norm(x, weight, eps, offset)[0])
-    monkeypatch.setattr(
-        ops, "add_rms_norm", lambda x, y, weight, eps, offset: norms.rms_norm(x, weight, eps, offset, y)
-    )
-    monkeypatch.setattr(ops, "gated", norms.gated)
+    monkeypatch.setattr(ops, "_kernels", lambda x: gpu_ops)
     int8, fp8 = activation_of("int8", None), activation_of("fp8", None)
 
     def linear(rows, width, activation):
         weight = quantized("int8", None, True, (rows, width))
-        return rounded.make_rounded(weight, bias=None, activation=activation, dtype=torch.float16, device=CPU)
+        return quantized_linear.linear_of(
+            LinearSource(weight=weight, activation=activation, dtype=torch.float16, device=CPU)
+        )
 
     class Attention:
         def __init__(self, qkv):

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from quantkit.kernels import gpu, sampling
-from quantkit.kernels.sampling import Draw
+from quantkit.kernels import gpu
+from quantkit.kernels.ops import sampling
+from quantkit.kernels.reference.sampling import Draw
 
 ROWS = 5
 SETTINGS = {

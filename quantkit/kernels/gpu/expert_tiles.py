@@ -5,8 +5,8 @@
 A pair is a token with one of its experts; pair p is of token p / k. Pairs come sorted by expert, and each program takes
 up to BLOCK_M rows of one; how many programs there are follows from the numbers of pairs and experts alone, and those
 without rows end at once. The first product gathers its rows by token and ends in activation(gate) * up, whose columns
-lie side by side in a tile; the second weighs its rows. Weights are packed as in `layout`, or as they are, in 16 bits.
-Not here: few tokens, see `grouped_rows`. Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
+lie side by side in a tile; the second weighs its rows. Weights are packed as in `packing`, or as they are, in 16 bits.
+Not here: few tokens, see `expert_rows`. Source: as `w4a16`; Gale et al. 2022, MegaBlocks.
 Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from quantkit.kernels.gpu import capability, power_of_two
 from quantkit.kernels.gpu.choices import TILE_LIMIT, Tile, default_tile
 from quantkit.kernels.gpu.floats import load_scale
-from quantkit.kernels.gpu.layout import INTEGER, NUMBERS
-from quantkit.kernels.gpu.norms import _GATES
-from quantkit.kernels.gpu.w4a16 import _decode, _load_words, _zeros_of
+from quantkit.kernels.gpu.gates import GATES, gated_product
+from quantkit.kernels.gpu.packed_blocks import add_tile_packed, load_words
+from quantkit.kernels.gpu.packing import Packing
 
-# Guesses until a GPU has been had; packed weights have the tiles of `choices`.
+# Guesses, not yet run on a GPU; packed weights have the tiles of `choices`.
 _DENSE_TILES = (
     Tile(block_m=16, block_n=64, warps=4, stages=4, programs=0),
     Tile(block_m=32, block_n=64, warps=4, stages=4, programs=0),
@@ -38,17 +38,14 @@ _BLOCKS_AT_ONCE = 8  # of rows, that go through all outputs before the next ones
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One weight of all experts.
+    """One weight of all experts; what is not said here is as in `packing.PackedWeight`.
 
     Args:
-        words: (E, N, W) int32 as in `layout.PackedWeight`, or (E, N, K) of 16 bits.
+        words: (E, N, W) int32, or (E, N, K) of 16 bits.
         scale: (E, G, N); None = words are the weights.
-        zero: (E, G, N) uint8 or None, see there.
+        zero: (E, G, N) uint8, or None.
         shape: (N, K).
-        bits: of a field, or 16.
-        span: words of a block; of no meaning for 16 bits.
-        group: inputs that share a scale; 0 = all of an output's.
-        kind, scales: what fields and scales are, see there.
+        packing: how they are kept, with 16 bits where they are not packed.
         outer: (E,) float32, what scales that are e4m3 are divided by; or None.
     """
 
@@ -56,23 +53,33 @@ class ExpertWeights:
     scale: Tensor | None
     zero: Tensor | None
     shape: tuple[int, int]
-    bits: int
-    span: int
-    group: int
-    kind: int = INTEGER
-    scales: int = NUMBERS
+    packing: Packing
     outer: Tensor | None = None
 
     @property
+    def span(self) -> int:
+        """Words of a block; of weights in 16 bits, inputs: no more than threads, so each loads those that it needs."""
+        return _DENSE_SPAN if self.scale is None else self.packing.span
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.words.shape[2] // self.span)
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """Tensors in the order in which kernels take them."""
+        return self.words, self.scale, self.zero, self.outer
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """N, K, W and G as kernels take them."""
+        """N, K, W and G in the order in which kernels take them."""
         return *self.shape, self.words.shape[2], 0 if self.scale is None else self.scale.shape[1]
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for, but for the span."""
-        zero = self.zero is not None
-        return {"BITS": self.bits, "FIELD": self.kind, "SCALES": self.scales, "GROUP": self.group, "HAS_ZERO": zero}
+        """What kernels are compiled for."""
+        return {**self.packing.constants, "SPAN": self.span}
 
 
 @triton.jit
@@ -87,14 +94,10 @@ def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def open_gate(sums, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, OUT: tl.constexpr):
+def open_gate(sums, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, OUT: tl.constexpr):
     """activation(gate) * up of neighbouring columns, rounded where the reference rounds."""
     gate, up = tl.split(tl.reshape(sums.to(OUT).to(tl.float32), (ROWS, BLOCK_N // 2, 2)))
-    if KIND == 0:
-        opened = gate * tl.sigmoid(gate)
-    else:  # (1 + tanh z) / 2 = sigmoid(2 z)
-        opened = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    return opened * up
+    return gated_product(gate, up, GATE)
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr, 
     """Sums (M, N) of one expert times what was not applied to them block by block."""
     if GROUP == 0:
         sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
-    if SCALES == 1:  # `layout.E4M3_BYTES`
+    if SCALES == 1:  # `packing.E4M3_BYTES`
         sums = sums / tl.load(outer + expert)
     return sums
 
@@ -124,43 +127,26 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     count = tl.load(starts + experts + 1, mask=experts < E, other=0) - begin
     blocks = (count + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
-    found = (block < ends) & (block >= ends - blocks)
-    expert = tl.sum(tl.where(found, experts, 0), 0)
-    first = tl.sum(tl.where(found, begin + (block - ends + blocks) * BLOCK_M, 0), 0)
-    return expert, first, tl.sum(tl.where(found, begin + count, 0), 0)
+    is_own = (block < ends) & (block >= ends - blocks)
+    expert = tl.sum(tl.where(is_own, experts, 0), 0)
+    first = tl.sum(tl.where(is_own, begin + (block - ends + blocks) * BLOCK_M, 0), 0)
+    return expert, first, tl.sum(tl.where(is_own, begin + count, 0), 0)
 
 
 @triton.jit
-def _add_tile_packed(
-    total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words,
-    BITS: tl.constexpr, FIELD: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
-):  # fmt: skip
-    """Add the products of one block to a tile (N, M); the weight on the left."""
-    FIELDS: tl.constexpr = 32 // BITS
-    OFFSET: tl.constexpr = 1 << (BITS - 1)
-    lanes = tl.arange(0, SPAN)
-    loaded = _load_words(words, outputs, block, lanes, kept, num_words, SPAN, False, FIELD)
-    first = block * SPAN * FIELDS
-    partial = total if GROUP == 0 else tl.zeros(total.shape, tl.float32)
-    for half in range(2):  # a loop, so that only half of the fields are in registers at once
-        for field in tl.static_range(FIELDS // 2):
-            number = half * (FIELDS // 2) + field
-            index = 0 if GROUP == 0 else (first + number * SPAN) // GROUP
-            inputs = first + number * SPAN + lanes
-            a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
-            value = _decode(loaded, _zeros_of(zero, index, outputs, kept, N, OFFSET, HAS_ZERO), field, BITS, FIELD)
-            partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
-            if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS // 2 - 1):
-                total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
-                partial = tl.zeros(total.shape, tl.float32)
-        loaded = loaded >> 16
-    return partial if GROUP == 0 else total
+def weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Where the words, scales and zeros of an expert begin."""
+    words += expert.to(tl.int64) * N * num_words
+    if BITS < 16:
+        scale += expert.to(tl.int64) * num_groups * N
+    if HAS_ZERO:
+        zero += expert.to(tl.int64) * num_groups * N
+    return words, scale, zero
 
 
 @triton.jit
 def _add_tile_dense(total, inputs_at, has_row, words, outputs, kept, block, K, SPAN: tl.constexpr):
-    """The same for weights in 16 bits."""
+    """`add_tile_packed` for weights in 16 bits."""
     inputs = block * SPAN + tl.arange(0, SPAN)
     at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
     value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
@@ -171,8 +157,8 @@ def _add_tile_dense(total, inputs_at, has_row, words, outputs, kept, block, K, S
 @triton.jit
 def _expert_tile_kernel(
     x, words, scale, zero, outer, order, starts, weights, out, E, N, K, num_words, num_groups, num_blocks, num_tiles,
-    BITS: tl.constexpr, FIELD: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, IS_LAST: tl.constexpr, EXPERTS: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, GATE: tl.constexpr, IS_LAST: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_M rows of one expert."""
@@ -183,21 +169,18 @@ def _expert_tile_kernel(
     if end == 0:
         return
     outputs, kept = outputs_of(tile, N, BLOCK_N, not IS_LAST)
-    places = first + tl.arange(0, BLOCK_M)
-    has_row = places < end
-    pairs = tl.load(order + places, mask=has_row, other=0)
+    sorted_at = first + tl.arange(0, BLOCK_M)
+    has_row = sorted_at < end
+    pairs = tl.load(order + sorted_at, mask=has_row, other=0)
     inputs_at = x + (pairs if IS_LAST else pairs // TOP_K).to(tl.int64) * K
-    words += expert.to(tl.int64) * N * num_words
-    if BITS < 16:
-        scale += expert.to(tl.int64) * num_groups * N
-    if HAS_ZERO:
-        zero += expert.to(tl.int64) * num_groups * N
+    words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(num_blocks):
         if BITS < 16:
-            total = _add_tile_packed(
-                total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words,
-                BITS, FIELD, SCALES, SPAN, GROUP, HAS_ZERO,
+            loaded = load_words(words, outputs, block, tl.arange(0, SPAN), kept, num_words, SPAN, False, KIND)
+            total = add_tile_packed(
+                total, loaded, inputs_at, has_row, scale, zero, outputs, kept, block, N, K, out.dtype.element_ty,
+                BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, False,
             )  # fmt: skip
         else:
             total = _add_tile_dense(total, inputs_at, has_row, words, outputs, kept, block, K, SPAN)
@@ -209,7 +192,7 @@ def _expert_tile_kernel(
         at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
         tl.store(at, sums.to(out.dtype.element_ty), mask=has_row[:, None] & kept[None, :])
     else:
-        opened = open_gate(sums, BLOCK_M, BLOCK_N, KIND, out.dtype.element_ty)
+        opened = open_gate(sums, BLOCK_M, BLOCK_N, GATE, out.dtype.element_ty)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         at = out + pairs.to(tl.int64)[:, None] * (N // 2) + columns[None, :]
         tl.store(at, opened.to(out.dtype.element_ty), mask=has_row[:, None] & (columns < N // 2)[None, :])
@@ -233,7 +216,7 @@ def multiply_tiles(
         order: (P,) int32, pairs sorted by expert.
         starts: (E + 1,) int32, where those of each expert begin.
         num_chosen: k.
-        activation: a key of `norms._GATES`: this is the first product; None = the second one.
+        activation: a key of `gates.GATES`: this is the first product; None = the second one.
         weights: (T, k) float32, what rows of the second product are multiplied with.
     Returns:
         (P, I) or (P, N), rows by pair, dtype of x.
@@ -241,15 +224,13 @@ def multiply_tiles(
     num_experts, outputs = weight.words.shape[0], weight.shape[0]
     choice = _tile(-(-len(order) // num_experts), weight)
     block_m, block_n = choice.block_m, choice.block_n
-    span = _DENSE_SPAN if weight.scale is None else weight.span
     # The last block of each expert may not be full.
     blocks = min(len(order) // block_m + min(num_experts, len(order)), len(order))
     at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // block_n)
     out = x.new_empty(len(order), outputs if activation is None else outputs // 2)
     _expert_tile_kernel[(-(-blocks // at_once) * at_once * tiles,)](
-        x, weight.words, weight.scale, weight.zero, weight.outer, order, starts, weights, out,
-        num_experts, *weight.sizes, -(-weight.words.shape[2] // span), tiles, **weight.constants, SPAN=span,
-        TOP_K=num_chosen, KIND=0 if activation is None else _GATES[activation], IS_LAST=activation is None,
+        x, *weight.arguments, order, starts, weights, out, num_experts, *weight.sizes, weight.num_blocks, tiles,
+        **weight.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
         EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=block_n, AT_ONCE=at_once,
         num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip

@@ -35,6 +35,8 @@ NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
 FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
 """Powers of two by which the numbers that the kernels make of fields are too small; scales make up for it."""
 
+_KIND_NAMES = {E4M3: "e4m3", E2M1: "e2m1"}
+_SCALE_NAMES = {E4M3_BYTES: ("scales e4m3",), EXPONENT_BYTES: ("scales e8m0",)}
 _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
 _FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
 _MANTISSA_AND_SIGN, _INFINITY = -0x7F800001, 0x7F800000
@@ -44,49 +46,37 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedWeight:
-    """A weight that the kernels read.
+class Packing:
+    """How numbers and scales of a weight are kept; weights that share it and a shape share a kernel.
 
     Args:
-        words: (N, W) int32; or (N, K) int8 codes viewed so, if `natural`.
-        scale: (G, N), 16 bits, float32, or bytes of `scales`.
-        zero: (G, N) uint8 to subtract from fields; None = `offset` for all.
-        shape: (N, K).
-        bits: of a field.
+        bits: of a field; 16 = a weight that is not quantized.
         span: words of a block.
         group: g; 0 = one scale per output.
-        natural: fields are signed and neighbours in memory are neighbours in K.
+        has_zero: fields have zeros of their own, else half their range is subtracted.
+        unpacked: fields are signed and neighbours in memory are neighbours in K.
         kind: what fields are; scales already have the power of two that floats lack.
         scales: what they are stored as.
-        outer: what E4M3_BYTES are divided by.
     """
 
-    words: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    shape: tuple[int, int]
     bits: int
     span: int
     group: int
-    natural: bool = False
+    has_zero: bool = False
+    unpacked: bool = False
     kind: int = INTEGER
     scales: int = NUMBERS
-    outer: float = 1.0
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of a row."""
-        return -(-self.words.shape[1] // self.span)
-
-    @property
-    def offset(self) -> int:
-        """What is subtracted from a field where there are no zeros."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a product with one row of inputs reads."""
-        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+    def name(self) -> str:
+        """What is the same about weights that share a choice, as files of tuned choices name it."""
+        words = [
+            _KIND_NAMES.get(self.kind, f"{self.bits} bits"),
+            *_SCALE_NAMES.get(self.scales, ()),
+            f"groups of {self.group}" if self.group else "per output",
+            f"span {self.span}",
+        ]
+        return ", ".join([*words, *(["zeros"] if self.has_zero else []), *(["unpacked"] if self.unpacked else [])])
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -95,15 +85,45 @@ class PackedWeight:
             "BITS": self.bits,
             "SPAN": self.span,
             "GROUP": self.group,
-            "OFFSET": self.offset,
             "KIND": self.kind,
             "SCALES": self.scales,
-            "HAS_ZERO": self.zero is not None,
+            "HAS_ZERO": self.has_zero,
         }
 
     def scales_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether its numbers times their scale are exact in this dtype, the common scale aside."""
+        """Whether numbers times their scale are exact in this dtype, the common scale aside."""
         return self.scales == E4M3_BYTES or (self.scales == EXPONENT_BYTES and dtype != torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWeight:
+    """A weight that the kernels read.
+
+    Args:
+        words: (N, W) int32; or (N, K) int8 codes viewed so, if unpacked.
+        scale: (G, N), 16 bits, float32, or bytes of `Packing.scales`.
+        zero: (G, N) uint8 to subtract from fields, or None.
+        shape: (N, K).
+        packing: how they are kept.
+        outer: what E4M3_BYTES are divided by.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    shape: tuple[int, int]
+    packing: Packing
+    outer: float = 1.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.words.shape[1] // self.packing.span)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product with one row of inputs reads."""
+        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
@@ -156,11 +176,7 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
         scale=functional.pad(scale.to(device).t(), (0, 0, 0, spare)).contiguous(),
         zero=zero,
         shape=(rows, width),
-        bits=bits,
-        span=span,
-        group=group,
-        kind=kind,
-        scales=scales,
+        packing=Packing(bits=bits, span=span, group=group, has_zero=zero is not None, kind=kind, scales=scales),
         outer=1.0 if outer is None or outer.is_meta or scales != E4M3_BYTES else outer.item(),
     )
 
@@ -211,15 +227,15 @@ def _all(condition: Tensor) -> bool:
 
 def _words(fields: Tensor, bits: int, span: int) -> Tensor:
     """(R, K) fields to (R, W) words."""
-    parts = fields.view(len(fields), -1, 32 // bits, span)
-    words = parts[:, :, 0].clone()
+    blocks = fields.view(len(fields), -1, 32 // bits, span)
+    words = blocks[:, :, 0].clone()
     for index in range(1, 32 // bits):
-        words |= parts[:, :, index] << (bits * index)
+        words |= blocks[:, :, index] << (bits * index)
     return words.view(len(fields), -1)
 
 
-def natural(weight: QuantizedTensor) -> PackedWeight:
-    """INT8 or FP8 codes as they are, for a weight that torch multiplies as well; nothing is copied.
+def unpacked(weight: QuantizedTensor) -> PackedWeight:
+    """INT8 or FP8 codes as they are, for a weight that cuBLAS multiplies as well; nothing is copied.
 
     Args:
         weight: on its device, one scale per output, no zeros; codes contiguous, K a multiple of 4.
@@ -231,9 +247,5 @@ def natural(weight: QuantizedTensor) -> PackedWeight:
         scale=scale.float().t().contiguous(),
         zero=None,
         shape=weight.shape,
-        bits=8,
-        span=64,
-        group=0,
-        natural=True,
-        kind=kind,
+        packing=Packing(bits=8, span=64, group=0, unpacked=True, kind=kind),
     )

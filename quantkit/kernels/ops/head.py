@@ -5,29 +5,11 @@ Shapes: R rows, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu
-from quantkit.kernels.linear import Linear
-
-
-class Logits(NamedTuple):
-    """What a step gives.
-
-    Args:
-        values: (R, V) float32.
-        best: (R,) int64, the first token with the largest logit of each row; None = not looked for.
-    """
-
-    values: Tensor
-    best: Tensor | None = None
-
-    def first(self, count: int) -> Logits:
-        """Of the first rows."""
-        return Logits(self.values[:count], None if self.best is None else self.best[:count])
+from quantkit.kernels.types import Linear, Logits
 
 
 def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Logits:

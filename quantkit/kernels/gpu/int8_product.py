@@ -2,7 +2,7 @@
 # ruff: noqa: ANN001, ANN202
 """INT8 inputs times INT8 weights as they lie, for the shapes that `torch._int_mm` refuses; scales in the same launch.
 
-Sums are exact, so outputs are those of `torch._int_mm` and `w8a8.scale_sums`, to the last bit.
+Sums are exact, so outputs are those of `torch._int_mm` and `quantize_activations.scale_sums`, to the last bit.
 Shapes: M rows, N outputs, K inputs.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu.choices import default_int8
-from quantkit.kernels.quantized_activations import RoundedRows
+from quantkit.kernels.types import QuantizedActivations
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _int8_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], value.to(out.dtype.element_ty), mask=kept)
 
 
-def multiply(rows: RoundedRows, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(rows: QuantizedActivations, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """rows @ codes.T, with the scales of both and a bias.
 
     Args:

@@ -1,21 +1,19 @@
-"""From logits to tokens on the logits' device: greedy, temperature, top-k, top-p, min-p; all rows at once.
+"""From logits to tokens in plain torch: greedy, temperature, top-k, top-p, min-p; all rows at once.
 
 Order: temperature, top-k, top-p, min-p (the last two over what the one before left), then the draw. A token that ties
 with the last one kept is kept too.
 
-The draw is a race (Gumbel-max): token i wins with probability softmax(x)[i] where x[i] - log(E[i]) is largest and
+The draw is by Gumbel-max: token i has the largest x[i] - log(E[i]) with probability softmax(x)[i] where
 E[i] are exponential variates, a function of the row's key and of i, and of nothing else. So a row gives the same token
 alone or in a batch, and on any device. A NaN among the logits wins, as it does in `argmax`.
 
-The functions here are plain torch and the reference; on a CUDA device `triton.sampling` does the same in two launches,
-and without asking the host. Not here: what a request is, its seeds and penalties (`runtime.sampling`).
+Not here: what a request is, its seeds and penalties (`runtime.sampling`).
 Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
 Shapes: R rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.kernels import gpu
 from quantkit.kernels.transfer import send
 
 # Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
@@ -57,43 +54,15 @@ class Draw(NamedTuple):
 
 
 def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
-    """One token for each row, where the logits are.
-
-    Args:
-        logits: (R, V) float32; not modified.
-        draws: how for each row; None = the largest logit, the first of equals.
-    Returns:
-        (R,) int64.
-    """
+    """One token for each row; see `ops.sampling.choose`."""
     drawn = [index for index, draw in enumerate(draws) if draw is not None]
-    if not drawn:
-        return largest(logits)
-    if gpu.is_used(logits.device):
-        return _choose_on_gpu(logits, draws)
     asked = [draw for draw in draws if draw is not None]
     if len(drawn) == len(draws):
-        return _race(logits, asked)
+        return _draw(logits, asked)
     tokens = largest(logits)
     (rows,) = send(logits.device, np.array(drawn, dtype=np.int64))
-    tokens[rows] = _race(logits[rows], asked)
+    tokens[rows] = _draw(logits[rows], asked)
     return tokens
-
-
-def _choose_on_gpu(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
-    from quantkit.kernels.gpu import sampling as on_gpu
-
-    size = logits.shape[-1]
-    keys = np.array([0 if draw is None else draw.key for draw in draws], dtype=np.int64)
-    limits = np.array([size if draw is None else min(draw.top_k or size, size) for draw in draws], dtype=np.int32)
-    settings = np.array([_settings(draw) for draw in draws], dtype=np.float32).reshape(-1, 3)
-    return on_gpu.choose(logits, *send(logits.device, keys, limits, settings))
-
-
-def _settings(draw: Draw | None) -> tuple[float, float, float]:
-    """Temperature, top-p, and the logarithm of min-p."""
-    if draw is None:
-        return 0.0, 1.0, -math.inf
-    return max(draw.temperature, COLDEST), draw.top_p, math.log(draw.min_p) if draw.min_p > 0 else -math.inf
 
 
 def largest(logits: Tensor) -> Tensor:
@@ -152,11 +121,11 @@ def _column(device: torch.device, values: Sequence[float], dtype: Any = np.float
     return column.unsqueeze(-1)
 
 
-def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     values, ids = candidates(logits, draws)
     noise = log_exponentials([draw.key for draw in draws], logits.shape[-1], logits.device, ids)
-    winner = (values - noise).argmax(-1)
-    return winner if ids is None else ids.gather(-1, winner.unsqueeze(-1)).squeeze(-1)
+    best = (values - noise).argmax(-1)
+    return best if ids is None else ids.gather(-1, best.unsqueeze(-1)).squeeze(-1)
 
 
 def log_exponentials(keys: Sequence[int], size: int, device: torch.device, ids: Tensor | None = None) -> Tensor:
@@ -178,7 +147,7 @@ def log_exponentials(keys: Sequence[int], size: int, device: torch.device, ids: 
     x ^= (x >> 27) & ((1 << 37) - 1)
     x *= _signed(MIX_2)
     x ^= (x >> 31) & ((1 << 33) - 1)
-    # 32 bits, scaled to (0, 1). Small values decide the race and are exact; 1 itself would be log(0).
+    # 32 bits, scaled to (0, 1). Small values decide the draw and are exact; 1 itself would be log(0).
     uniform = (((x >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_()
 

@@ -80,7 +80,7 @@ def dequantize(
         (..., D) values, computed in float32 and rounded once.
     """
     axis = -2 if scheme.granularity == "channel" else -1
-    single = _decode(codes, scheme.dtype)
+    single = _numbers_of(codes, scheme.dtype)
     if scheme.is_fixed:
         return (single * fixed).to(dtype)
     assert scale is not None
@@ -88,7 +88,7 @@ def dequantize(
     return (single if zero is None else single.add_(zero.float().unsqueeze(axis))).to(dtype)
 
 
-def _decode(codes: Tensor, dtype: DType | None) -> Tensor:
+def _numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
     if dtype is FP8:
         return codes.view(FP8.storage).float()
     return (unpack_int4(codes) if dtype is INT4 else codes.view(torch.int8)).float()

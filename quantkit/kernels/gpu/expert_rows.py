@@ -1,0 +1,171 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN202
+"""Products of the rows of up to 4 tokens with the weights of the experts that they chose.
+
+The first pair of an expert multiplies all rows that chose it, one by one, so a weight is read once, and not at all
+where nobody chose it; the programs of the other pairs end at once. The program that comes last to a tile of the second
+product adds what the experts gave, always in the same order. Pairs, packed weights: see `expert_tiles`.
+Shapes: T tokens, k experts of each, P = T k pairs, M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.gpu import num_processors, power_of_two
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights, open_gate, outputs_of, scaled_sums, shared_of, weight_of
+from quantkit.kernels.gpu.gates import GATES
+from quantkit.kernels.gpu.packed_blocks import add_rows, add_rows_packed, no_sums, sum_rows
+from quantkit.kernels.gpu.splits import counters, is_last_to_come, splits_of
+
+TOKEN_LIMIT = 4
+"""Tokens up to which each row is multiplied on its own."""
+
+_WORDS = 1024  # of a program at once
+
+
+@triton.jit
+def _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN: tl.constexpr, ROWS: tl.constexpr):
+    """`add_rows_packed` for weights in 16 bits."""
+    inputs = block * SPAN + tl.arange(0, SPAN)
+    at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
+    value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return add_rows(total, value.to(tl.float32), inputs_at, inputs, K, ROWS)
+
+
+@triton.jit
+def _row_at(x, mine, rows, T, K, row: tl.constexpr, IS_LAST: tl.constexpr):
+    """Where the inputs of a token are, or of its pair; where there is none, those of some other, not to be stored."""
+    token, pair = tl.minimum(row, T - 1), tl.maximum(tl.max(tl.where(rows == row, mine, -1), axis=0), 0)
+    return x + (pair if IS_LAST else token).to(tl.int64) * K
+
+
+@triton.jit
+def _expert_rows_kernel(
+    x, words, scale, zero, outer, chosen, weights, shared, shared_score, out, partials, counters,
+    T, N, K, num_words, num_groups, num_blocks, blocks_per_split,
+    BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr, GATE: tl.constexpr, IS_LAST: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of the rows of one expert; of the last product the last program to come adds the experts."""
+    tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    outputs, kept = outputs_of(tile, N, BLOCK_N, not IS_LAST)
+    rows, picks = tl.arange(0, ROWS), tl.arange(0, PICKS)
+    expert = tl.load(chosen + pair)
+    pairs = rows[:, None] * TOP_K + picks[None, :]
+    others = tl.load(chosen + pairs, mask=(rows < T)[:, None] & (picks < TOP_K)[None, :], other=-1)
+    mine = tl.max(tl.where(others == expert, pairs, -1), axis=1)  # (ROWS,) each token's pair of this expert
+    if tl.min(tl.where(mine < 0, T * TOP_K, mine), axis=0) == pair:  # the first pair works for the others
+        inputs_at = (
+            _row_at(x, mine, rows, T, K, 0, IS_LAST), _row_at(x, mine, rows, T, K, 1, IS_LAST),
+            _row_at(x, mine, rows, T, K, 2, IS_LAST), _row_at(x, mine, rows, T, K, 3, IS_LAST),
+        )  # fmt: skip
+        words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
+        total = no_sums(BLOCK_N, SPAN)
+        last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
+        for block in tl.range(split * blocks_per_split, last, num_stages=3):  # two blocks on their way
+            if BITS < 16:
+                total = add_rows_packed(
+                    total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
+                    BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, ROWS, BLOCK_N,
+                )  # fmt: skip
+            else:
+                total = _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN, ROWS)
+        sums = sum_rows(total, rows, ROWS)
+        if BITS < 16:
+            sums = scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
+        if IS_LAST:
+            sums *= tl.load(weights + mine, mask=mine >= 0, other=0.0)[:, None]
+            at = partials + (split * T * TOP_K + mine).to(tl.int64)[:, None] * N + outputs[None, :]
+            tl.store(at, sums, mask=(mine >= 0)[:, None] & kept[None, :])
+        else:
+            opened = open_gate(sums, ROWS, BLOCK_N, GATE, out.dtype.element_ty)
+            columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            at = out + mine.to(tl.int64)[:, None] * (N // 2) + columns[None, :]
+            tl.store(at, opened.to(out.dtype.element_ty), mask=(mine >= 0)[:, None] & (columns < N // 2)[None, :])
+    if IS_LAST:
+        _add_experts(
+            partials, counters + tile, shared, shared_score, out, rows, outputs, kept, T, N,
+            TOP_K, HAS_SHARED, HAS_SCORE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_experts(
+    partials, counter, shared, shared_score, out, rows, outputs, kept, T, N,
+    TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr,
+):  # fmt: skip
+    """If all programs of a tile have come: their sums, always in the same order."""
+    if is_last_to_come(counter, tl.num_programs(1) * tl.num_programs(2)):
+        mask = (rows < T)[:, None] & kept[None, :]
+        sums = tl.zeros(mask.shape, tl.float32)
+        for pick in range(TOP_K):
+            for split in range(tl.num_programs(1)):  # not by way of the L1 cache
+                pair = (split * T + rows) * TOP_K + pick
+                at = partials + pair.to(tl.int64)[:, None] * N + outputs[None, :]
+                sums += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        at = rows.to(tl.int64)[:, None] * N + outputs[None, :]
+        if HAS_SHARED:
+            sums += shared_of(shared, shared_score, at, rows, T, mask, HAS_SCORE)
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
+
+
+def _outputs_at_once(weight: ExpertWeights, tokens: int) -> int:
+    """Outputs of a program: loads of 16 bytes, sums that the registers hold."""
+    return (_WORDS if weight.scale is not None or tokens > 2 else 2 * _WORDS) // weight.span
+
+
+def open_rows(x: Tensor, weight: ExpertWeights, chosen: Tensor, activation: str) -> Tensor:
+    """The first product for up to `TOKEN_LIMIT` tokens: activation(gate) * up of each pair.
+
+    Args:
+        x: (T, K) contiguous.
+        weight: N = 2 I, gates first.
+        chosen: (T, k) int32, different for each token.
+        activation: a key of `gates.GATES`.
+    Returns:
+        (T k, I), dtype of x.
+    """
+    tokens, picks = chosen.shape
+    out = x.new_empty(tokens * picks, weight.shape[0] // 2)
+    block_n, blocks = _outputs_at_once(weight, tokens), weight.num_blocks
+    _expert_rows_kernel[-(-weight.shape[0] // block_n), 1, tokens * picks](
+        x, *weight.arguments, chosen, None, None, None, out, None, None, tokens, *weight.sizes, blocks, blocks,
+        **weight.constants, TOP_K=picks, PICKS=power_of_two(picks), GATE=GATES[activation], IS_LAST=False,
+        HAS_SHARED=False, HAS_SCORE=False, ROWS=power_of_two(tokens), BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def close_rows(
+    x: Tensor, weight: ExpertWeights, chosen: Tensor, weights: Tensor, shared: Tensor | None, score: Tensor | None
+) -> Tensor:
+    """The second product for up to `TOKEN_LIMIT` tokens, and the sum over each token's experts.
+
+    Args:
+        x: (T k, K) contiguous.
+        weight: N = H.
+        chosen: (T, k) int32.
+        weights: (T, k) float32.
+        shared: (T, N) contiguous, to be added; or None.
+        score: (T, 1), weighs `shared` through a sigmoid; or None.
+    Returns:
+        (T, N), dtype of x.
+    """
+    (tokens, picks), outputs = chosen.shape, weight.shape[0]
+    block_n, blocks = _outputs_at_once(weight, tokens), weight.num_blocks
+    tiles = -(-outputs // block_n)
+    splits = splits_of(tiles * tokens * picks, blocks, 8 * num_processors(x.device))
+    out = x.new_empty(tokens, outputs)
+    partials = torch.empty(splits, tokens * picks, outputs, dtype=torch.float32, device=x.device)
+    _expert_rows_kernel[tiles, splits, tokens * picks](
+        x, *weight.arguments, chosen, weights, shared, score, out, partials, counters(x.device),
+        tokens, *weight.sizes, blocks, -(-blocks // splits), **weight.constants, TOP_K=picks, PICKS=power_of_two(picks),
+        GATE=0, IS_LAST=True, HAS_SHARED=shared is not None, HAS_SCORE=score is not None, ROWS=power_of_two(tokens),
+        BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,173 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN202
+"""The small operations of a block in one launch each: norms with the residual's addition, rotation, gates.
+
+Norms and gates also quantize their outputs to 8 bits in that launch, where only linears that want it read them.
+They compute in float32 and round where `reference.block` rounds. `None` means: not for these tensors.
+Shapes: T tokens, K features, H heads, D channels, R that rotate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.kernels.gpu import power_of_two
+from quantkit.kernels.gpu.gates import GATES, load_gated
+from quantkit.kernels.gpu.heads import turn_head
+from quantkit.kernels.gpu.quantize_activations import empty_rows, is_broken, quantize_rows, row_codes, scale_of_row
+from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
+
+_WIDEST = 32768
+_CODES = {"int8": 1, "fp8": 2}
+_NOT_QUANTIZED = {"CODES": 0, "IS_FIXED": False}
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, total, row_scale, step, eps, offset, x_strides, out_strides, heads, width,
+    HAS_RESIDUAL: tl.constexpr, CODES: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: of token p // heads, head p % heads. CODES: 0 = as it is, 1 = int8, 2 = fp8."""
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // heads, row % heads
+    columns = tl.arange(0, BLOCK)
+    kept = columns < width
+    value = tl.load(x + token * x_strides[0] + head * x_strides[1] + columns, mask=kept, other=0.0).to(tl.float32)
+    at = token * out_strides[0] + head * out_strides[1] + columns
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + at, value, mask=kept)
+        value = value.to(tl.float32)
+    mean = tl.sum(value * value, 0) / width
+    scaled = value * tl.rsqrt(mean + eps)
+    factor = tl.load(weight + columns, mask=kept, other=0.0).to(tl.float32) + offset
+    normed = (scaled * factor).to(x.dtype.element_ty)
+    if CODES == 0:
+        tl.store(out + at, normed, mask=kept)
+    else:
+        # Rounded to the dtype of x first: what a launch of its own would have read.
+        value = tl.where(kept, normed.to(tl.float32), 0.0)
+        broken = tl.max(is_broken(value, IS_FIXED), 0)
+        scale = scale_of_row(tl.max(tl.abs(value), 0), broken == 0, step, CODES == 2, IS_FIXED)
+        tl.store(row_scale + row, scale)
+        tl.store(out + at, row_codes(value, scale, CODES == 2), mask=kept)
+
+
+@triton.jit
+def _rotate_kernel(
+    query, key, cos, sin, query_strides, key_strides, query_heads, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One head of one token, queries first."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if head < query_heads:
+        at = query + token * query_strides[0] + head * query_strides[1]
+    else:
+        at = key + token * key_strides[0] + (head - query_heads) * key_strides[1]
+    turn_head(at, None, cos, sin, token, 0.0, 0.0, False, HALF, BLOCK, INTERLEAVED, 0, 0)
+
+
+@triton.jit
+def _gate_kernel(x, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK outputs of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + row * width + columns, load_gated(x, row, columns, width, GATE), mask=columns < width)
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """(T, H, K) of a tensor whose rows of K are contiguous; copied only where leading dimensions cannot be two."""
+    if x.dim() == 3:
+        return x
+    return x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, x.shape[-1])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
+    """See `ops.rms_norm`."""
+    return _launch_norm(x, None, weight, eps, offset)[0] if _fits(x, weight, None) else None
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor] | None:
+    """See `ops.add_rms_norm`."""
+    return _launch_norm(x, residual, weight, eps, offset) if _fits(x, weight, residual) else None
+
+
+def quantized_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, quantization: ActivationQuantization
+) -> tuple[QuantizedActivations, Tensor] | None:
+    """See `ops.quantized_rms_norm`; x is (T, K)."""
+    if x.dim() != 2 or not _fits(x, weight, residual):
+        return None
+    rows = empty_rows(len(x), x.shape[1], x, quantization)
+    step = quantization.step
+    codes = {"CODES": _CODES[quantization.name], "IS_FIXED": step is not None}
+    return rows, _launch_norm(x, residual, weight, eps, offset, (rows.codes, rows.scale, step or 0.0), codes)[1]
+
+
+def _fits(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    if x.shape[-1] > _WIDEST or x.stride(-1) != 1 or x.numel() == 0 or not weight.is_contiguous():
+        return False
+    return residual is None or (residual.is_contiguous() and residual.dtype == x.dtype)
+
+
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    quantized: tuple[Tensor, Tensor | None, float] | None = None,
+    constants: dict[str, int] = _NOT_QUANTIZED,
+) -> tuple[Tensor, Tensor]:
+    """What is normed, in memory of its own or in codes with their scale, and the sum: x without a residual."""
+    width, rows = x.shape[-1], _as_heads(x)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out, scale, step = quantized or (torch.empty(x.shape, dtype=x.dtype, device=x.device), None, 0.0)
+    block = power_of_two(width)
+    _norm_kernel[(rows.shape[0] * rows.shape[1],)](
+        rows, residual, weight, out, None if residual is None else total, scale, step, float(eps), float(offset),
+        rows.stride()[:2], (rows.shape[1] * width, width), rows.shape[1], width,
+        HAS_RESIDUAL=residual is not None, **constants, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    return out, total
+
+
+def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
+    """`ops.rotary_`; False where this kernel does not apply."""
+    fits = query.stride(-1) == key.stride(-1) == 1 and query.dtype == key.dtype and cos.is_contiguous()
+    if not fits or not sin.is_contiguous() or cos.dtype != torch.float32:
+        return False
+    half = cos.shape[-1]
+    if len(query):
+        _rotate_kernel[(len(query), query.shape[1] + key.shape[1])](
+            query, key, cos, sin, query.stride()[:2], key.stride()[:2], query.shape[1],
+            HALF=half, BLOCK=power_of_two(half), INTERLEAVED=interleaved, num_warps=1,
+        )  # fmt: skip
+    return True
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor | None:
+    """See `ops.gated`."""
+    if activation not in GATES or not gate_up.is_contiguous() or gate_up.dim() != 2:
+        return None
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(count, width)
+    if out.numel():
+        block = min(1024, power_of_two(width))
+        _gate_kernel[count, -(-width // block)](gate_up, out, width, GATE=GATES[activation], BLOCK=block, num_warps=4)
+    return out
+
+
+def quantized_gated(
+    gate_up: Tensor, activation: str, quantization: ActivationQuantization
+) -> QuantizedActivations | None:
+    """See `ops.quantized_gated`."""
+    if activation not in GATES or not gate_up.is_contiguous() or gate_up.dim() != 2 or not gate_up.numel():
+        return None
+    return quantize_rows(gate_up, quantization, activation)

@@ -1,0 +1,216 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Tiles of cached pages inside attention: scores of keys, and values in a running softmax, in every KV type.
+
+Codes go to the products as small integers: scales per token are applied to scores and probabilities, scales per channel
+to the query, once per tile. INT4 is two half products, one for the low and one for the high nibbles: queries and sums
+then come as two halves of their channels (HALVED), and widths and blocks are those of a half.
+Tuples: `query` is (low, high), `pages` are codes, scales and zeros with strides of codes and of scales, `state` of the
+softmax is the largest score, the sum of weights and the weighted values, low and high.
+Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
+Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.gpu.floats import half_of_e4m3
+
+
+@triton.jit
+def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes as numbers; e4m3 dequantized by hand is 256 times too small."""
+    if KIND == 1 and NATIVE_FP8:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif KIND == 1:
+        numbers = half_of_e4m3(codes.to(tl.uint16)).to(DTYPE)
+    elif KIND == 2:
+        numbers = codes.to(tl.int8, bitcast=True).to(DTYPE)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def _score(q, k, total):
+    return tl.dot(q, tl.trans(k), total, input_precision="ieee")
+
+
+@triton.jit
+def score_keys(query, at, seen, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(ROWS, TILE) products of queries with keys that are not quantized, the first channels of which are at `at`."""
+    q, q_high = query
+    channels = tl.arange(0, BLOCK)
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = at[:, None] + channels[None, :]
+    scores = tl.zeros((q.shape[0], seen.shape[0]), tl.float32)
+    scores = _score(q, tl.load(at, mask=mask, other=0.0).to(q.dtype), scores)
+    if HALVED:
+        scores = _score(q_high, tl.load(at + WIDTH, mask=mask, other=0.0).to(q.dtype), scores)
+    return scores
+
+
+@triton.jit
+def _load_codes(pages, page, head, inside, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(TILE, BLOCK) codes of a tile, and where the scales of its page begin."""
+    channels = tl.arange(0, BLOCK)
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = page * pages[3][0] + head * pages[3][1] + inside.to(tl.int64)[:, None] * pages[3][2]
+    return tl.load(pages[0] + at + channels[None, :], mask=mask, other=0), page * pages[4][0] + head * pages[4][1]
+
+
+@triton.jit
+def _load_row(at, mask):
+    """Scales or zeros, (1, n) float32."""
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _score_tile(
+    query, pages, page, head, inside, seen,
+    KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, TILE) products of queries with the keys of a tile, in units of the fixed scale."""
+    q, q_high = query
+    scale, zero = pages[1], pages[2]
+    loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    empty = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
+    if KIND != 3:
+        scores = _score(q, _numbers(loaded, KIND, NATIVE_FP8, q.dtype), empty)
+        if GRANULARITY == 1:
+            scores *= _load_row(scale + base + inside, seen)
+    elif GRANULARITY == 1:
+        total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
+        scores = _score(q_high, (loaded >> 4).to(q.dtype), _score(q, (loaded & 15).to(q.dtype), empty))
+        scores *= _load_row(scale + base + inside, seen)
+        scores += total[:, None] * _load_row(zero + base + inside, seen)
+    else:
+        channels = tl.arange(0, BLOCK)
+        real = channels < WIDTH
+        low_at, high_at = base + channels, base + WIDTH + channels
+        shift = tl.sum(q.to(tl.float32) * _load_row(zero + low_at, real), 1)
+        shift += tl.sum(q_high.to(tl.float32) * _load_row(zero + high_at, real), 1)
+        low = (q.to(tl.float32) * _load_row(scale + low_at, real)).to(q.dtype)
+        high = (q_high.to(tl.float32) * _load_row(scale + high_at, real)).to(q.dtype)
+        scores = _score(high, (loaded >> 4).to(q.dtype), _score(low, (loaded & 15).to(q.dtype), empty)) + shift[:, None]
+    return scores
+
+
+@triton.jit
+def visible(scores, mask, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores capped, -inf where a row does not see a key."""
+    if HAS_SOFTCAP:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    return tl.where(mask, scores, float("-inf"))
+
+
+@triton.jit
+def softmax_step(scores, top, total):
+    """Weights of visible scores, what earlier sums are multiplied with, the new largest score, the new sum."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = tl.exp(top - anchor)
+    weights = tl.exp(scores - anchor[:, None])
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def _weigh_tile(
+    scores, state, pages, page, head, inside, seen, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax: visible scores (ROWS, TILE) and the values of a tile join the sums."""
+    top, total, acc, acc_high = state
+    weights, decay, top, total = softmax_step(scores, top, total)
+    loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    shift = tl.zeros_like(total)
+    if KIND == 3:
+        shift = tl.sum(weights * _load_row(pages[2] + base + inside, seen), 1)
+    if GRANULARITY == 1:
+        weights *= _load_row(pages[1] + base + inside, seen)
+    narrow = weights.to(DTYPE)
+    if KIND == 3:
+        acc = tl.dot(narrow, (loaded & 15).to(DTYPE), acc * decay[:, None], input_precision="ieee") + shift[:, None]
+        acc_high = tl.dot(narrow, (loaded >> 4).to(DTYPE), acc_high * decay[:, None], input_precision="ieee")
+        acc_high += shift[:, None]
+    else:
+        values = _numbers(loaded, KIND, NATIVE_FP8, DTYPE)
+        acc = tl.dot(narrow, values, acc * decay[:, None], input_precision="ieee")
+    return top, total, acc, acc_high
+
+
+@triton.jit
+def load_query(at, kept, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Query heads (ROWS, BLOCK), and their second halves where HALVED."""
+    channels = tl.arange(0, BLOCK)
+    mask = kept[:, None] & (channels < WIDTH)[None, :]
+    q = tl.load(at + channels[None, :], mask=mask, other=0.0)
+    q_high = q
+    if HALVED:
+        q_high = tl.load(at + WIDTH + channels[None, :], mask=mask, other=0.0)
+    return q, q_high
+
+
+@triton.jit
+def _tile_at(start, first, end, own, window, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Positions of a tile, where they are in their page, which are read, and which of these each row sees."""
+    at = start + tl.arange(0, TILE)
+    inside = start % PAGE + tl.arange(0, TILE)
+    read = (at < end) & (at >= first)
+    mask = read[None, :]
+    if HAS_WINDOW:
+        mask &= own[:, None] - at[None, :] < window
+    return at, inside, read, mask
+
+
+@triton.jit
+def _page_at(table, start, end, PAGE: tl.constexpr):
+    """The page of the tile at `start`. Asked for a tile ahead, so that loads of keys need not wait for its number."""
+    return tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def over_cache(
+    query, own, first, begin, end, cached, head, residual, table, key_pages, value_pages, residual_strides,
+    scale, k_factor, v_factor, softcap, window,
+    K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Running softmax over begin..end of what is cached: pages, then keys that wait for theirs to be complete.
+
+    `own` are positions of the rows, for HAS_WINDOW; `residual` is where the newest keys of the sequence are.
+    """
+    ROWS: tl.constexpr = query[0].shape[0]
+    acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
+    state = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc, acc
+    whole = cached // PAGE * PAGE if HAS_RESIDUAL else cached
+    coming = _page_at(table, begin, tl.minimum(end, whole), PAGE)
+    for start in range(begin, tl.minimum(end, whole), TILE):
+        page = coming
+        coming = _page_at(table, start + TILE, tl.minimum(end, whole), PAGE)
+        at, inside, read, mask = _tile_at(start, first, end, own, window, PAGE, TILE, HAS_WINDOW)
+        scores = _score_tile(
+            query, key_pages, page, head, inside, read, K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK
+        )  # fmt: skip
+        state = _weigh_tile(
+            visible(scores * (scale * k_factor), mask, softcap, HAS_SOFTCAP), state, value_pages, page, head, inside,
+            read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
+        )  # fmt: skip
+    if HAS_RESIDUAL:
+        coming = _page_at(table, tl.maximum(begin, whole), end, PAGE)
+        for start in range(tl.maximum(begin, whole), end, TILE):
+            page = coming
+            coming = _page_at(table, start + TILE, end, PAGE)
+            at, inside, read, mask = _tile_at(start, first, end, own, window, PAGE, TILE, HAS_WINDOW)
+            keys = residual + head * residual_strides[1] + (at % RESIDUAL).to(tl.int64) * residual_strides[2]
+            scores = score_keys(query, keys, read, K_KIND == 3, K_WIDTH, K_BLOCK)
+            state = _weigh_tile(
+                visible(scores * scale, mask, softcap, HAS_SOFTCAP), state, value_pages, page, head, inside,
+                read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
+            )  # fmt: skip
+    top, total, acc, acc_high = state
+    return top, total, acc * v_factor, acc_high * v_factor

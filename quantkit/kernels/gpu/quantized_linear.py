@@ -1,0 +1,191 @@
+"""Linears whose inputs are quantized to 8 bits: which product for which weight and how many rows.
+
+| weight, inputs                 | up to 16 rows | above                                                      |
+|--------------------------------|---------------|------------------------------------------------------------|
+| INT8 per output, INT8          | packed        | `torch._int_mm`; `int8_product` for shapes that it refuses |
+| FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
+| all others, these without one  | packed        | packed to about 64, then dequantized, inputs as 16 bits    |
+
+Inputs come as they are and are quantized in one launch, or quantized already by what produced them.
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, scaled_mm
+from quantkit.kernels.gpu import configs, int8_product, packing, w4a16
+from quantkit.kernels.gpu.choices import Cublas
+from quantkit.kernels.gpu.linear import PackedLinear
+from quantkit.kernels.gpu.quantize_activations import PACKED_ROWS, dequantize_rows, quantize_rows, scale_sums
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    Linear,
+    LinearFacts,
+    LinearSource,
+    QuantizedActivations,
+    WrappedLinear,
+    nbytes,
+)
+from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_WIDEST = 65536  # of sums of products of bytes in 32 bits
+_QUANTIZED = ("int8", "fp8")
+
+
+def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> ActivationQuantization | None:
+    """How inputs are quantized, groups aside; None = not to 8 bits with scales that are numbers."""
+    if activation.dtype.name not in _QUANTIZED:
+        return None
+    if activation.dynamic:
+        return ActivationQuantization(name=activation.dtype.name)
+    if weight.input_scale is None:
+        return None
+    step = 1.0 if weight.input_scale.is_meta else weight.input_scale.float().item()
+    return ActivationQuantization(name=activation.dtype.name, step=step)
+
+
+class _QuantizedInputsLinear(LinearFacts, ABC):
+    """A weight whose inputs are quantized with a scale per row; those of few rows meet it packed.
+
+    Args:
+        source: of the layer.
+        quantization: how inputs are quantized.
+        packed: the weight for few rows; None = it cannot be packed.
+        bias_dtype: in which the bias is kept.
+    """
+
+    def __init__(
+        self,
+        source: LinearSource,
+        quantization: ActivationQuantization,
+        packed: packing.PackedWeight | None,
+        bias_dtype: torch.dtype,
+    ) -> None:
+        weight = source.weight
+        self.activation_quantization = quantization
+        self._bias, self._packed = source.bias_in(bias_dtype), packed
+        num_bytes = nbytes(weight.codes, weight.scale) if packed is None else packed.num_bytes
+        super().__init__(weight.shape, num_bytes + nbytes(self._bias), source.describe("Triton"))
+
+    def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
+        if isinstance(x, QuantizedActivations):
+            return self._multiply(x)
+        if len(x) == 0:
+            return x.new_empty(0, self.out_features)
+        return self._multiply(quantize_rows(x.contiguous(), self.activation_quantization))
+
+    def _multiply(self, rows: QuantizedActivations) -> Tensor:
+        if self._packed is not None and self._are_few(rows, self._packed):
+            return w4a16.multiply(rows, self._packed, self._bias)
+        return self._multiply_many(rows)
+
+    def _are_few(self, rows: QuantizedActivations, packed: packing.PackedWeight) -> bool:
+        return len(rows) <= PACKED_ROWS
+
+    @abstractmethod
+    def _multiply_many(self, rows: QuantizedActivations) -> Tensor: ...
+
+
+class Int8Linear(_QuantizedInputsLinear):
+    """INT8 weights with one scale per output, INT8 inputs; sums are exact."""
+
+    def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
+        weight = source.weight
+        packed = packing.unpacked(weight) if weight.shape[1] % 4 == 0 else None
+        super().__init__(source, quantization, packed, torch.float32)
+        self._codes, self._scale = weight.codes, weight.scale.view(-1)
+        self._fits_cublas = fits_int_mm(weight)
+
+    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
+        if not self._fits_cublas or len(rows) <= PACKED_ROWS:
+            return int8_product.multiply(rows, self._codes, self._scale, self._bias)
+        sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]
+        return scale_sums(sums, rows.scale, self._scale, self._bias, rows.dtype)
+
+
+class FP8Linear(_QuantizedInputsLinear):
+    """FP8 weights with one scale per output, FP8 inputs, where the chip multiplies them."""
+
+    def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
+        super().__init__(source, quantization, packing.unpacked(source.weight), torch.bfloat16)
+        self._codes, self._scale = source.weight.codes, source.weight.scale
+
+    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
+        codes = rows.codes[: len(rows)].view(torch.float8_e4m3fn)
+        return scaled_mm(codes, rows.scale, self._codes, self._scale, self._bias).to(rows.dtype)
+
+
+class PackedQuantizedLinear(_QuantizedInputsLinear):
+    """Any weight that can be packed. Above what the packed product is for, codes and weight become 16-bit numbers."""
+
+    def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
+        self._dtype, self._whole = source.dtype, packing.pack(source.weight, source.device)
+        super().__init__(source, quantization, self._whole, source.dtype)
+
+    def _are_few(self, rows: QuantizedActivations, packed: packing.PackedWeight) -> bool:
+        return not isinstance(configs.product(packed, len(rows), rows.scale.device), Cublas)
+
+    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
+        weight = w4a16.dequantize_weight(self._whole, self._dtype)
+        return functional.linear(dequantize_rows(rows, self._dtype), weight, self._bias).to(rows.dtype)
+
+
+class GroupQuantizedInputs(WrappedLinear):
+    """A linear whose inputs are quantized to 8 bits by groups of a row, and go on as 16-bit numbers.
+
+    Args:
+        linear: the product.
+        activation: of groups that divide K.
+        quantization: the same for kernels.
+    """
+
+    def __init__(
+        self, linear: PackedLinear, activation: ActivationScheme, quantization: ActivationQuantization
+    ) -> None:
+        super().__init__(linear, f", activations {activation.describe()}")
+        assert activation.group_size is not None
+        self._group, self._quantization = activation.group_size, quantization
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return self._linear(x)
+        rows = quantize_rows(x.contiguous().view(-1, self._group), self._quantization)
+        return self._linear(dequantize_rows(rows, x.dtype).view(x.shape))
+
+
+def linear_of(source: LinearSource) -> Linear | None:
+    """The layer on Triton's kernels; None where they are not for it."""
+    weight, activation = source.weight, source.activation
+    can_pack = packing.find_span(weight) is not None
+    if activation is None:
+        return PackedLinear(source) if can_pack else None
+    quantization, group = quantization_of(weight, activation), activation.group_size
+    if quantization is None or weight.group_index is not None:
+        return None
+    is_int8 = _is_int8(weight, quantization)
+    if group is None and (is_int8 or fits_scaled_mm(source)):
+        codes, scale = weight.codes.to(source.device).contiguous(), weight.scale.float().to(source.device)
+        there = dataclasses.replace(source, weight=dataclasses.replace(weight, codes=codes, scale=scale))
+        return Int8Linear(there, quantization) if is_int8 else FP8Linear(there, quantization)
+    if not can_pack or (group is not None and weight.shape[1] % group):
+        return None
+    if group is not None:
+        return GroupQuantizedInputs(PackedLinear(source), activation, quantization)
+    return PackedQuantizedLinear(source, quantization)
+
+
+def _is_int8(weight: QuantizedTensor, quantization: ActivationQuantization) -> bool:
+    return (
+        quantization.name == weight.scheme.dtype.name == "int8"
+        and weight.zero_point is None
+        and weight.scale.shape[1] == 1
+        and weight.shape[1] <= _WIDEST
+    )

@@ -1,0 +1,50 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ruff: noqa: ANN001, ANN201
+"""Work that is split over programs where its tiles alone do not fill the chip: how finely, and who adds the partials.
+
+Each program stores its partial sums; the one that is last to come reads those of all, always in the same order, and
+writes the outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TILES = 1 << 14
+"""Tiles whose splits can be counted; more than that fill any chip without splits."""
+
+_MOST_SPLITS = 64
+
+
+@triton.jit
+def is_last_to_come(counter, num_splits):
+    """Whether all programs of a tile have stored their partials. The counter is left at zero for the next launch."""
+    tl.debug_barrier()  # every thread's numbers before the one that counts
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+def splits_of(tiles: int, blocks: int, programs: int) -> int:
+    """In how many splits K is cut, so that about this many programs run; none of them is empty."""
+    wanted = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
+    splits = 1 << (wanted.bit_length() - 1)
+    return -(-blocks // -(-blocks // splits))
+
+
+@functools.lru_cache(maxsize=8)
+def counters(device: torch.device) -> Tensor:
+    """How many splits of each tile are there; all zero between launches, which follow one another on a stream.
+
+    Args:
+        device: where.
+    Returns:
+        (MOST_TILES,) int32, the same for all kernels that split what they do.
+    """
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

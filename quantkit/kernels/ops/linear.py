@@ -1,0 +1,196 @@
+"""Linear layers laid out for one kernel: which one is decided here, once, when a weight is loaded.
+
+Weights come kernel-agnostic (`Tensor` or `QuantizedTensor`) and leave as a `Linear` that can only multiply. What the
+numbers mean is in `numerics`; the kernels are in `kernels.cpu` (C, this machine's instructions), `kernels.gpu` (Triton)
+and in torch.
+Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels import gpu
+from quantkit.kernels.cpu import linear as on_cpu
+from quantkit.kernels.reference.linear import DenseLinear
+from quantkit.kernels.torch import linear as torch_kernels
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    Linear,
+    LinearSource,
+    QuantizedActivations,
+    WrappedLinear,
+    describe_linear,
+)
+from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+
+def activation_quantization_of(linear: object) -> ActivationQuantization | None:
+    """How a linear, or what begins with one, quantizes its inputs, if it takes rows that are quantized so already."""
+    return getattr(linear, "activation_quantization", None)
+
+
+def multiply(linear: Linear, x: Tensor | QuantizedActivations) -> Tensor:
+    """`linear(x)`; quantized activations only where `activation_quantization_of` says how."""
+    return linear(x)  # type: ignore[arg-type]
+
+
+class _Permuted(WrappedLinear):
+    """A linear whose inputs are reordered first, because its groups are not made of neighbours."""
+
+    def __init__(self, linear: Linear, order: Tensor) -> None:
+        super().__init__(linear)
+        self._order = order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.index_select(1, self._order))
+
+
+class _FakeQuantizedInputs(WrappedLinear):
+    """A linear whose inputs are rounded to the values of their number type first."""
+
+    def __init__(self, linear: Linear, activation: ActivationScheme, scale: Tensor | None) -> None:
+        super().__init__(linear, f", activations {activation.describe()}")
+        self._activation, self._scale = activation, scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(fake_quantize_inputs(x, self._activation, self._scale))
+
+
+def build_linear(
+    weight: Tensor | QuantizedTensor,
+    *,
+    bias: Tensor | None = None,
+    activation: ActivationScheme | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """Lay a weight out for the fastest kernel that this machine has for it.
+
+    Args:
+        weight: (N, K); not to be used afterwards, its memory may be taken over.
+        bias: (N,), added after the product.
+        activation: the input is rounded to this number type at run time; a calibrated scale comes with the weight.
+        dtype: of the computation; accumulation is in float32, and integers are multiplied exactly.
+        device: where the layer runs.
+    """
+    if isinstance(weight, Tensor):
+        return _dense(weight, "dense", bias, activation, dtype, device)
+    return _quantized(LinearSource(weight=weight, bias=bias, activation=activation, dtype=dtype, device=device))
+
+
+def _quantized(source: LinearSource) -> Linear:
+    fast = _on_gpu(source) or _prepared(source) or _low_bit(source)
+    if fast is not None:
+        return fast
+    weight, name = source.weight.dequantize(source.dtype), f"{source.weight.scheme.describe()} dequantized"
+    return _dense(weight, name, source.bias, source.activation, source.dtype, source.device)
+
+
+def _on_gpu(source: LinearSource) -> Linear | None:
+    """The layer on Triton's kernels; None where they are not for it."""
+    if not gpu.is_used(source.device) or source.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    from quantkit.kernels.gpu import quantized_linear
+
+    return quantized_linear.linear_of(source)
+
+
+def _prepared(source: LinearSource) -> Linear | None:
+    """The layer with its inputs changed before they meet a kernel; None where they need not be."""
+    weight, activation = source.weight, source.activation
+    if activation is not None and not activation.is_per_token:
+        scale = None if weight.input_scale is None else weight.input_scale.to(source.device)
+        return _FakeQuantizedInputs(_quantized(dataclasses.replace(source, activation=None)), activation, scale)
+    ordered = None if weight.group_index is None else _sort_groups(weight)
+    if ordered is None:
+        return None
+    return _Permuted(_quantized(dataclasses.replace(source, weight=ordered[0])), ordered[1].to(source.device))
+
+
+def _low_bit(source: LinearSource) -> Linear | None:
+    if source.weight.group_index is not None:
+        return None
+    return on_cpu.linear_of(source) or torch_kernels.linear_of(source)
+
+
+def _dense(
+    weight: Tensor,
+    name: str,
+    bias: Tensor | None,
+    activation: ActivationScheme | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    if activation is None and on_cpu.available(device):
+        return on_cpu.dense(weight, bias=bias, dtype=dtype, name=name)
+    return DenseLinear(
+        weight.to(device, dtype),
+        bias=None if bias is None else bias.to(device, dtype),
+        activation=activation,
+        description=describe_linear(f"{name} {str(dtype).removeprefix('torch.')}", activation, "torch"),
+    )
+
+
+def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:
+    """The same weight with its groups made of neighbours, and the order that inputs must take.
+
+    Returns:
+        weight without group_index, and order (K,) int64; None when groups differ in size.
+    """
+    index = cast(Tensor, weight.group_index).long()
+    num_groups = weight.scale.shape[1]
+    counts = torch.bincount(index, minlength=num_groups)
+    if len(counts) != num_groups or bool((counts != len(index) // num_groups).any()):
+        return None
+    order = torch.argsort(index, stable=True)
+    codes = weight.codes.view(torch.uint8)[:, order].view(weight.codes.dtype)
+    return dataclasses.replace(weight, codes=codes, group_index=None), order
+
+
+def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | QuantizedTensor | None:
+    """Stack weights that read the same input, so that one product serves them all.
+
+    Args:
+        weights: each (N_i, K), e.g. of q, k and v, or of gate and up.
+    Returns:
+        (sum of N_i, K); None when they cannot be one weight: other number types, groups or widths.
+    """
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    if not tensors:
+        return _join_quantized(cast("Sequence[QuantizedTensor]", weights))
+    alike = len(tensors) == len(weights) and len({(w.dtype, w.device, w.shape[1]) for w in tensors}) == 1
+    return torch.cat(tensors) if alike else None
+
+
+def _join_quantized(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
+    first = weights[0]
+    kinds = {(w.scheme, w.scale.dtype, w.scale.shape[1], w.shape[1], w.zero_point is None) for w in weights}
+    inputs = {None if w.input_scale is None else w.input_scale.item() for w in weights}
+    if len(kinds) != 1 or len(inputs) != 1 or not all(_same_groups(first.group_index, w.group_index) for w in weights):
+        return None
+    codes = torch.cat([w.codes.view(torch.uint8) for w in weights]).view(first.codes.dtype)
+    outer = [None if w.global_scale is None else w.global_scale.item() for w in weights]
+    zeros = [w.zero_point for w in weights if w.zero_point is not None]
+    return QuantizedTensor(
+        codes=codes,
+        scale=torch.cat([w.scale for w in weights]),
+        zero_point=torch.cat(zeros) if zeros else None,
+        scheme=first.scheme,
+        group_index=first.group_index,
+        global_scale=first.global_scale if len(set(outer)) == 1 else None,
+        input_scale=first.input_scale,
+    )
+
+
+def _same_groups(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

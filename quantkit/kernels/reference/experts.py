@@ -1,0 +1,56 @@
+"""A mixture of experts: which are chosen for a token, and what those compute together. Any device.
+
+Each expert multiplies the tokens that chose it, one expert after another, and how many those are is asked by the host.
+Shapes: T tokens, H hidden width, E experts, k of them for each token.
+Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token and how much each counts.
+
+    Args:
+        scores: (T, E) router logits, any float dtype.
+        num_chosen: k.
+        normalize: the weights of the chosen are made to sum to one.
+    Returns:
+        weights: (T, k) float32.
+        chosen: (T, k) int64.
+    """
+    weights, chosen = scores.float().softmax(dim=-1).topk(num_chosen, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
+
+
+def run_each(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], output: Tensor
+) -> Tensor:
+    """Add the weighed outputs of each token's experts; each expert multiplies once, whatever the batch.
+
+    Args:
+        x: (T, H); not modified.
+        chosen: (T, k) int64, k different experts of each token.
+        weights: (T, k) float32, how much each counts.
+        experts: E of (n, H) -> (n, H).
+        output: (T, H) that they are added to; modified.
+    Returns:
+        output.
+    """
+    pairs, num_chosen = chosen.view(-1), chosen.shape[1]  # a pair is a token with one of its experts
+    order = pairs.argsort(stable=True)  # (T k,), pairs sorted by expert
+    counts = pairs.bincount(minlength=len(experts)).tolist()
+    tokens, scales = order // num_chosen, weights.view(-1)[order].to(x.dtype).unsqueeze(1)
+    start = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            rows = tokens[start : start + count]
+            output.index_add_(0, rows, expert(x[rows]) * scales[start : start + count])
+            start += count
+    return output

@@ -1,0 +1,1 @@
+"""Linears on the low-bit kernels that torch itself has, on CPU and CUDA."""

@@ -1,0 +1,146 @@
+"""Linears out of the low-bit kernels that torch has on CPU and CUDA.
+
+Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, int_mm_rows, scaled_mm
+from quantkit.kernels.reference.linear import quantize_tokens
+from quantkit.kernels.types import Linear, LinearFacts, LinearSource, nbytes
+from quantkit.numerics.scheme import ActivationScheme
+
+# Group sizes that torch's INT4 kernels have.
+_INT4_GROUPS = (32, 64, 128, 256)
+
+
+def linear_of(source: LinearSource) -> Linear | None:
+    """The layer on a kernel that torch has for it; None where it has none.
+
+    Args:
+        source: inputs of its weight in order, activations with a scale per token.
+    """
+    if source.activation is None:
+        return _Int4Linear(source) if _can_int4(source) else None
+    if _can_int8(source, source.activation):
+        return _Int8Linear(source)
+    return _FP8Linear(source) if fits_scaled_mm(source) else None
+
+
+def _can_int4(source: LinearSource) -> bool:
+    """Whether torch has an INT4 kernel for this weight; its fp32 and fp16 forms on the CPU are slow loops."""
+    rows, width = source.weight.shape
+    group, kind = width // source.weight.scale.shape[1], source.weight.scheme.dtype
+    fits = kind.kind == "int" and kind.bits <= 4 and group in _INT4_GROUPS and source.dtype == torch.bfloat16
+    if source.device.type == "cuda":
+        return fits and rows % 8 == 0 and width % 128 == 0
+    return fits and source.device.type == "cpu" and rows % 64 == 0 and width % 32 == 0
+
+
+class _Int4Linear(LinearFacts):
+    """INT4 weights, bf16 inputs, by torch's `_weight_int4pack_mm`: value = (code - 8) * scale + zero.
+
+    Scales and zeros are rounded to bf16, as that kernel wants them.
+    """
+
+    def __init__(self, source: LinearSource) -> None:
+        weight, device = source.weight, source.device
+        self._group = weight.shape[1] // weight.scale.shape[1]
+        scale = weight.scale.float()
+        zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
+        # (G, N, 2)
+        self._scales = torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous().to(device, torch.bfloat16)
+        codes = (weight.codes + 8).to(device)
+        if device.type == "cuda":
+            packed = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+            self._packed = torch.ops.aten._convert_weight_to_int4pack(packed, 8)
+            self._multiply = torch.ops.aten._weight_int4pack_mm
+        else:
+            self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+            self._multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self._bias = source.bias_in(torch.bfloat16)
+        num_bytes = nbytes(self._packed, self._scales, source.bias)
+        super().__init__(weight.shape, num_bytes, source.describe("torch"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inputs = x.to(torch.bfloat16).contiguous()
+        out = self._multiply(inputs, self._packed, self._group, self._scales)
+        result: Tensor = out if self._bias is None else out + self._bias
+        return result.to(x.dtype)
+
+
+def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
+    """Whether both sides are INT8 with one symmetric scale per output, which torch multiplies as integers."""
+    weight = source.weight
+    if not activation.dtype.name == weight.scheme.dtype.name == "int8":
+        return False
+    if weight.zero_point is not None or weight.scale.shape[1] != 1:
+        return False
+    if source.device.type == "cuda":
+        return fits_int_mm(weight)
+    return source.device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
+class _QuantizedInputsLinear(LinearFacts, ABC):
+    """A weight with one scale per output whose inputs are quantized with a scale per token."""
+
+    bias_dtype = torch.float32
+
+    def __init__(self, source: LinearSource) -> None:
+        weight = source.weight
+        self._activation = cast(ActivationScheme, source.activation)
+        self._bias = source.bias_in(self.bias_dtype)
+        self._scale = weight.scale.float().reshape(-1).to(source.device)
+        self._codes = weight.codes.to(source.device)
+        super().__init__(weight.shape, nbytes(weight.codes, self._scale, source.bias), source.describe("torch"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return x.new_empty(0, self.out_features)
+        return self._multiply(*quantize_tokens(x, self._activation)).to(x.dtype)
+
+    @abstractmethod
+    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor: ...
+
+
+class _Int8Linear(_QuantizedInputsLinear):
+    """INT8 weights and INT8 inputs, multiplied as integers by torch: oneDNN on the CPU, cuBLAS on CUDA."""
+
+    def __init__(self, source: LinearSource) -> None:
+        super().__init__(source)
+        self._on_cpu = source.device.type == "cpu"
+        if self._on_cpu:
+            self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
+        self._zero = torch.zeros(self.out_features, dtype=torch.int32)
+
+    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor:
+        out = (self._multiply_cpu(codes) if self._on_cpu else self._multiply_cuda(codes)).mul_(scale)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def _multiply_cpu(self, codes: Tensor) -> Tensor:
+        unsigned = codes.add_(128).to(torch.uint8)
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
+            unsigned, 1.0, 128, self._codes, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return out
+
+    def _multiply_cuda(self, codes: Tensor) -> Tensor:
+        rows = len(codes)
+        padded = functional.pad(codes.to(torch.int8), (0, 0, 0, int_mm_rows(rows) - rows))
+        return torch._int_mm(padded, self._codes.t())[:rows].float() * self._scale
+
+
+class _FP8Linear(_QuantizedInputsLinear):
+    """FP8 weights and FP8 inputs, multiplied by cuBLAS with one scale per token and one per output."""
+
+    bias_dtype = torch.bfloat16
+
+    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return scaled_mm(codes.to(torch.float8_e4m3fn), scale, self._codes, self._scale, self._bias)

@@ -1,0 +1,234 @@
+"""What flows between a model and its kernels: linears, options of attention, quantized activations, logits.
+
+Protocols here are what `kernels.torch`, `kernels.cpu` and `kernels.gpu` implement and what `kernels.ops` hands out.
+Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine (T, R/2) float32 of each new token."""
+
+States = tuple[Tensor, Tensor, Tensor]
+"""Queries (T, Hq, D), keys and values (T, Hkv, D) of the new tokens of a step; Hkv divides Hq."""
+
+
+class LinearFacts:
+    """What a linear layer says of itself; all that is left of one that became part of a stack of experts.
+
+    Args:
+        shape: (N, K).
+        stored_bytes: what one decode step reads.
+        description: number type and kernel, e.g. `int4 g128 (native)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], stored_bytes: int, description: str) -> None:
+        self.out_features, self.in_features = shape
+        self.stored_bytes = stored_bytes
+        self.description = description
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearSource:
+    """What a linear is laid out from.
+
+    Args:
+        weight: (N, K), quantized.
+        bias: (N,), added after the product; or None.
+        activation: what inputs are quantized to at run time; None = they are not.
+        dtype: of the computation.
+        device: where it runs.
+    """
+
+    weight: QuantizedTensor
+    bias: Tensor | None = None
+    activation: ActivationScheme | None = None
+    dtype: torch.dtype
+    device: torch.device
+
+    def bias_in(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias on the device."""
+        return None if self.bias is None else self.bias.to(self.device, dtype)
+
+    def describe(self, kernel: str) -> str:
+        """The description of the linear on a kernel."""
+        return describe_linear(self.weight.scheme.describe(), self.activation, kernel)
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes of those that there are."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def describe_linear(name: str, activation: ActivationScheme | None, kernel: str) -> str:
+    """The description of a linear: its weight, how its inputs are quantized, and what multiplies."""
+    inputs = "" if activation is None else f", activations {activation.describe()}"
+    return f"{name}{inputs} ({kernel})"
+
+
+class Linear(Protocol):
+    """A linear layer whose weight is laid out for one kernel; no autograd. Attributes: see `LinearFacts`."""
+
+    in_features: int
+    out_features: int
+    stored_bytes: int
+    description: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: (T, K), any float dtype, T may be 0; not modified.
+        Returns:
+            (T, N) in the dtype of x.
+        """
+        ...
+
+
+class WrappedLinear(LinearFacts):
+    """Base of a linear whose inputs are changed first, in a way that its kernel does not do by itself.
+
+    Args:
+        linear: what multiplies.
+        note: added to its description.
+    """
+
+    def __init__(self, linear: Linear, note: str = "") -> None:
+        shape = (linear.out_features, linear.in_features)
+        super().__init__(shape, linear.stored_bytes, linear.description + note)
+        self._linear = linear
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationQuantization:
+    """How rows of inputs are quantized to 8 bits.
+
+    Args:
+        name: int8 or fp8.
+        step: the scale of all of them, found by calibration; None = each row its own, so that its largest value fits.
+    """
+
+    name: str
+    step: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedActivations:
+    """Inputs of a linear as codes of 8 bits with a scale per row, handed on by what produced them.
+
+    A linear with an attribute `activation_quantization` takes them in place of a tensor; who may hand them over is
+    decided when a model is loaded.
+
+    Args:
+        codes: at least (T, K), contiguous; int8, or uint8 that hold e4m3. Rows past T mean nothing.
+        scale: (T, 1) float32; NaN for a row whose outputs are NaN.
+        dtype: of what they were, and of the outputs.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+
+class StackedExperts(Protocol):
+    """All experts of a layer as one; nothing is asked by the host, so that calls can be captured as a graph."""
+
+    @property
+    def linears(self) -> tuple[LinearFacts, ...]:
+        """What was stacked, two of each expert."""
+        ...
+
+    def __call__(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+        """What `reference.experts.route` and `run_each` compute.
+
+        Args:
+            x: (T, K); not modified.
+            scores: (T, E) router logits.
+            shared: (T, K) is added to the result; None = nothing is.
+            shared_score: (T, 1), weighs `shared` through a sigmoid; None = it counts fully.
+        Returns:
+            (T, K), dtype of x.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadNorms:
+    """Root mean square norms of each head's queries and keys, before the rotation.
+
+    Args:
+        query, key: weights (D,).
+        eps, offset: see `ops.rms_norm`.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """What attention does besides softmax(q . k) v.
+
+    Args:
+        scale: of the scores.
+        window: a key is seen if query position - key position < window; None = all.
+        softcap: scores become softcap * tanh(score / softcap); None = as they are.
+        interleaved: angles turn channels (2i, 2i + 1) instead of (i, i + R/2); see `ops.rotary_`.
+        norms: of queries and keys; None = none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    interleaved: bool = False
+    norms: HeadNorms | None = None
+
+
+class PagedAttention(Protocol):
+    """Attention of one layer, bound to its pages."""
+
+    def __call__(
+        self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
+    ) -> Tensor:
+        """Norm and rotate queries and keys, attend to the cache and to each other, store keys and values in it.
+
+        Args:
+            states: may be slices of a larger tensor; queries and keys are modified where they are normed or rotated.
+            batch: what belongs to whom; its page table covers all tokens, new ones included.
+            options: scale, window, norms and the like.
+            angles: to rotate by, see `ops.rotary_`; None = not at all.
+        Returns:
+            (T, Hq, D), dtype of the queries.
+        """
+        ...
+
+
+class Logits(NamedTuple):
+    """What a step gives.
+
+    Args:
+        values: (R, V) float32.
+        best: (R,) int64, the first token with the largest logit of each row; None = not looked for.
+    """
+
+    values: Tensor
+    best: Tensor | None = None
+
+    def first(self, count: int) -> Logits:
+        """Of the first rows."""
+        return Logits(self.values[:count], None if self.best is None else self.best[:count])
