@@ -66,7 +66,7 @@ class Prediction:
         # The stream and what is pending, of this layer and of the one before; then the fused projection and what
         # attention makes of it, or the two halves of the MLP and their product.
         attention = 4 * hidden + 2 * queries + 2 * keys
-        mlp = 5 * hidden + (3 if config.architecture.parts.gated else 2) * config.width
+        mlp = 5 * hidden + (3 if config.family.parts.gated else 2) * config.width
         if config.experts is not None:  # one expert at a time, with its tokens gathered
             mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
         layer = tokens * max(attention, mlp) * size
@@ -149,7 +149,7 @@ class _Sizes:
 
     def total(self, head_dtype: str | None) -> int:
         manifest = make_manifest(self.config, self.reader)
-        stacked, table = self._stacked(), f"{self.config.architecture.embedding}.weight"
+        stacked, table = self._stacked(), f"{self.config.family.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
         total = 0
         for name, shape in plain.items():
@@ -159,7 +159,7 @@ class _Sizes:
             else:  # the embedding stays as it is stored
                 kept = self._stored(name) if name == table else self.place.dtype
                 total += math.prod(shape) * kept.itemsize
-        head = None if self.config.tied else head_name(self.config.architecture, self.reader)
+        head = None if self.config.tied else head_name(self.config.family, self.reader)
         total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
         return total + self._head(head, head_dtype, self._stored(table))
 
@@ -177,7 +177,7 @@ class _Sizes:
 
     def _stacked(self) -> set[str]:
         """Tensors that hold the weights of all experts of a layer."""
-        data, found = self.config.architecture, set()
+        data, found = self.config.family, set()
         for index, layer in enumerate(self.config.layers):
             prefix = f"{data.layers}.{index}."
             if layer.has_experts and data.experts is not None and is_stacked(self.config, prefix, self.reader):
@@ -186,7 +186,7 @@ class _Sizes:
 
     def _groups(self, linears: set[str]) -> list[list[str]]:
         """Linears as they are fused: query, key and value, and the two that an MLP's input goes through."""
-        data, groups, left = self.config.architecture, [], set(linears)
+        data, groups, left = self.config.family, [], set(linears)
         fused: list[tuple[str, ...]] = [data.parts.qkv, data.parts.up]
         if data.experts is not None and self.config.experts is not None:
             fused += [

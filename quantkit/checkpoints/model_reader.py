@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
-from quantkit.models.families import Architecture, Experts
+from quantkit.models.families import Experts, Family
 from quantkit.models.family import at
 
 
@@ -50,7 +50,7 @@ class ModelReader(CheckpointReader):
 
     Args:
         path: of the checkpoint.
-        architecture: its family.
+        family: its family.
     Attributes:
         notes: what a user should know about the view, a sentence each.
     Raises:
@@ -59,18 +59,18 @@ class ModelReader(CheckpointReader):
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path | str, architecture: Architecture) -> None:
+    def __init__(self, path: Path | str, family: Family) -> None:
         super().__init__(path)
-        self._view(architecture)
+        self._view(family)
 
     @classmethod
-    def of_file(cls, file: Path, architecture: Architecture) -> ModelReader:
+    def of_file(cls, file: Path, family: Family) -> ModelReader:
         """The tensors of one file of a checkpoint."""
         reader = cls.__new__(cls)
         reader.path, reader.config, reader.files = file.parent, {}, (file,)
         reader._index, reader._digests = None, None
         reader._tensors = read_header(file)
-        reader._view(architecture)
+        reader._view(family)
         return reader
 
     def tensor(self, name: str) -> Tensor:
@@ -119,7 +119,7 @@ class ModelReader(CheckpointReader):
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
-        names = self._architecture
+        names = self._family
         for own, stored in _renamed(names):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
@@ -138,14 +138,14 @@ class ModelReader(CheckpointReader):
             )
         return self._read_tensor(info)
 
-    def _view(self, architecture: Architecture) -> None:
-        self._architecture = architecture
-        if architecture.stored_prefix is None:
-            self._tensors = _with_prefix(self._tensors, architecture)
-        self._tensors = _with_own_names(self._tensors, architecture)
+    def _view(self, family: Family) -> None:
+        self._family = family
+        if family.stored_prefix is None:
+            self._tensors = _with_prefix(self._tensors, family)
+        self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, _Part] = {}
         self._stored: dict[str, TensorInfo] = {}
-        for stored, parts in _find_parts(self._tensors, architecture).items():
+        for stored, parts in _find_parts(self._tensors, family).items():
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
             for name, part in parts.items():
@@ -158,30 +158,30 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(self._tensors))
 
 
-def _with_prefix(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+def _with_prefix(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names as the causal LM has them, where a file was saved from the model inside it."""
-    prefix, _, inside = architecture.layers.partition(".")
+    prefix, _, inside = family.layers.partition(".")
     if not inside or any(name.startswith(f"{prefix}.") for name in tensors):
         return tensors
     if not any(name.startswith(f"{inside}.") for name in tensors):
         return tensors
-    return {name if name.startswith(f"{architecture.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
+    return {name if name.startswith(f"{family.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
 
 
-def _renamed(architecture: Architecture) -> list[tuple[str, str]]:
+def _renamed(family: Family) -> list[tuple[str, str]]:
     """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
     pairs = []
-    if architecture.stored_head is not None:
-        pairs.append((f"{architecture.head}.", f"{architecture.stored_head}."))
-    if architecture.stored_prefix is not None:
-        pairs.append((f"{architecture.backbone}." if architecture.backbone else "", architecture.stored_prefix))
+    if family.stored_head is not None:
+        pairs.append((f"{family.head}.", f"{family.stored_head}."))
+    if family.stored_prefix is not None:
+        pairs.append((f"{family.backbone}." if family.backbone else "", family.stored_prefix))
     return pairs
 
 
-def _with_own_names(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
-    pairs = _renamed(architecture)
-    own = (f"{architecture.head}.", *(prefix for prefix, _ in pairs if prefix))
+    pairs = _renamed(family)
+    own = (f"{family.head}.", *(prefix for prefix, _ in pairs if prefix))
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
@@ -189,19 +189,19 @@ def _with_own_names(tensors: dict[str, TensorInfo], architecture: Architecture) 
     return found
 
 
-def _find_parts(tensors: Mapping[str, TensorInfo], architecture: Architecture) -> dict[str, dict[str, _Part]]:
+def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, _Part]]:
     """Parts by name, for each stored tensor that is not itself one."""
-    layer = re.compile(rf"{re.escape(architecture.layers)}\.\d+\.")
+    layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     found: dict[str, dict[str, _Part]] = {}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
-        if local.removesuffix(".weight") in architecture.transposed and len(info.shape) == 2:
+        if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
             found[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
-        elif architecture.experts is not None and len(info.shape) >= 2:
-            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, architecture.experts)}
+        elif family.experts is not None and len(info.shape) >= 2:
+            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, family.experts)}
             found |= {name: parts} if parts else {}
     return found
 

@@ -105,14 +105,14 @@ def find_units(llm: LLM, original: LLM) -> list[Unit]:
         )
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
-    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.architecture.layers)
+    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.family.layers)
     return [unit for index in range(len(ours.blocks)) for unit in _layer_units(sources, ours, theirs, index)]
 
 
 def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[Unit]:
     """The units of one layer."""
-    architecture = ours.config.architecture
-    parts, here, there = architecture.parts, ours.blocks[index], theirs.blocks[index]
+    family = ours.config.family
+    parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
     pieces: list[tuple[tuple[str, ...], Any, Any, str]] = [
         (parts.qkv, here.attention, there.attention, "qkv"),
         ((parts.output,), here.attention, there.attention, "output"),
@@ -120,7 +120,7 @@ def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, inde
     if isinstance(here.mlp, MLP):
         pieces.append((parts.up, here.mlp, there.mlp, "up"))
         pieces.append(((parts.down,), here.mlp, there.mlp, "down"))
-    sets = architecture.sets_of_layer(partial(sources.has, index), sources.original.config)
+    sets = family.sets_of_layer(partial(sources.has, index), sources.original.config)
     for names, mine, other, attribute in pieces:
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
         if any(sources.is_quantized(module) for module in modules):

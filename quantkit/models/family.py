@@ -26,8 +26,8 @@ __all__ = [
     "MLA_SETS",
     "PARALLEL_SETS",
     "UNSMOOTHED_SETS",
-    "Architecture",
     "Experts",
+    "Family",
     "LinearSet",
     "Multipliers",
     "Parts",
@@ -177,7 +177,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
+class Family:
     """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
 
     Args:

@@ -116,7 +116,7 @@ def expert_sets(
 
 
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    """What a set of the family's data becomes in one layer; see `Architecture.sets_of_layer`."""
+    """What a set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
     if templates and EXPERT in group.parent:

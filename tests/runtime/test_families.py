@@ -164,8 +164,8 @@ def change_rope(**changes: Any):
 
 def change_parts(**changes: Any):
     def change(config: ModelConfig) -> ModelConfig:
-        architecture = config.architecture
-        return replace(config, architecture=replace(architecture, parts=replace(architecture.parts, **changes)))
+        family = config.family
+        return replace(config, family=replace(family, parts=replace(family.parts, **changes)))
 
     return change
 
@@ -188,9 +188,9 @@ def change_experts(**changes: Any):
 
 
 def no_shared_expert(config: ModelConfig) -> ModelConfig:
-    architecture = config.architecture
-    experts = replace(architecture.experts, shared_up=(), shared_down=None, shared_gate=None)
-    return replace(config, architecture=replace(architecture, experts=experts))
+    family = config.family
+    experts = replace(family.experts, shared_up=(), shared_down=None, shared_gate=None)
+    return replace(config, family=replace(family, experts=experts))
 
 
 SWITCHES = {

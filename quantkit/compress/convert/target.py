@@ -180,16 +180,16 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return
     try:
-        architecture = architectures.find(config)
+        family = architectures.find(config)
     except ModelError:
         return  # a family that quantkit does not know is converted as it is
     for layer, modules in source.layers():
         here = {name.removeprefix(f"{layer}.") for name in modules} if layer else set()
-        for names in (names for group in architecture.sets_of_layer(here.__contains__) for names in group.fused):
+        for names in (names for group in family.sets_of_layer(here.__contains__) for names in group.fused):
             if layer and len({linears.get(f"{layer}.{name}") for name in names}) > 1:
                 raise SchemeError(f"{layer}: {', '.join(names)} are fused by inference engines and need one scheme")
-    if config.get("tie_word_embeddings") and architecture.head in linears:
-        raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
+    if config.get("tie_word_embeddings") and family.head in linears:
+        raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not take")
 
 
 def _ignored(source: Source) -> list[str]:

@@ -25,7 +25,7 @@ from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.models.families import Architecture, LinearSet, split_experts
+from quantkit.models.families import Family, LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ class Plan:
 
     Args:
         model: as given, "demo" for the bundled model.
-        reader, skeleton, architecture, recipe, format: its parts.
+        reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
@@ -52,7 +52,7 @@ class Plan:
     model: str
     reader: ModelReader
     skeleton: Skeleton
-    architecture: Architecture
+    family: Family
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
@@ -130,17 +130,17 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     if "quantization_config" in source.config:
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
-    architecture, discovery = find_model(source)
-    reader = _open(source.path, architecture, recipe, described=discovery is None)
+    family, discovery = find_model(source)
+    reader = _open(source.path, family, recipe, described=discovery is None)
     place = pick_device(device)
-    dtype = _source_dtype(reader, architecture)
+    dtype = _source_dtype(reader, family)
     compute = pick_compute_dtype(dtype, place)
-    skeleton = Skeleton(reader, architecture, compute, place)
+    skeleton = Skeleton(reader, family, compute, place)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
+    warnings = (*check_loaders(family, layers, recipe.format), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     _check_output(target, reader.path)
@@ -149,7 +149,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         model=name,
         reader=reader,
         skeleton=skeleton,
-        architecture=architecture,
+        family=family,
         recipe=recipe,
         format=format_,
         layers=layers,
@@ -164,14 +164,14 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     )
 
 
-def _open(path: Path, architecture: Architecture, recipe: Recipe, *, described: bool) -> ModelReader:
+def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for step, name in zip(recipe.steps, recipe.step_names, strict=True):
         if isinstance(step, Opener):
             if not described:
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return step.open(path, architecture)
-    return ModelReader(path, architecture)
+            return step.open(path, family)
+    return ModelReader(path, family)
 
 
 def pick_device(name: str) -> torch.device:
@@ -215,13 +215,11 @@ def _check_output(output: Path, source: Path) -> None:
         raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
 
 
-def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     """Widest dtype of the decoder layers' weights, which must all be float types."""
-    names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
+    names = [name for name in reader.names if name.startswith(f"{family.layers}.") and name.endswith(".weight")]
     if not names:
-        raise ModelError(
-            f"{reader.path}: the checkpoint has no decoder layers, no tensor under {architecture.layers}.*"
-        )
+        raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
     for name in names:
         if reader.info(name).dtype not in FLOAT_SOURCES:
             raise ModelError(
@@ -255,7 +253,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
             raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.architecture.head)))
+    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:

@@ -195,7 +195,7 @@ class _Run:
         cache = None
         if plan.recipe.kv_cache is not None:
             with self._phase("kv cache", seconds):
-                cache = find_cache(plan.recipe.kv_cache, plan.architecture, layer)
+                cache = find_cache(plan.recipe.kv_cache, plan.family, layer)
         with self._phase("write", seconds):
             shard, digest, names = self._write(index, layer)
         snr, states = None, list[str]()
@@ -269,7 +269,7 @@ class _Run:
         path = self.state.checkpoint / shard
         tensors = plan.reader.restore(tensors)
         digest = write_shard(path, tensors)
-        written_back = ModelReader.of_file(path, plan.architecture)
+        written_back = ModelReader.of_file(path, plan.family)
         for linear, weight in layer.quantized.items():
             check_written(written_back, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
         check_scales(path, scales)
@@ -288,7 +288,7 @@ class _Run:
         described = plan.format.config(
             *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored), group_order=plan.group_order
         )
-        described = decode_at_load(described, plan.architecture)
+        described = decode_at_load(described, plan.family)
         config = with_cache(plan.recipe, plan.reader.config, described, self.state.records)
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.family import Architecture, Experts
+from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import LinearSet, find_expert, split_experts
 from quantkit.registry import Registry
 
 __all__ = [
-    "Architecture",
     "Experts",
+    "Family",
     "LinearSet",
     "find",
     "find_compressible",
@@ -21,16 +21,16 @@ __all__ = [
     "supported",
 ]
 
-REGISTRY = Registry(package=__name__, attribute="ARCHITECTURE", noun="architecture")
+REGISTRY = Registry(package=__name__, attribute="FAMILY", noun="architecture")
 
 
-def supported() -> dict[str, Architecture]:
-    """Architecture by the class name that config.json carries."""
+def supported() -> dict[str, Family]:
+    """Family by the class name that config.json carries."""
     return {name: data for data in REGISTRY.all().values() for name in data.hf_names}
 
 
-def find(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a model's config.json names.
+def find(config: Mapping[str, Any]) -> Family:
+    """The family that a model's config.json names.
 
     Raises:
         ModelError: config.json names none, or one that no file describes.
@@ -47,7 +47,7 @@ def find(config: Mapping[str, Any]) -> Architecture:
     raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(sorted(known))}")
 
 
-def find_compressible(config: Mapping[str, Any]) -> Architecture:
+def find_compressible(config: Mapping[str, Any]) -> Family:
     """As `find`, for the compress side.
 
     Raises:

@@ -1,8 +1,8 @@
 """Apertus: Llama with an MLP of xIELU without a gate, norms on queries and keys, and names of its own for its norms."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("ApertusForCausalLM",),
     linear_sets=(
         LinearSet(linears=LLAMA_SETS[0].linears, source="attention_layernorm", parent="self_attn"),

@@ -1,8 +1,8 @@
 """Arcee AFM: Llama with an MLP of squared ReLU without a gate."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("ArceeForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

@@ -1,10 +1,10 @@
 """BLOOM: ALiBi instead of positions, q, k and v in one projection, a norm behind the embedding."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
 _PLAIN = (("apply_residual_connection_post_layernorm", False),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("BloomForCausalLM",),
     backbone="transformer",
     layers="transformer.h",

@@ -1,8 +1,8 @@
 """CodeGen: GPT-J with q, k and v in one projection."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("CodeGenForCausalLM",),
     backbone="transformer",
     layers="transformer.h",

@@ -1,8 +1,8 @@
 """Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together."""
 
-from quantkit.models.family import PARALLEL_SETS, Architecture, Multipliers, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import PARALLEL_SETS, Family, Multipliers, Parts, QueryKeyNorm, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("CohereForCausalLM",),
     linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),

@@ -1,8 +1,8 @@
 """Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions."""
 
-from quantkit.models.family import PARALLEL_SETS, Architecture, Multipliers, Parts, Rope, Window
+from quantkit.models.family import PARALLEL_SETS, Family, Multipliers, Parts, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Cohere2ForCausalLM",),
     linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),

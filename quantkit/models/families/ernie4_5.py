@@ -1,5 +1,5 @@
 """ERNIE 4.5, dense: Llama with neighbours rotated together."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("Ernie4_5ForCausalLM",), native=False)
+FAMILY = Family(hf_names=("Ernie4_5ForCausalLM",), native=False)

@@ -1,5 +1,5 @@
 """EXAONE 4: norms only behind attention and MLP, and on each query and key head."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture
+from quantkit.models.family import UNSMOOTHED_SETS, Family
 
-ARCHITECTURE = Architecture(hf_names=("Exaone4ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)
+FAMILY = Family(hf_names=("Exaone4ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)

@@ -1,8 +1,8 @@
 """Gemma: norms that add one to their weight, embeddings times the root of the width, heads wider than their share."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers
+from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GemmaForCausalLM",),
     linear_sets=UNSMOOTHED_SETS,
     norm_offset=1.0,

@@ -1,8 +1,8 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, Window
+from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers, Parts, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Gemma2ForCausalLM",),
     linear_sets=UNSMOOTHED_SETS,
     parts=Parts(

@@ -1,8 +1,8 @@
 """Gemma 3, text only: Gemma 2 with norms on queries and keys, and two wavelengths: one for layers with a window."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, QueryKeyNorm, Rope, Window
+from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Gemma3ForCausalLM",),
     linear_sets=UNSMOOTHED_SETS,
     parts=Parts(

@@ -1,8 +1,8 @@
 """GLM-4 (first series): Llama with half of each head rotated in neighbouring pairs, gate and up in one."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet, Parts, Rope
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GlmForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

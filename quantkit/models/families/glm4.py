@@ -1,8 +1,8 @@
 """GLM-4 (0414): norms before and after attention and MLP, half of each head rotated in neighbouring pairs."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet, Parts, Rope
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Glm4ForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

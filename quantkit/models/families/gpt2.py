@@ -1,8 +1,8 @@
 """GPT-2: learned positions, layer norms, biases everywhere; its linears are stored transposed."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GPT2LMHeadModel",),
     backbone="transformer",
     layers="transformer.h",

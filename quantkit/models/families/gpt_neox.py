@@ -1,8 +1,8 @@
 """GPT-NeoX and Pythia: layer norms, parallel residual with two norms, q, k and v interleaved head by head."""
 
-from quantkit.models.family import Architecture, LinearSet, Parts, Rope
+from quantkit.models.family import Family, LinearSet, Parts, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GPTNeoXForCausalLM",),
     backbone="gpt_neox",
     layers="gpt_neox.layers",

@@ -1,8 +1,8 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases, stored transposed."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, LinearSet
+from quantkit.models.family import LLAMA_SETS, Experts, Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GptOssForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

@@ -1,8 +1,8 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
     backbone="transformer",
     layers="transformer.h",

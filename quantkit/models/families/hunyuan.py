@@ -1,5 +1,5 @@
 """HunYuan dense: Llama with norms on queries and keys behind the rotation."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("HunYuanDenseV1ForCausalLM",), native=False)
+FAMILY = Family(hf_names=("HunYuanDenseV1ForCausalLM",), native=False)

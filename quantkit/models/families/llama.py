@@ -1,5 +1,5 @@
 """Llama: the family whose names are the defaults."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("LlamaForCausalLM",))
+FAMILY = Family(hf_names=("LlamaForCausalLM",))

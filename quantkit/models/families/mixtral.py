@@ -1,8 +1,8 @@
 """Mixtral: Mistral with eight experts in place of the MLP, two of them for each token."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, LinearSet, Rope, Window
+from quantkit.models.family import LLAMA_SETS, Experts, Family, LinearSet, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("MixtralForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

@@ -1,8 +1,8 @@
 """MPT: ALiBi, layer norms without bias, q, k and v in one projection."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("MptForCausalLM", "MPTForCausalLM"),
     backbone="transformer",
     layers="transformer.blocks",

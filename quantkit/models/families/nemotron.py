@@ -1,8 +1,8 @@
 """Nemotron: layer norms with an offset of one, an MLP of squared ReLU without a gate."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("NemotronForCausalLM",),
     linear_sets=(
         LinearSet(linears=LLAMA_SETS[0].linears, source=None, parent="self_attn"),

@@ -1,8 +1,8 @@
 """OLMo 2: norms only after attention and MLP, and over all queries and all keys of a token."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Parts, QueryKeyNorm
+from quantkit.models.family import UNSMOOTHED_SETS, Family, Parts, QueryKeyNorm
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Olmo2ForCausalLM",),
     linear_sets=UNSMOOTHED_SETS,
     parts=Parts(

@@ -1,5 +1,5 @@
 """OLMo 3: OLMo 2 with a window in three layers of four."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture
+from quantkit.models.family import UNSMOOTHED_SETS, Family
 
-ARCHITECTURE = Architecture(hf_names=("Olmo3ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)
+FAMILY = Family(hf_names=("Olmo3ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)

@@ -1,8 +1,8 @@
 """OLMoE: experts in place of the MLP, and norms over all queries and all keys of a token."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, expert_sets
+from quantkit.models.family import LLAMA_SETS, Experts, Family, QueryKeyNorm, expert_sets
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("OlmoeForCausalLM",),
     linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
     qk_norm=QueryKeyNorm(over="projection"),

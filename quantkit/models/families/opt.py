@@ -1,11 +1,11 @@
 """OPT: learned positions, layer norms, biases, ReLU; the 350M model alone has its norms behind attention and MLP."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _BEFORE, _RELU = (("do_layer_norm_before", True),), (("activation_function", "relu"),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("OPTForCausalLM",),
     backbone="model.decoder",
     layers="model.decoder.layers",

@@ -1,8 +1,8 @@
 """Phi-1 and Phi-2: one layer norm before attention and MLP side by side, biases everywhere, no gate."""
 
-from quantkit.models.family import Architecture, LinearSet, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import Family, LinearSet, Parts, QueryKeyNorm, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("PhiForCausalLM",),
     final_norm="model.final_layernorm",
     linear_sets=(

@@ -1,8 +1,8 @@
 """Phi-3 and Phi-4: Llama with one projection for q, k and v and one for gate and up; long contexts by LongRoPE."""
 
-from quantkit.models.family import Architecture, LinearSet, Parts, Window
+from quantkit.models.family import Family, LinearSet, Parts, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Phi3ForCausalLM",),
     # A scale for o or down would have to be folded into some rows of a fused projection: not done.
     linear_sets=(

@@ -1,8 +1,8 @@
 """Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, Window, expert_sets
+from quantkit.models.family import LLAMA_SETS, Experts, Family, Window, expert_sets
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Qwen2MoeForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

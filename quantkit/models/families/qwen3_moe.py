@@ -1,8 +1,8 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, Window, expert_sets
+from quantkit.models.family import LLAMA_SETS, Experts, Family, QueryKeyNorm, Window, expert_sets
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Qwen3MoeForCausalLM",),
     linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
     qk_norm=QueryKeyNorm(),

@@ -1,5 +1,5 @@
 """Seed-OSS: Llama with biases on q, k and v."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("SeedOssForCausalLM",), native=False)
+FAMILY = Family(hf_names=("SeedOssForCausalLM",), native=False)

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import LLAMA_SETS, PARALLEL_SETS, Architecture, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import LLAMA_SETS, PARALLEL_SETS, Family, Parts, QueryKeyNorm, Rope
 
 _PARALLEL, _IN_TURN = (("use_parallel_residual", True),), (("use_parallel_residual", False),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("StableLmForCausalLM",),
     # With a parallel residual one norm feeds both attention and MLP.
     linear_sets=(

@@ -1,8 +1,8 @@
 """StarCoder2: layer norms, biases everywhere, an MLP without a gate, an optional sliding window."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, LinearSet, Parts, Window
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Starcoder2ForCausalLM",),
     linear_sets=(
         *LLAMA_SETS[:2],

@@ -14,7 +14,7 @@ import torch
 
 from quantkit.errors import ModelError
 from quantkit.kernels.reference import ACTIVATIONS
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 from quantkit.runtime.model.rope import RopeConfig
 from quantkit.runtime.model.rope_config import read_rope
 from quantkit.runtime.model.settings import NotNative, Settings
@@ -61,7 +61,7 @@ class ModelConfig:
     """One model, ready to be built.
 
     Args:
-        architecture: its family.
+        family: its family.
         vocab_size, hidden_size, width: of the vocabulary, the residual stream, the MLP.
         num_heads, num_kv_heads, head_dim: of attention.
         layers: in running order.
@@ -78,7 +78,7 @@ class ModelConfig:
         dtype: of the checkpoint, where config.json says so.
     """
 
-    architecture: Architecture
+    family: Family
     vocab_size: int
     hidden_size: int
     width: int
@@ -103,21 +103,21 @@ class ModelConfig:
     dtype: torch.dtype | None
 
 
-def read_config(config: Mapping[str, Any], architecture: Architecture) -> ModelConfig:
+def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     """A model's config.json, checked.
 
     Args:
         config: its contents.
-        architecture: the family it is of.
+        family: the family it is of.
     Raises:
         ModelError: a key is missing, of the wrong kind, contradicts another, or asks for what is not computed here.
     """
-    read = Settings(config, architecture.defaults)
-    for key in architecture.not_native:
+    read = Settings(config, family.defaults)
+    for key in family.not_native:
         if read.flag(key, False):
             raise NotNative(f"{key} = {config.get(key)!r}")
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    kv_heads = heads if architecture.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
+    kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; mend it"
@@ -128,14 +128,14 @@ def read_config(config: Mapping[str, Any], architecture: Architecture) -> ModelC
             "head_dim; mend it"
         )
     head_dim = read.count("head_dim", default=hidden // heads)
-    factors = architecture.multipliers
+    factors = family.multipliers
     length = read.count("max_position_embeddings")
-    activation = architecture.activation or read.text("hidden_activation", "hidden_act", default="silu")
+    activation = family.activation or read.text("hidden_activation", "hidden_act", default="silu")
     if activation not in ACTIVATIONS:
         raise NotNative(f"activation {activation!r}")
-    layers = _read_layers(read, architecture, head_dim, length)
+    layers = _read_layers(read, family, head_dim, length)
     return ModelConfig(
-        architecture=architecture,
+        family=family,
         vocab_size=read.count("vocab_size"),
         hidden_size=hidden,
         width=read.count("intermediate_size"),
@@ -144,36 +144,36 @@ def read_config(config: Mapping[str, Any], architecture: Architecture) -> ModelC
         head_dim=head_dim,
         layers=layers,
         norm_eps=read.number("rms_norm_eps", "layer_norm_eps", "norm_epsilon", default=1e-6),
-        norm_offset=architecture.norm_offset,
-        qk_norm=architecture.qk_norm is not None and read.flag(architecture.qk_norm.switch, True),
-        parallel=read.flag(architecture.parallel, False),
+        norm_offset=family.norm_offset,
+        qk_norm=family.qk_norm is not None and read.flag(family.qk_norm.switch, True),
+        parallel=read.flag(family.parallel, False),
         activation=activation,
-        attention_scale=_attention_scale(read, architecture, head_dim),
+        attention_scale=_attention_scale(read, family, head_dim),
         attention_softcap=read.optional_number(factors.attention_softcap),
         logits_softcap=read.optional_number(factors.logits_softcap),
         embedding_scale=hidden**0.5 if factors.root_embedding else read.number(factors.embedding, default=1.0),
         residual_scale=read.number(factors.residual, default=1.0),
         logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),
-        experts=_read_experts(read, architecture) if any(layer.has_experts for layer in layers) else None,
+        experts=_read_experts(read, family) if any(layer.has_experts for layer in layers) else None,
         tied=read.flag("tie_word_embeddings", False),
         max_length=_max_length(layers, length),
         dtype=DTYPES.get(str(read.get("dtype") or read.get("torch_dtype")).removeprefix("torch.")),
     )
 
 
-def _attention_scale(read: Settings, architecture: Architecture, head_dim: int) -> float:
-    factors = architecture.multipliers
+def _attention_scale(read: Settings, family: Family, head_dim: int) -> float:
+    factors = family.multipliers
     if factors.attention is not None:
         return read.number(factors.attention)
     return float(read.number(factors.attention_root, default=head_dim) ** -0.5)
 
 
-def _read_layers(read: Settings, architecture: Architecture, head_dim: int, length: int) -> tuple[LayerConfig, ...]:
+def _read_layers(read: Settings, family: Family, head_dim: int, length: int) -> tuple[LayerConfig, ...]:
     count = read.count("num_hidden_layers")
-    windows = _windows(read, architecture, count)
-    sparse = _with_experts(read, architecture, count)
-    rotated = _rotated(read, architecture, windows)
-    ropes = {local: read_rope(read, architecture.rope, head_dim, length, local) for local in (False, True)}
+    windows = _windows(read, family, count)
+    sparse = _with_experts(read, family, count)
+    rotated = _rotated(read, family, windows)
+    ropes = {local: read_rope(read, family.rope, head_dim, length, local) for local in (False, True)}
     return tuple(
         LayerConfig(
             window=windows[i], rope=ropes[windows[i] is not None] if rotated[i] else None, has_experts=sparse[i]
@@ -182,9 +182,9 @@ def _read_layers(read: Settings, architecture: Architecture, head_dim: int, leng
     )
 
 
-def _windows(read: Settings, architecture: Architecture, count: int) -> list[int | None]:
+def _windows(read: Settings, family: Family, count: int) -> list[int | None]:
     """Sliding window of each layer."""
-    rule = architecture.window
+    rule = family.window
     if rule is None or not read.flag(rule.switch, True) or not read.get("sliding_window"):
         return [None] * count
     size, types = read.count("sliding_window"), read.get("layer_types")
@@ -206,12 +206,12 @@ def _windows(read: Settings, architecture: Architecture, count: int) -> list[int
     return [size if yes else None for yes in chosen]
 
 
-def _rotated(read: Settings, architecture: Architecture, windows: list[int | None]) -> list[bool]:
+def _rotated(read: Settings, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has positions."""
     count = len(windows)
-    if architecture.rope.layers == "window":
+    if family.rope.layers == "window":
         return [window is not None for window in windows]
-    if architecture.rope.layers == "all":
+    if family.rope.layers == "all":
         return [True] * count
     listed = read.get("no_rope_layers")
     if listed is None:
@@ -222,16 +222,16 @@ def _rotated(read: Settings, architecture: Architecture, windows: list[int | Non
     return [bool(item) for item in listed]
 
 
-def _with_experts(read: Settings, architecture: Architecture, count: int) -> list[bool]:
+def _with_experts(read: Settings, family: Family, count: int) -> list[bool]:
     """Whether each layer has experts in place of the MLP."""
-    if architecture.experts is None:
+    if family.experts is None:
         return [False] * count
     step, dense = read.count("decoder_sparse_step", default=1), read.get("mlp_only_layers") or ()
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
 
 
-def _read_experts(read: Settings, architecture: Architecture) -> ExpertsConfig:
-    data = architecture.experts
+def _read_experts(read: Settings, family: Family) -> ExpertsConfig:
+    data = family.experts
     assert data is not None
     count, chosen = read.count("num_local_experts", "num_experts"), read.count("num_experts_per_tok")
     if chosen > count:

@@ -20,7 +20,7 @@ from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.linear import Linear, make_linear
 from quantkit.kernels.torch_linear import DenseLinear
-from quantkit.models.families import Architecture, find, supported
+from quantkit.models.families import Family, find, supported
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -72,8 +72,8 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            architecture = find_native(reader)
-            config = read_config(reader.config, architecture)
+            family = find_native(reader)
+            config = read_config(reader.config, family)
             format_, scheme = find_format(reader)
             return load_native(
                 reader, config, format_, scheme, dtype=dtype, device=place, head_dtype=head_dtype, memory=memory
@@ -116,21 +116,21 @@ def load_native(
         CheckpointError, ResourceError: see `load_model`.
     """
     manifest = make_manifest(config, reader)
-    tied = head_name(config.architecture, reader) if config.tied else None
+    tied = head_name(config.family, reader) if config.tied else None
     check_tensors(manifest, reader, scheme, tied)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device, memory)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-    embedding = f"{config.architecture.embedding}.weight"
+    embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
     table = weights.tensor(embedding, reader.info(embedding).dtype)
     blocks = []
     for index in range(len(config.layers)):
         blocks.append(make_block(weights, index, ropes))
         release_freed_memory()
-    final_norm = weights.norm(config.architecture.final_norm)
+    final_norm = weights.norm(config.family.final_norm)
     head = _make_head(weights, table, head_dtype)
     release_freed_memory()
     return NativeModel(
@@ -216,7 +216,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def find_native(reader: CheckpointReader) -> Architecture:
+def find_native(reader: CheckpointReader) -> Family:
     """The data of a family that runs natively.
 
     Raises:
@@ -249,7 +249,7 @@ def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch
 
 def _make_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
     """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
-    config, name = weights.config, head_name(weights.config.architecture, weights.reader)
+    config, name = weights.config, head_name(weights.config.family, weights.reader)
     if head_dtype is None and not config.tied:
         return weights.linear([name])
     if head_dtype is None:

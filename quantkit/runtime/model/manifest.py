@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
-from quantkit.models.family import Architecture, QueryKeyNorm
+from quantkit.models.family import Family, QueryKeyNorm
 from quantkit.numerics.scheme import Scheme
 from quantkit.runtime.model.config import ExpertsConfig, ModelConfig
 
@@ -44,7 +44,7 @@ def make_manifest(config: ModelConfig, reader: CheckpointReader) -> Manifest:
         config: the model.
         reader: its checkpoint; asked only for names, where a family stores something in one of two ways.
     """
-    data, hidden = config.architecture, config.hidden_size
+    data, hidden = config.family, config.hidden_size
     manifest = Manifest(linears={}, tensors={f"{data.embedding}.weight": (config.vocab_size, hidden)}, optional={})
     for index, layer in enumerate(config.layers):
         prefix = f"{data.layers}.{index}."
@@ -60,10 +60,10 @@ def make_manifest(config: ModelConfig, reader: CheckpointReader) -> Manifest:
     return manifest
 
 
-def head_name(architecture: Architecture, reader: CheckpointReader) -> str:
+def head_name(family: Family, reader: CheckpointReader) -> str:
     """The output head's name in this checkpoint."""
-    stored = architecture.stored_head
-    return stored if stored is not None and f"{stored}.weight" in reader else architecture.head
+    stored = family.stored_head
+    return stored if stored is not None and f"{stored}.weight" in reader else family.head
 
 
 def per_head(name: str, num_heads: int) -> list[str]:
@@ -73,13 +73,13 @@ def per_head(name: str, num_heads: int) -> list[str]:
 
 def is_stacked(config: ModelConfig, prefix: str, reader: CheckpointReader) -> bool:
     """Whether the experts of a layer are stored as one tensor."""
-    data = config.architecture.experts
+    data = config.family.experts
     return data is not None and f"{prefix}{data.stacked_up}" in reader
 
 
 def norm_names(config: ModelConfig) -> tuple[str | None, ...]:
     """Names of a layer's norms: before and after attention, before and after the MLP; None = there is none."""
-    parts = config.architecture.parts
+    parts = config.family.parts
     has_mlp_norm = parts.parallel_mlp_norm or not config.parallel
     return parts.input_norm, parts.attention_norm, parts.mlp_norm if has_mlp_norm else None, parts.output_norm
 
@@ -87,12 +87,12 @@ def norm_names(config: ModelConfig) -> tuple[str | None, ...]:
 def _add_norms(manifest: Manifest, config: ModelConfig, names: Iterable[str], prefix: str) -> None:
     for name in names:
         manifest.tensors[f"{prefix}{name}.weight"] = (config.hidden_size,)
-        if config.architecture.norm == "layer":
+        if config.family.norm == "layer":
             manifest.optional[f"{prefix}{name}.bias"] = (config.hidden_size,)
 
 
 def _add_attention(manifest: Manifest, config: ModelConfig, prefix: str) -> None:
-    parts, norm = config.architecture.parts, config.architecture.qk_norm
+    parts, norm = config.family.parts, config.family.qk_norm
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = (queries, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
     for name, count in zip(parts.qkv, rows, strict=True):
@@ -111,7 +111,7 @@ def _add_query_key_norm(manifest: Manifest, config: ModelConfig, norm: QueryKeyN
             shape = (heads, config.head_dim)
         for module in per_head(name, heads):
             manifest.tensors[f"{prefix}{module}.weight"] = shape
-            if config.architecture.norm == "layer":
+            if config.family.norm == "layer":
                 manifest.optional[f"{prefix}{module}.bias"] = shape
 
 
@@ -126,7 +126,7 @@ def _add_mlp(
 def _add_experts(
     manifest: Manifest, config: ModelConfig, experts: ExpertsConfig, prefix: str, reader: CheckpointReader
 ) -> None:
-    data, hidden = config.architecture.experts, config.hidden_size
+    data, hidden = config.family.experts, config.hidden_size
     assert data is not None
     manifest.linears[prefix + data.router] = (experts.num_experts, hidden)
     if is_stacked(config, prefix, reader):

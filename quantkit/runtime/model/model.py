@@ -114,7 +114,7 @@ class NativeModel:
         self._embedding, self._final_norm = embedding, final_norm
         self._ropes = [RopeTable(rope, device) for rope in ropes]
         self._embedding_scale = config.embedding_scale
-        if config.architecture.multipliers.root_embedding:
+        if config.family.multipliers.root_embedding:
             # Gemma was trained with the root of its width rounded to the model's dtype.
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._logits_scale, self._softcap = config.logits_scale, config.logits_softcap

@@ -71,7 +71,7 @@ class Weights:
 
     def _norm(self, weight: Tensor, bias: Tensor | None) -> Norm:
         self.stored_bytes += weight.nbytes
-        if self.config.architecture.norm == "layer":
+        if self.config.family.norm == "layer":
             return LayerNorm(weight, bias, self.config.norm_eps)
         return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
 
@@ -177,13 +177,13 @@ def make_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Blo
         ropes: rotary embeddings of the model.
     """
     config = weights.config
-    prefix, layer = f"{config.architecture.layers}.{index}.", config.layers[index]
+    prefix, layer = f"{config.family.layers}.{index}.", config.layers[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     mlp: Callable[[Tensor], Tensor]
     if layer.has_experts:
         mlp = _make_mixture(weights, prefix)
     else:
-        parts = config.architecture.parts
+        parts = config.family.parts
         mlp = _make_mlp(weights, parts.up, parts.down, prefix, parts.gated)
     return Block(
         attention=_make_attention(weights, index, prefix),
@@ -200,7 +200,7 @@ def make_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Blo
 
 def _make_attention(weights: Weights, index: int, prefix: str) -> Attention:
     config, layer = weights.config, weights.config.layers[index]
-    parts, norm = config.architecture.parts, config.architecture.qk_norm
+    parts, norm = config.family.parts, config.family.qk_norm
     norms: list[Norm | None] = [None, None]
     if norm is not None and config.qk_norm:
         norms = [
@@ -240,7 +240,7 @@ def _make_mlp(
 
 
 def _make_mixture(weights: Weights, prefix: str) -> Mixture:
-    config, data = weights.config.experts, weights.config.architecture.experts
+    config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
     shared = shared_gate = None
     if config.shared_width is not None and data.shared_down is not None:
@@ -290,14 +290,14 @@ def _stack(weights: Weights, prefix: str) -> Stacked | None:
 
 
 def _single_expert(weights: Weights, prefix: str, number: int, share: float) -> MLP:
-    data = weights.config.architecture.experts
+    data = weights.config.family.experts
     assert data is not None
     up = [name.format(expert=number) for name in data.up]
     return _make_mlp(weights, up, data.down.format(expert=number), prefix, read_share=share)
 
 
 def _stacked_expert(weights: Weights, prefix: str, number: int, share: float) -> MLP:
-    data = weights.config.architecture.experts
+    data = weights.config.family.experts
     assert data is not None
     up, down = (
         weights.dense(weights.reader.rows(prefix + name, number, number + 1)[0], share)

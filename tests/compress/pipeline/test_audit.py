@@ -113,7 +113,7 @@ def test_a_code_outside_its_type_is_found(finished):
 def test_a_flipped_bit_in_the_shard_is_found(finished):
     plan, folder, _ = finished
     prefix, weight, scheme = one_weight(plan, folder)
-    shard = ModelReader.of_file(folder / "model-00001-of-00003.safetensors", plan.architecture)
+    shard = ModelReader.of_file(folder / "model-00001-of-00003.safetensors", plan.family)
     audit.check_written(shard, prefix, weight, scheme, plan.format)
     weight.codes[3, 5] ^= 1
     with pytest.raises(AuditError, match="differs from what was written"):
