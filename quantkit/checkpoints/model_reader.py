@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -129,13 +129,7 @@ class ModelReader(CheckpointReader):
         info = self._stored[stored]
         if expert is not None:
             size = info.num_bytes // info.shape[0]
-            info = TensorInfo(
-                dtype=info.dtype,
-                shape=info.shape[1:],
-                file=info.file,
-                offset=info.offset + expert * size,
-                num_bytes=size,
-            )
+            info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
         return self._read_tensor(info)
 
     def _view(self, family: Family) -> None:
@@ -152,9 +146,7 @@ class ModelReader(CheckpointReader):
                 own = tuple(part.of(torch.empty(shape, device="meta")).shape)
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
-                self._tensors[name] = TensorInfo(
-                    dtype=info.dtype, shape=own, file=info.file, offset=info.offset, num_bytes=size
-                )
+                self._tensors[name] = replace(info, shape=own, num_bytes=size)
         self.names = tuple(sorted(self._tensors))
 
 
