@@ -27,7 +27,7 @@ from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import find_format, pick_dtype
-from quantkit.runtime.model.manifest import head_name, is_stacked, make_manifest
+from quantkit.runtime.model.manifest import head_name, is_stacked, manifest_of
 from quantkit.runtime.model.model import config_layouts
 
 _HEADS = {"int8": INT8, "int4": INT4}
@@ -148,7 +148,7 @@ class _Sizes:
     place: Place
 
     def total(self, head_dtype: str | None) -> int:
-        manifest = make_manifest(self.config, self.reader)
+        manifest = manifest_of(self.config, self.reader)
         stacked, table = self._stacked(), f"{self.config.family.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
         total = 0
@@ -165,7 +165,7 @@ class _Sizes:
 
     def quantized(self) -> list[tuple[str, int, int, LinearScheme]]:
         """Name, N, K and scheme of each product whose weight is codes."""
-        linears, found = make_manifest(self.config, self.reader).linears, []
+        linears, found = manifest_of(self.config, self.reader).linears, []
         for group in self._groups(set(linears)):
             schemes = [self._scheme_of(name) for name in group]
             alike = all(scheme == schemes[0] for scheme in schemes)

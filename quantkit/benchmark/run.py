@@ -20,7 +20,7 @@ from quantkit.benchmark.workload import check_room, closed_loop, make_load, pois
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.cache.sizing import pick_device
 from quantkit.runtime.llm import LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,24 @@ class LinearSet:
             owner = re.sub(r"\.\d+(\.|$)", ".*\\1", name.rpartition(".")[0])
             together.setdefault(owner, []).append(name)
         return tuple(tuple(names) for names in together.values())
+
+
+WIDEN = "widen the pattern in overrides or ignore to cover all of them"
+
+
+def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of each fused set whose linears do not have one scheme.
+
+    Args:
+        sets: of one layer.
+        schemes: of its linears by relative name, None = ignored; names that it lacks are not there.
+    """
+    for names in (names for group in sets for names in group.fused):
+        present = [name for name in names if name in schemes]
+        if len({schemes[name] for name in present}) > 1:
+            words = [f"{name} ({schemes[name].describe() if schemes[name] else 'ignored'})" for name in present]
+            listed = ", ".join(words if len(words) <= 4 else (*words[:3], f"... {words[-1]}"))
+            yield f"{listed} are fused by inference engines and need one scheme"
 
 
 LLAMA_SETS = (

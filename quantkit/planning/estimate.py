@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
+from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning.devices import Device
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, PAGE_SIZE, KVForm, find_kv_form
-from quantkit.planning.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
+from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, fit, prefill_floor
 from quantkit.planning.loaders import Reading, loaders
 from quantkit.planning.memory import (
-    Scheme,
     WeightBytes,
+    WeightChoice,
     activation_bytes,
     compression_bytes,
     everywhere,
@@ -40,7 +40,7 @@ HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}
 class WeightRow:
     """One scheme's weights; `problem` says why it cannot be had, the sizes are then meaningless."""
 
-    scheme: Scheme
+    scheme: WeightChoice
     size: WeightBytes
     problem: str | None
 
@@ -58,9 +58,9 @@ class CacheRow:
 class DeviceRow:
     """One pair of schemes on the device; `form`, `decode` and `prefill` are None where the cache is unknown."""
 
-    scheme: Scheme
+    scheme: WeightChoice
     form: KVForm | None
-    fit: Fit
+    fit: DeviceFit
     decode: Floor | None
     prefill: Floor | None
 
@@ -170,7 +170,7 @@ def estimate(
 
 def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) -> Iterator[str]:
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
-        whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / PAGE_SIZE
+        whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
             "layers with a window are counted with their last tokens only; the bundled runtime keeps all of them, "
             f"{whole:,.0f} B per token in 16 bits"
@@ -203,7 +203,7 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightFor
     return plan
 
 
-def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[Scheme]:
+def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[WeightChoice]:
     stored = everywhere(None, head)
     if shape.quantized:
         return [stored]
@@ -216,7 +216,7 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None
     return [stored, *wide, *(everywhere(form, head) for form in forms)]
 
 
-def _shown(schemes: Sequence[Scheme], plan: RecipePlan | None) -> list[Scheme]:
+def _shown(schemes: Sequence[WeightChoice], plan: RecipePlan | None) -> list[WeightChoice]:
     """Of the schemes, those worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
@@ -239,16 +239,16 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     return [form]
 
 
-def _weight_row(shape: ModelShape, scheme: Scheme) -> WeightRow:
+def _weight_row(shape: ModelShape, scheme: WeightChoice) -> WeightRow:
     return WeightRow(scheme=scheme, size=weight_bytes(shape, scheme), problem=_problem(shape, scheme))
 
 
-def _problem(shape: ModelShape, scheme: Scheme) -> str | None:
+def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
             if form is not None and not form.fits(matrix.in_features):
-                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.name}"
+                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.first}"
     return None
 
 
@@ -268,7 +268,7 @@ def _rows(
 ) -> tuple[DeviceRow, ...]:
     """Every pair of a scheme worth showing and a form of the cache; the schemes alone where the cache is unknown."""
     usable = [row.scheme for row in weights if row.problem is None]
-    pairs: list[tuple[Scheme, KVForm | None]] = [(scheme, None) for scheme in usable]
+    pairs: list[tuple[WeightChoice, KVForm | None]] = [(scheme, None) for scheme in usable]
     if shape.layers:
         pairs = [(scheme, form) for scheme in _shown(usable, plan) for form in forms]
     return tuple(_device_row(shape, scheme, form, device, context, batch, prompt) for scheme, form in pairs)
@@ -276,7 +276,7 @@ def _rows(
 
 def _device_row(
     shape: ModelShape,
-    scheme: Scheme,
+    scheme: WeightChoice,
     form: KVForm | None,
     device: Device,
     context: int,

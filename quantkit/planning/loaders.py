@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.shape import Matrix, ModelShape
+from quantkit.models.tensors import Matrix
+from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm
 
 LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
@@ -123,7 +124,7 @@ def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
     odd = next((m for layer in shape.layers for m in layer.matrices if m.quantizable and _is_odd(m)), None)
     if odd is not None:
         size = f"{odd.out_features} x {odd.in_features}"
-        return f"{odd.name} is {size}; Marlin kernels want multiples of 64 x 128, others --dtype float16"
+        return f"{odd.first} is {size}; Marlin kernels want multiples of 64 x 128, others --dtype float16"
     return None
 
 

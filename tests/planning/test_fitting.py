@@ -11,8 +11,8 @@ import pytest
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
 from quantkit.errors import InputError, ModelError, RecipeError
+from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning.limits import RESERVE, decode_floor, fit
 from quantkit.planning.loaders import LOADERS, loaders
 from quantkit.planning.memory import activation_bytes, everywhere, kv_allocated_bytes, kv_bytes, weight_bytes
@@ -198,10 +198,13 @@ def test_fused_linears_with_different_schemes_are_a_conflict():
     mixed = recipe_of(overrides=[{"modules": ["*.up_proj"], "weights": {"dtype": "int8", "group_size": "channel"}}])
     conflicts = plan_recipe(LLAMA, mixed).conflicts
     assert len(conflicts) == 32
-    assert "model.layers.0.mlp: engines run gate_proj int4 g128, up_proj int8 channel as one linear" in conflicts[0]
+    assert (
+        "model.layers.0: mlp.gate_proj (int4 g128), mlp.up_proj (int8 channel) are fused by inference engines"
+        in conflicts[0]
+    )
     alone = plan_recipe(LLAMA, recipe_of(ignore=["*.layers.3.self_attn.q_proj"])).conflicts
     assert len(alone) == 1
-    assert "model.layers.3.self_attn: engines run q_proj ignored, k_proj int4 g128" in alone[0]
+    assert "model.layers.3: self_attn.q_proj (ignored), self_attn.k_proj (int4 g128)" in alone[0]
     whole = recipe_of(overrides=[{"modules": ["*.mlp.*"], "weights": {"dtype": "int8", "group_size": "channel"}}])
     assert not plan_recipe(LLAMA, whole).conflicts
 
@@ -264,7 +267,7 @@ def test_a_shape_file_is_a_config_in_yaml(tmp_path):
     ("text", "message"),
     [
         ("hidden_sizes: 64", "unknown entry 'hidden_sizes' \\(did you mean 'hidden_size'\\?\\)"),
-        ("hidden_size: 64", "has no 'vocab_size'"),
+        ("hidden_size: 64", "'vocab_size' is missing"),
         ("- 1", "holds no mapping of names"),
         ("a: [", "is not valid YAML"),
         (None, "cannot read .*No such file"),

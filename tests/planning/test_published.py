@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.devices import find_device, make_device
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
 from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, weight_bytes
 from quantkit.planning.source import from_parameters

@@ -11,10 +11,10 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.models.families import find
+from quantkit.models.rope import RopeConfig
 from quantkit.runtime.model import loader
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import load_model, load_native
-from quantkit.runtime.model.rope import RopeConfig
 from quantkit.runtime.model.weights import Weights
 from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run

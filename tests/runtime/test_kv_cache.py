@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, tail_bytes
+from quantkit.kernels.layouts import page_bytes, tail_bytes
+from quantkit.models.cache import MAX_ROLLBACK
 from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 

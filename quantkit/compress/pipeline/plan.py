@@ -26,6 +26,7 @@ from quantkit.errors import InputError, ModelError, OutputError, RecipeError, Sc
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.models.families import Family, LinearSet, split_experts
+from quantkit.models.linear_sets import WIDEN, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -237,13 +238,8 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     for index in range(skeleton.num_layers):
         prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
         found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
-        for names in (names for group in sets for names in group.fused):
-            if len({found[name] for name in names}) > 1:
-                listed = ", ".join(names if len(names) <= 4 else (*names[:3], f"... {names[-1]}"))
-                raise RecipeError(
-                    f"{prefix}: {listed} are fused by inference engines and need one scheme; "
-                    "widen the pattern in overrides or ignore to cover all of them"
-                )
+        for conflict in fused_conflicts(sets, found):
+            raise RecipeError(f"{prefix}: {conflict}; {WIDEN}")
         every += [f"{prefix}.{name}" for name in found]
         layers.append({name: item for name, item in found.items() if item is not None})
         ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]

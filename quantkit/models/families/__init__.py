@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.family import Experts, Family
-from quantkit.models.linear_sets import LinearSet, find_expert, split_experts
+from quantkit.models.family import SHARED_EXPERTS, Experts, Family, Window
+from quantkit.models.linear_sets import LLAMA_SETS, MLA_SETS, LinearSet, expert_sets, find_expert, split_experts
 from quantkit.registry import Registry
 
 __all__ = [
+    "UNKNOWN",
     "Experts",
     "Family",
     "LinearSet",
+    "family_for_counting",
     "find",
     "find_compressible",
     "find_expert",
@@ -45,6 +48,30 @@ def find(config: Mapping[str, Any]) -> Family:
         if name in known:
             return known[name]
     raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(sorted(known))}")
+
+
+# What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
+UNKNOWN = Family(
+    linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *LLAMA_SETS[:2], *expert_sets())),
+    window=Window(rule="upper", switch="use_sliding_window"),
+    experts=SHARED_EXPERTS,
+    mlp_ratio=4,
+    native=False,
+    known=False,
+)
+
+
+def family_for_counting(config: Mapping[str, Any]) -> Family:
+    """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits."""
+    classes, inner = supported(), config.get("text_config")
+    for name in config.get("architectures") or ():
+        if name in classes:
+            return classes[name]
+    model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
+    for name, family in REGISTRY.all().items():
+        if model_type in (name.replace("-", "_"), *family.model_types):
+            return family
+    return UNKNOWN
 
 
 def find_compressible(config: Mapping[str, Any]) -> Family:

@@ -1,6 +1,6 @@
 """Apertus: Llama with an MLP of xIELU without a gate, norms on queries and keys, and names of its own for its norms."""
 
-from quantkit.models.family import LLAMA_SETS, Family, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts, QueryKeyNorm
 
 FAMILY = Family(
     hf_names=("ApertusForCausalLM",),
@@ -11,4 +11,7 @@ FAMILY = Family(
         LinearSet(linears=("mlp.down_proj",), source=None, parent="mlp.down_proj"),
     ),
     native=False,
+    parts=Parts(input_norm="attention_layernorm", mlp_norm="feedforward_layernorm", up=("mlp.up_proj",), gated=False),
+    qk_norm=QueryKeyNorm(),
+    vectors={"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,)},
 )

@@ -1,6 +1,6 @@
 """Arcee AFM: Llama with an MLP of squared ReLU without a gate."""
 
-from quantkit.models.family import LLAMA_SETS, Family, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts
 
 FAMILY = Family(
     hf_names=("ArceeForCausalLM",),
@@ -10,4 +10,5 @@ FAMILY = Family(
         LinearSet(linears=("mlp.down_proj",), source=None, parent="mlp.down_proj"),
     ),
     native=False,
+    parts=Parts(up=("mlp.up_proj",), gated=False),
 )

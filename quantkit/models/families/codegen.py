@@ -1,5 +1,8 @@
 """CodeGen: GPT-J with q, k and v in one projection."""
 
+from dataclasses import replace
+
+from quantkit.models.families.gptj import FAMILY as GPTJ
 from quantkit.models.family import Family, LinearSet
 
 FAMILY = Family(
@@ -16,4 +19,7 @@ FAMILY = Family(
     native=False,
     norm="layer",
     parallel=True,
+    parts=replace(GPTJ.parts, qkv=("attn.qkv_proj",)),
+    biases=GPTJ.biases,
+    mlp_ratio=4,
 )

@@ -27,6 +27,7 @@ FAMILY = Family(
     ),
     decode_at_load=True,
     native=False,
+    known=False,
     norm="layer",
     parallel="parallel_attn",
     defaults={"parallel_attn": True, "new_decoder_architecture": False, "tie_word_embeddings": True},

@@ -1,6 +1,6 @@
 """Gemma: norms that add one to their weight, embeddings times the root of the width, heads wider than their share."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers
+from quantkit.models.family import UNSMOOTHED_SETS, Family, GGUFNames, Multipliers
 
 FAMILY = Family(
     hf_names=("GemmaForCausalLM",),
@@ -10,4 +10,5 @@ FAMILY = Family(
     activation="gelu_pytorch_tanh",  # released configs say "gelu" and mean its approximation
     defaults={"head_dim": 256, "tie_word_embeddings": True},
     not_native=("use_bidirectional_attention",),
+    gguf=GGUFNames(name="gemma"),
 )

@@ -1,6 +1,16 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers, Parts, Window
+from quantkit.models.family import GGUF_NUMBERS, UNSMOOTHED_SETS, Family, GGUFNames, Multipliers, Parts, Window
+
+GGUF = GGUFNames(
+    name="gemma2",
+    numbers={
+        **GGUF_NUMBERS,
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+)
 
 FAMILY = Family(
     hf_names=("Gemma2ForCausalLM",),
@@ -28,4 +38,5 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     not_native=("use_bidirectional_attention",),
+    gguf=GGUF,
 )

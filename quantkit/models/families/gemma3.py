@@ -1,5 +1,8 @@
 """Gemma 3, text only: Gemma 2 with norms on queries and keys, and two wavelengths: one for layers with a window."""
 
+from dataclasses import replace
+
+from quantkit.models.families.gemma2 import GGUF
 from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
 
 FAMILY = Family(
@@ -28,4 +31,6 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     not_native=("use_bidirectional_attention",),
+    model_types=("gemma3_text",),
+    gguf=replace(GGUF, name="gemma3"),
 )

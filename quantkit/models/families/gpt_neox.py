@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: layer norms, parallel residual with two norms, q, k and v interleaved head by head."""
 
-from quantkit.models.family import Family, LinearSet, Parts, Rope
+from quantkit.models.family import Biases, Family, LinearSet, Parts, Rope
 
 FAMILY = Family(
     hf_names=("GPTNeoXForCausalLM",),
@@ -27,4 +27,5 @@ FAMILY = Family(
     parallel="use_parallel_residual",
     rope=Rope(partial=0.25),
     defaults={"use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu"},
+    biases=Biases(qkv=True, output=True, mlp=True),
 )

@@ -1,6 +1,6 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Family, LinearSet
+from quantkit.models.family import Biases, Family, LinearSet, Parts
 
 FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
@@ -16,4 +16,15 @@ FAMILY = Family(
     native=False,
     norm="layer",
     parallel=True,
+    parts=Parts(
+        input_norm="ln_1",
+        mlp_norm=None,
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        output="attn.out_proj",
+        up=("mlp.fc_in",),
+        gated=False,
+        down="mlp.fc_out",
+    ),
+    biases=Biases(qkv=False, output=False, mlp=True, head=True),
+    mlp_ratio=4,
 )

@@ -1,6 +1,6 @@
 """MPT: ALiBi, layer norms without bias, q, k and v in one projection."""
 
-from quantkit.models.family import Family, LinearSet
+from quantkit.models.family import Biases, Family, LinearSet, Parts
 
 FAMILY = Family(
     hf_names=("MptForCausalLM", "MPTForCausalLM"),
@@ -17,4 +17,15 @@ FAMILY = Family(
     native=False,
     norm="layer",
     defaults={"tie_word_embeddings": True},
+    parts=Parts(
+        input_norm="norm_1",
+        mlp_norm="norm_2",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        up=("ffn.up_proj",),
+        gated=False,
+        down="ffn.down_proj",
+    ),
+    biases=Biases(norms=False),
+    mlp_ratio=4,
 )

@@ -1,6 +1,6 @@
 """Nemotron: layer norms with an offset of one, an MLP of squared ReLU without a gate."""
 
-from quantkit.models.family import LLAMA_SETS, Family, LinearSet
+from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts
 
 FAMILY = Family(
     hf_names=("NemotronForCausalLM",),
@@ -13,4 +13,5 @@ FAMILY = Family(
     native=False,
     norm="layer",
     norm_offset=1.0,
+    parts=Parts(up=("mlp.up_proj",), gated=False),
 )

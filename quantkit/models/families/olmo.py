@@ -2,4 +2,4 @@
 
 from quantkit.models.family import UNSMOOTHED_SETS, Family
 
-FAMILY = Family(hf_names=("OlmoForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)
+FAMILY = Family(hf_names=("OlmoForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False, norm="bare")

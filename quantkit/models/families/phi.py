@@ -1,6 +1,6 @@
 """Phi-1 and Phi-2: one layer norm before attention and MLP side by side, biases everywhere, no gate."""
 
-from quantkit.models.family import Family, LinearSet, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import Biases, Family, LinearSet, Parts, QueryKeyNorm, Rope
 
 FAMILY = Family(
     hf_names=("PhiForCausalLM",),
@@ -22,4 +22,5 @@ FAMILY = Family(
     parallel=True,
     rope=Rope(partial=0.5),
     defaults={"qk_layernorm": False, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"},
+    biases=Biases(qkv=True, output=True, mlp=True, head=True),
 )

@@ -1,6 +1,6 @@
 """Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own."""
 
-from quantkit.models.family import LLAMA_SETS, Experts, Family, Window, expert_sets
+from quantkit.models.family import LLAMA_SETS, Biases, Experts, Family, Window, expert_sets
 
 FAMILY = Family(
     hf_names=("Qwen2MoeForCausalLM",),
@@ -16,4 +16,5 @@ FAMILY = Family(
         shared_width="shared_expert_intermediate_size",
     ),
     defaults={"max_window_layers": 28, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    biases=Biases(qkv=True),
 )

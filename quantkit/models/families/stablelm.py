@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import LLAMA_SETS, PARALLEL_SETS, Family, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import LLAMA_SETS, PARALLEL_SETS, Biases, Family, Parts, QueryKeyNorm, Rope
 
 _PARALLEL, _IN_TURN = (("use_parallel_residual", True),), (("use_parallel_residual", False),)
 
@@ -21,10 +21,12 @@ FAMILY = Family(
     qk_norm=QueryKeyNorm(
         over="heads",
         switch="qk_layernorm",
+        bias=False,
         query="self_attn.q_layernorm.norms.{head}",
         key="self_attn.k_layernorm.norms.{head}",
     ),
     parallel="use_parallel_residual",
     rope=Rope(partial=0.25),
     defaults={"qk_layernorm": False, "use_parallel_residual": False, "layer_norm_eps": 1e-5},
+    biases=Biases(qkv="use_qkv_bias", output=False),
 )

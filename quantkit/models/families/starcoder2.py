@@ -1,6 +1,6 @@
 """StarCoder2: layer norms, biases everywhere, an MLP without a gate, an optional sliding window."""
 
-from quantkit.models.family import LLAMA_SETS, Family, LinearSet, Parts, Window
+from quantkit.models.family import LLAMA_SETS, Biases, Family, LinearSet, Parts, Window
 
 FAMILY = Family(
     hf_names=("Starcoder2ForCausalLM",),
@@ -13,5 +13,6 @@ FAMILY = Family(
     parts=Parts(up=("mlp.c_fc",), gated=False, down="mlp.c_proj"),
     norm="layer",
     window=Window(rule="all"),
-    defaults={"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    defaults={"use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
 )

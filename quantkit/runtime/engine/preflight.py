@@ -9,13 +9,13 @@ import torch
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, kv_dtype
+from quantkit.models.config import NotNative
 from quantkit.runtime.cache.sizing import size_pool
 from quantkit.runtime.engine.capacity import Room
 from quantkit.runtime.model.cache_schemes import StoredCache, read_stored_cache
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import find_format, find_native, pick_dtype
 from quantkit.runtime.model.model import config_layouts
-from quantkit.runtime.model.settings import NotNative
 
 
 def find_room(

@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import MAX_ROLLBACK
+from quantkit.models.cache import MAX_ROLLBACK
 
 _MEMORY = 15  # steps of each kind that count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision

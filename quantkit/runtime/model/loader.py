@@ -20,6 +20,7 @@ from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.linear import Linear, make_linear
 from quantkit.kernels.torch_linear import DenseLinear
+from quantkit.models.config import NotNative
 from quantkit.models.families import Family, find, supported
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
@@ -28,9 +29,8 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.cache.memory import check_memory
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_tensors, head_name, make_manifest
+from quantkit.runtime.model.manifest import check_tensors, head_name, manifest_of
 from quantkit.runtime.model.model import Model, NativeModel
-from quantkit.runtime.model.settings import NotNative
 from quantkit.runtime.model.weights import Weights, make_block
 
 Backend = Literal["auto", "native", "transformers"]
@@ -115,7 +115,7 @@ def load_native(
     Raises:
         CheckpointError, ResourceError: see `load_model`.
     """
-    manifest = make_manifest(config, reader)
+    manifest = manifest_of(config, reader)
     tied = head_name(config.family, reader) if config.tied else None
     check_tensors(manifest, reader, scheme, tied)
     stored_cache = read_stored_cache(reader, config)

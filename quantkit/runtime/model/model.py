@@ -16,13 +16,14 @@ from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.head import Logits, logits
 from quantkit.kernels.layouts import KVLayout, make_layout
 from quantkit.kernels.linear import Linear
+from quantkit.models.rope import RopeConfig
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, enter
-from quantkit.runtime.model.rope import RopeConfig, RopeTable
+from quantkit.runtime.model.rope import RopeTable
 
 Caches = KVScheme | Sequence[LayerCache] | None
 

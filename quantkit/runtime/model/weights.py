@@ -18,13 +18,14 @@ from quantkit.formats.base import Format
 from quantkit.kernels.experts import Stacked, can_stack, stack
 from quantkit.kernels.linear import Linear, join, make_linear
 from quantkit.models.family import QueryKeyNorm
+from quantkit.models.layer_tensors import norm_names, per_head
+from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide
-from quantkit.runtime.model.manifest import is_quantized, is_stacked, local_names, norm_names, per_head
-from quantkit.runtime.model.rope import RopeConfig
+from quantkit.runtime.model.manifest import is_quantized, is_stacked, local_names
 
 Weight = Tensor | QuantizedTensor
 

@@ -196,7 +196,7 @@ def test_compressed_experts_run_natively(mixtral, tmp_path, text_file, recipe):
 def test_what_no_loader_takes_is_refused(mixtral, tmp_path, text_file):
     with pytest.raises(SchemeError, match=r"experts with zero points .*: set weights.symmetric=true, or format=dense"):
         run(mixtral, "awq-int4", tmp_path / "out", text_file)
-    with pytest.raises(RecipeError, match=r"experts\.0\.w1, .*, \.\.\. .*w3 are fused by inference engines"):
+    with pytest.raises(RecipeError, match=r"experts\.0\.w1 .*, \.\.\. .*w3 .* are fused by inference engines"):
         run(mixtral, "rtn-int8", tmp_path / "out", overrides={"ignore": ["*.experts.2.*"]})
     assert not (tmp_path / "out").exists()
 
