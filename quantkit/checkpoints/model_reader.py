@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
 from quantkit.models.families import Experts, Family
-from quantkit.models.family import at
+from quantkit.models.linear_sets import at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,25 +13,16 @@ from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
 from quantkit.models.linear_sets import (
-    LLAMA_SETS,
     MLA_SETS,
-    PARALLEL_SETS,
-    UNSMOOTHED_SETS,
     LinearSet,
-    at,
     expand_set,
-    expert_sets,
 )
 from quantkit.models.tensors import LayerTensors
 
 __all__ = [
     "BALANCED_EXPERTS",
     "GGUF_NUMBERS",
-    "LLAMA_SETS",
-    "MLA_SETS",
-    "PARALLEL_SETS",
     "SHARED_EXPERTS",
-    "UNSMOOTHED_SETS",
     "Biases",
     "Experts",
     "Family",
@@ -42,8 +33,6 @@ __all__ = [
     "QueryKeyNorm",
     "Rope",
     "Window",
-    "at",
-    "expert_sets",
 ]
 
 
@@ -170,6 +159,7 @@ class Experts:
         bias: experts and router have biases.
         shared_up, shared_down, shared_gate: an expert that sees every token, and the linear that weighs it.
         shared_width: key of its width; None = as wide as `n_shared_experts` of the others.
+        smooth_down: the last of its up linears can absorb a scale of down's input.
         balance: a number for each expert that evens out how often it is chosen.
     """
 
@@ -187,6 +177,7 @@ class Experts:
     shared_down: str | None = None
     shared_gate: str | None = None
     shared_width: str | None = None
+    smooth_down: bool = True
     balance: str | None = None
 
 
@@ -257,7 +248,8 @@ class Family:
         final_norm: after the last layer.
         head: output projection; may be tied to the embedding.
         stored_head: its name in checkpoints, where that is another one.
-        linear_sets: linears of a decoder layer, sets in the order in which they run.
+        linear_sets: linears of a decoder layer, sets in the order in which they run; None = as the parts say.
+        latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
         not_compressible: why the compress side does not take this family; None = it does.
@@ -295,7 +287,8 @@ class Family:
     final_norm: str = "model.norm"
     head: str = "lm_head"
     stored_head: str | None = None
-    linear_sets: tuple[LinearSet, ...] = LLAMA_SETS
+    linear_sets: tuple[LinearSet, ...] | None = None
+    latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
     stored_prefix: str | None = None
     not_compressible: str | None = None
@@ -326,9 +319,17 @@ class Family:
     known: bool = True
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        """All linears that layers of the family may have, relative names, in running order."""
-        return tuple(name for group in self.linear_sets for name in group.linears)
+    def sets(self) -> tuple[LinearSet, ...]:
+        """All sets that layers of the family may have: given, or those that follow from its parts."""
+        if self.linear_sets is not None:
+            return self.linear_sets
+        absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
+        before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
+        joint = self.parallel is True and self.parts.mlp_norm is None
+        mlp = _mlp_sets(self.parts, before_mlp, joint=joint)
+        if self.experts is not None:
+            mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+        return (*(MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)), *mlp)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
@@ -343,8 +344,46 @@ class Family:
         """
         settings = {**self.defaults, **(config or {})}
         found: list[LinearSet] = []
-        for group in self.linear_sets:
+        for group in self.sets:
             if config is None or all(settings.get(key) == value for key, value in group.when):
                 taken = {name for other in found for name in other.linears}
                 found += [one for one in expand_set(group, has) if not taken & set(one.linears)]
         return tuple(found)
+
+
+def _attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
+    """With a `joint` norm the MLP reads what attention reads: one set, whose outputs come together in the layer."""
+    together = len(parts.qkv) == 1
+    first = LinearSet(
+        linears=(*parts.qkv, *(parts.up if joint else ())),
+        source=norm,
+        parent="" if joint else parts.qkv[0].rpartition(".")[0],
+    )
+    # A scale for the output would have to be folded into some rows of a projection that is all three: not done.
+    value = None if together else parts.qkv[2]
+    return first, LinearSet(linears=(parts.output,), source=value, parent=parts.output, grouped_heads=not together)
+
+
+def _mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
+    # No scale passes through an activation, but one does through the product with its gate.
+    source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
+    down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
+    up = LinearSet(linears=parts.up, source=norm, parent=parts.up[0].rpartition(".")[0])
+    return (down,) if joint else (up, down)
+
+
+def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
+    """Of a layer with experts: all that reads what the router reads, then what is behind it in each expert."""
+    beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
+    ups = LinearSet(
+        linears=(*data.up, *data.shared_up),
+        source=norm,
+        parent=data.router.rpartition(".")[0],
+        beside=beside,
+        optional=True,
+    )
+    down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
+    if data.shared_down is None:
+        return ups, down
+    shared = LinearSet(linears=(data.shared_down,), source=data.shared_up[1], parent=data.shared_down, optional=True)
+    return ups, down, shared

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.models.family import SHARED_EXPERTS, Experts, Family, Window
-from quantkit.models.linear_sets import LLAMA_SETS, MLA_SETS, LinearSet, expert_sets, find_expert, split_experts
+from quantkit.models.linear_sets import MLA_SETS, LinearSet, find_expert, split_experts
 from quantkit.registry import Registry
 
 __all__ = [
@@ -52,7 +52,7 @@ def find(config: Mapping[str, Any]) -> Family:
 
 # What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
 UNKNOWN = Family(
-    linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *LLAMA_SETS[:2], *expert_sets())),
+    linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *Family(experts=SHARED_EXPERTS).sets)),
     window=Window(rule="upper", switch="use_sliding_window"),
     experts=SHARED_EXPERTS,
     mlp_ratio=4,
@@ -68,7 +68,8 @@ def family_for_counting(config: Mapping[str, Any]) -> Family:
         if name in classes:
             return classes[name]
     model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
-    for name, family in REGISTRY.all().items():
+    known: dict[str, Family] = REGISTRY.all()
+    for name, family in known.items():
         if model_type in (name.replace("-", "_"), *family.model_types):
             return family
     return UNKNOWN

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.families.gptj import FAMILY as GPTJ
-from quantkit.models.family import Family, LinearSet
+from quantkit.models.family import Family
 
 FAMILY = Family(
     hf_names=("CodeGenForCausalLM",),
@@ -11,11 +11,6 @@ FAMILY = Family(
     layers="transformer.h",
     embedding="transformer.wte",
     final_norm="transformer.ln_f",
-    linear_sets=(
-        LinearSet(linears=("attn.qkv_proj", "mlp.fc_in"), source="ln_1", parent=""),
-        LinearSet(linears=("attn.out_proj",), source=None, parent="attn.out_proj"),
-        LinearSet(linears=("mlp.fc_out",), source=None, parent="mlp.fc_out"),
-    ),
     native=False,
     norm="layer",
     parallel=True,

@@ -1,10 +1,9 @@
 """Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together."""
 
-from quantkit.models.family import PARALLEL_SETS, Biases, Family, Multipliers, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import Biases, Family, Multipliers, Parts, QueryKeyNorm, Rope
 
 FAMILY = Family(
     hf_names=("CohereForCausalLM",),
-    linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),
     norm="layer",
     qk_norm=QueryKeyNorm(over="heads", switch="use_qk_norm"),

@@ -1,10 +1,9 @@
 """Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions."""
 
-from quantkit.models.family import PARALLEL_SETS, Biases, Family, Multipliers, Parts, Rope, Window
+from quantkit.models.family import Biases, Family, Multipliers, Parts, Rope, Window
 
 FAMILY = Family(
     hf_names=("Cohere2ForCausalLM",),
-    linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),
     norm="layer",
     parallel=True,

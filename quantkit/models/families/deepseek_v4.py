@@ -9,7 +9,7 @@ from __future__ import annotations
 from quantkit.errors import ModelError
 from quantkit.models.attention import AttentionShape
 from quantkit.models.config import ConfigReader
-from quantkit.models.family import Family, expert_sets
+from quantkit.models.family import SHARED_EXPERTS, Family
 from quantkit.models.tensors import LayerTensors, Matrix
 
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128, "sliding_attention": 0}
@@ -120,7 +120,7 @@ def _experts(read: ConfigReader, index: int, hidden: int, vectors: Vectors) -> l
 
 
 FAMILY = Family(
-    linear_sets=expert_sets(shared="mlp.shared_experts"),
+    linear_sets=tuple(group for group in Family(experts=SHARED_EXPERTS).sets if "experts" in group.linears[0]),
     defaults={
         "q_lora_rank": 1024,
         "o_groups": 8,

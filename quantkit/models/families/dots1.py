@@ -1,10 +1,9 @@
 """dots.llm1: norms on queries and keys, dense first layers, then experts as in DeepSeek-V3."""
 
-from quantkit.models.family import BALANCED_EXPERTS, LLAMA_SETS, Family, QueryKeyNorm, expert_sets
+from quantkit.models.family import BALANCED_EXPERTS, Family, QueryKeyNorm
 
 FAMILY = Family(
     hf_names=("Dots1ForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets(shared="mlp.shared_experts")),
     experts=BALANCED_EXPERTS,
     native=False,
     qk_norm=QueryKeyNorm(),

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import BALANCED_EXPERTS, LLAMA_SETS, Biases, Family, expert_sets
+from quantkit.models.family import BALANCED_EXPERTS, Biases, Family
 
 FAMILY = Family(
     hf_names=("Ernie4_5_MoeForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets(shared="mlp.shared_experts")),
     experts=replace(BALANCED_EXPERTS, balance="mlp.moe_statics.e_score_correction_bias"),
     biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
     keys={

@@ -1,6 +1,6 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
 
-from quantkit.models.family import GGUF_NUMBERS, UNSMOOTHED_SETS, Family, GGUFNames, Multipliers, Parts, Window
+from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Multipliers, Parts, Window
 
 GGUF = GGUFNames(
     name="gemma2",
@@ -14,7 +14,6 @@ GGUF = GGUFNames(
 
 FAMILY = Family(
     hf_names=("Gemma2ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
     parts=Parts(
         attention_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from quantkit.models.families.gemma2 import GGUF
-from quantkit.models.family import UNSMOOTHED_SETS, Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
+from quantkit.models.family import Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
 
 FAMILY = Family(
     hf_names=("Gemma3ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
     parts=Parts(
         attention_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",

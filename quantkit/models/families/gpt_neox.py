@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: layer norms, parallel residual with two norms, q, k and v interleaved head by head."""
 
-from quantkit.models.family import Biases, Family, LinearSet, Parts, Rope
+from quantkit.models.family import Biases, Family, Parts, Rope
 
 FAMILY = Family(
     hf_names=("GPTNeoXForCausalLM",),
@@ -9,12 +9,6 @@ FAMILY = Family(
     embedding="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     stored_head="embed_out",
-    linear_sets=(
-        LinearSet(linears=("attention.query_key_value",), source="input_layernorm", parent="attention"),
-        LinearSet(linears=("attention.dense",), source=None, parent="attention.dense"),
-        LinearSet(linears=("mlp.dense_h_to_4h",), source="post_attention_layernorm", parent="mlp"),
-        LinearSet(linears=("mlp.dense_4h_to_h",), source=None, parent="mlp.dense_4h_to_h"),
-    ),
     parts=Parts(
         qkv=("attention.query_key_value",),
         qkv_by_head=True,

@@ -1,6 +1,6 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Biases, Family, LinearSet, Parts
+from quantkit.models.family import Biases, Family, Parts
 
 FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
@@ -8,11 +8,6 @@ FAMILY = Family(
     layers="transformer.h",
     embedding="transformer.wte",
     final_norm="transformer.ln_f",
-    linear_sets=(
-        LinearSet(linears=("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"), source="ln_1", parent=""),
-        LinearSet(linears=("attn.out_proj",), source="attn.v_proj", parent="attn.out_proj"),
-        LinearSet(linears=("mlp.fc_out",), source=None, parent="mlp.fc_out"),
-    ),
     native=False,
     norm="layer",
     parallel=True,

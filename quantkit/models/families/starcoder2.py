@@ -1,15 +1,9 @@
 """StarCoder2: layer norms, biases everywhere, an MLP without a gate, an optional sliding window."""
 
-from quantkit.models.family import LLAMA_SETS, Biases, Family, LinearSet, Parts, Window
+from quantkit.models.family import Biases, Family, Parts, Window
 
 FAMILY = Family(
     hf_names=("Starcoder2ForCausalLM",),
-    linear_sets=(
-        *LLAMA_SETS[:2],
-        LinearSet(linears=("mlp.c_fc",), source="post_attention_layernorm", parent="mlp"),
-        # Between c_fc and c_proj stands a GELU, which no scale passes through.
-        LinearSet(linears=("mlp.c_proj",), source=None, parent="mlp.c_proj"),
-    ),
     parts=Parts(up=("mlp.c_fc",), gated=False, down="mlp.c_proj"),
     norm="layer",
     window=Window(rule="all"),
