@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.sizes import human_bytes
+from quantkit.amounts import human_bytes
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
 from quantkit.results import CheckpointSummary

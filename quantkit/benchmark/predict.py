@@ -27,7 +27,7 @@ from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import find_format, pick_dtype
-from quantkit.runtime.model.manifest import head_name, is_stacked, manifest_of
+from quantkit.runtime.model.manifest import head_name, manifest_of
 from quantkit.runtime.model.model import config_layouts
 
 _HEADS = {"int8": INT8, "int4": INT4}
@@ -149,11 +149,11 @@ class _Sizes:
 
     def total(self, head_dtype: str | None) -> int:
         manifest = manifest_of(self.config, self.reader)
-        stacked, table = self._stacked(), f"{self.config.family.embedding}.weight"
+        table = f"{self.config.family.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
         total = 0
         for name, shape in plain.items():
-            if name in stacked:
+            if len(shape) == 3:  # all experts of a layer
                 count, rows, width = shape
                 total += count * dense_bytes(rows, width, False, self._stored(name), self.place)
             else:  # the embedding stays as it is stored
@@ -173,15 +173,6 @@ class _Sizes:
                 if scheme is not None:
                     rows = sum(linears[name][0] for name in names)
                     found.append((names[0], rows, linears[names[0]][1], scheme))
-        return found
-
-    def _stacked(self) -> set[str]:
-        """Tensors that hold the weights of all experts of a layer."""
-        data, found = self.config.family, set()
-        for index, layer in enumerate(self.config.layers):
-            prefix = f"{data.layers}.{index}."
-            if layer.has_experts and data.experts is not None and is_stacked(self.config, prefix, self.reader):
-                found |= {f"{prefix}{data.experts.stacked_up}", f"{prefix}{data.experts.stacked_down}"}
         return found
 
     def _groups(self, linears: set[str]) -> list[list[str]]:

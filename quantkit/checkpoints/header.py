@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
-from quantkit.checkpoints.sizes import human_bytes
+from quantkit.amounts import human_bytes
 from quantkit.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quantkit.amounts import human_bytes
 from quantkit.checkpoints.folder import INDEX_NAME
 from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.sizes import human_bytes
 from quantkit.errors import OutputError, QuantkitError, ResourceError
 
 _PIECE_BYTES = 1 << 22

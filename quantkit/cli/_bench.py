@@ -266,7 +266,7 @@ def _power(unit: str, power: int) -> str:
 
 
 def _bytes(size: int | None) -> str:
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     return "-" if size is None else human_bytes(size)
 

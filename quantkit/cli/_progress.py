@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from quantkit.checkpoints.sizes import human_bytes
+from quantkit.amounts import human_bytes
 from quantkit.cli._output import Output, human_seconds, plain_console
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def _progress(output_to: Output) -> Any:
 def _summary(result: Conversion) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

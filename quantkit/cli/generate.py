@@ -192,7 +192,7 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

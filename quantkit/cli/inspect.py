@@ -64,7 +64,7 @@ def _difference(difference: CheckpointDifference) -> RenderableType:
 def _overview(summary: CheckpointSummary) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
     from quantkit.results import describe_caches, describe_experts
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -91,7 +91,7 @@ def _overview(summary: CheckpointSummary) -> Table:
 def _modules(summary: CheckpointSummary) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("module", overflow="fold")

@@ -98,9 +98,9 @@ def plan(
     MODEL is a directory, a config.json or a hub id; of its weights only the headers are read. Without it, the demo
     model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
     """
+    from quantkit.amounts import parse_bytes, parse_flops, parse_rate, parse_tokens
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document
-    from quantkit.planning.units import parse_bytes, parse_flops, parse_rate, parse_tokens
 
     if changes and recipe is None:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
@@ -142,8 +142,7 @@ def _grid(*titles: str, numbers: int = 0) -> Table:
 
 
 def _overview(plan: Estimate) -> Table:
-    from quantkit.checkpoints.sizes import human_bytes
-    from quantkit.planning.units import human_count
+    from quantkit.amounts import human_bytes, human_count
 
     shape = plan.shape
     table = _grid()
@@ -169,7 +168,7 @@ def _overview(plan: Estimate) -> Table:
 
 
 def _weights(plan: Estimate) -> Table:
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = _grid("weights", "bits/weight", "GB", "memory", "disk", "of now", numbers=5)
     first = next(row.size.total for row in plan.weights if row.problem is None)
@@ -187,7 +186,7 @@ def _weights(plan: Estimate) -> Table:
 
 
 def _caches(plan: Estimate) -> Table:
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = _grid("KV cache", "B/token", f"{plan.context:,} tokens", f"batch of {plan.batch}", "compression", numbers=4)
     first = plan.caches[0].per_sequence
@@ -199,7 +198,7 @@ def _caches(plan: Estimate) -> Table:
 
 
 def _device(plan: Estimate) -> Table:
-    from quantkit.planning.units import human_time
+    from quantkit.amounts import human_time
 
     table = _grid("weights", "KV cache", "batch", "context", "step", "tokens/s", "prefill", numbers=5)
     for row in plan.on_device:
@@ -220,7 +219,7 @@ def _count(value: int | None) -> str:
 
 
 def _compression(plan: Estimate) -> Table:
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     recipe, parts = plan.recipe, plan.compression
     assert recipe is not None and parts is not None

@@ -150,7 +150,7 @@ def _flag_changes(fields: dict[str, Any]) -> list[str]:
 def _summary(result: CompressionResult) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
     from quantkit.results import describe_caches, describe_experts
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

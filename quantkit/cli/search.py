@@ -111,9 +111,9 @@ def search(
     if len(given) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
     from quantkit import allocation
+    from quantkit.amounts import parse_bytes
     from quantkit.compress.recipe import load
     from quantkit.errors import GateFailure
-    from quantkit.planning.units import parse_bytes
 
     target = allocation.Target(
         bits=wished["bits"],
@@ -147,7 +147,7 @@ def search(
 def _summary(result: SearchResult) -> Table:
     from rich.table import Table
 
-    from quantkit.checkpoints.sizes import human_bytes
+    from quantkit.amounts import human_bytes
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.models.cache import DEFAULT_PAGE_SIZE, PageArray, Side, page_arrays, side_of, tail_tokens
-from quantkit.models.cache import page_bytes as page_bytes_of
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, PageArray, Side, padded_bytes, page_arrays, side_of, tail_tokens
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,
@@ -162,7 +161,7 @@ class KVLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of this layer, padding included."""
-        return page_bytes_of(self.blocks())
+        return padded_bytes(self.blocks())
 
     @property
     def _sides(self) -> tuple[Side, Side]:

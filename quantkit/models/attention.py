@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, KVForm, page_arrays, page_bytes, tail_tokens
+from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, tail_tokens
 
 LATENT = ("mla", "dsa", "csa", "hca")
 
@@ -100,7 +100,7 @@ class AttentionShape:
         """Bytes of one page of this layer in the bundled runtime; of kinds that it pages: full and window."""
         form = self._kept(form)
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
-        return page_bytes(page_arrays(form.key, form.value, **dims))
+        return padded_bytes(page_arrays(form.key, form.value, **dims))
 
     def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
         """Bytes that one sequence of this length takes from the pool: whole pages, and the residual window's.

@@ -113,7 +113,7 @@ def page_arrays(
     return arrays
 
 
-def page_bytes(arrays: dict[str, PageArray]) -> int:
+def padded_bytes(arrays: dict[str, PageArray]) -> int:
     """Bytes of one page, padding included."""
     return _aligned(max(array.end for array in arrays.values()))
 

@@ -10,18 +10,18 @@ from typing import Any
 from quantkit.errors import InputError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning.devices import Device
-from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, fit, prefill_floor
-from quantkit.planning.loaders import Reading, loaders
+from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
+from quantkit.planning.loaders import LoaderAnswer, loaders
 from quantkit.planning.memory import (
     WeightBytes,
     WeightChoice,
-    activation_bytes,
     compression_bytes,
     everywhere,
     kv_bytes,
     kv_bytes_per_token,
     offers,
-    weight_bytes,
+    planned_activation_bytes,
+    planned_weight_bytes,
 )
 from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
 from quantkit.planning.shape import ModelShape
@@ -93,7 +93,7 @@ class Estimate:
     activations: int
     recipe: RecipePlan | None
     compression: dict[str, int] | None
-    readings: tuple[Reading, ...]
+    readings: tuple[LoaderAnswer, ...]
     remarks: tuple[str, ...]
 
 
@@ -160,7 +160,7 @@ def estimate(
         caches=tuple(_cache_row(shape, form, length) for form in forms),
         device=device,
         on_device=() if device is None else _rows(shape, rows, forms, plan, device, length, batch, prompt or length),
-        activations=activation_bytes(shape, TOKEN_BUDGET, batch),
+        activations=planned_activation_bytes(shape, TOKEN_BUDGET, batch),
         recipe=plan,
         compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.steps),
         readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
@@ -240,7 +240,7 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
 
 
 def _weight_row(shape: ModelShape, scheme: WeightChoice) -> WeightRow:
-    return WeightRow(scheme=scheme, size=weight_bytes(shape, scheme), problem=_problem(shape, scheme))
+    return WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
 
 
 def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
@@ -289,7 +289,7 @@ def _device_row(
     return DeviceRow(
         scheme=scheme,
         form=form,
-        fit=fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
+        fit=device_fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
         decode=decode,
         prefill=prefill,
     )

@@ -11,10 +11,10 @@ from quantkit.models.cache import KVForm
 from quantkit.planning.devices import Device
 from quantkit.planning.memory import (
     WeightChoice,
-    activation_bytes,
     kv_allocated_bytes,
     kv_read_bytes,
-    weight_bytes,
+    planned_activation_bytes,
+    planned_weight_bytes,
 )
 from quantkit.planning.shape import ModelShape
 
@@ -46,7 +46,7 @@ class DeviceFit:
     limited_by_model: bool
 
 
-def fit(
+def device_fit(
     shape: ModelShape, scheme: WeightChoice, form: KVForm, memory_bytes: int, *, context: int, batch: int
 ) -> DeviceFit:
     """The largest batch of a context and the largest context of a batch.
@@ -59,8 +59,8 @@ def fit(
         context: tokens per sequence for `batch`.
         batch: sequences for `context`.
     """
-    weights = weight_bytes(shape, scheme).total
-    activations = activation_bytes(shape, TOKEN_BUDGET, batch)
+    weights = planned_weight_bytes(shape, scheme).total
+    activations = planned_activation_bytes(shape, TOKEN_BUDGET, batch)
     reserve = round(memory_bytes * RESERVE)
     left = memory_bytes - reserve - weights - activations
     sequences = longest = None
@@ -141,7 +141,7 @@ def decode_floor(
 
 def step_bytes(shape: ModelShape, scheme: WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
     """Bytes that a decode step reads: weights once, the cache of every sequence."""
-    return weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
+    return planned_weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
 
 
 def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, prompt: int) -> Floor:
@@ -156,7 +156,7 @@ def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, pr
     by_type = {key: prompt * value for key, value in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
     by_type["bf16"] = by_type.get("bf16", 0.0) + attention + 2 * shape.head_parameters
-    return _floor(device, weight_bytes(shape, scheme, prompt).read, by_type)
+    return _floor(device, planned_weight_bytes(shape, scheme, prompt).read, by_type)
 
 
 def _product_flops(shape: ModelShape, scheme: WeightChoice) -> dict[str, float]:

@@ -71,7 +71,7 @@ class WeightBytes:
     bits_per_weight: float
 
 
-def weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
+def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
     """Weights under a scheme.
 
     Args:
@@ -153,7 +153,7 @@ def offers(shape: ModelShape, form: KVForm) -> bool:
     return all(layer.attention.offers(form.of(index)) for index, layer in enumerate(shape.layers))
 
 
-def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
+def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
     """Peak of intermediate results in one step, an estimate: the widest layer's, and the logits in float32.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.amounts import human_count, parse_parameters
 from quantkit.checkpoints.folder import find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.demo import DEMO_MODEL
@@ -20,7 +21,6 @@ from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
-from quantkit.planning.units import human_count, parse_parameters
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quantkit.amounts import human_bytes
 from quantkit.checkpoints import writer
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.sizes import human_bytes
 from quantkit.errors import CheckpointError, OutputError, ResourceError
 
 

@@ -20,7 +20,7 @@ from quantkit.models.families import REGISTRY
 from quantkit.models.tensors import Matrix
 from quantkit.planning import estimate
 from quantkit.planning.counting import from_config, from_headers
-from quantkit.planning.memory import compression_bytes, everywhere, experts_read, weight_bytes
+from quantkit.planning.memory import compression_bytes, everywhere, experts_read, planned_weight_bytes
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import description_of, from_model
 from tests.helpers import COMPRESSED_ONLY, make_model
@@ -197,7 +197,7 @@ def test_a_batch_reads_more_experts():
     assert 8 < experts_read(matrix, 4) < 32
     assert experts_read(matrix, 1000) == pytest.approx(128)
     moe = shape_of("qwen3-30b-a3b")
-    one, many = (weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
+    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
     # One token reads all that it uses but the embedding; a large batch reads every expert.
     assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
     assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))

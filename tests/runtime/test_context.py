@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.amounts import parse_bytes
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
 from quantkit.runtime.cache import sizing as context
-from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device, size_pool
+from quantkit.runtime.cache.sizing import check_settings, pick_device, size_pool
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "0", "4 XiB", "4GiB more", True, 0, "nan"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(InputError, match="give bytes, or a size such as"):
+    with pytest.raises(InputError, match="write it as 24GiB or 24GB"):
         parse_bytes(text)
 
 

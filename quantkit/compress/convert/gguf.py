@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.convert.gguf_model import (
-    GGUFTensor,
+    ExportedTensor,
     find_gguf_model,
     interleave,
     list_tensors,
@@ -114,7 +114,7 @@ def write_gguf(
     return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=_notes(source, plan))
 
 
-def _notes(source: Source, plan: list[tuple[GGUFTensor, Block]]) -> tuple[str, ...]:
+def _notes(source: Source, plan: list[tuple[ExportedTensor, Block]]) -> tuple[str, ...]:
     """What the file does not say of the checkpoint, and what it says with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
@@ -150,7 +150,7 @@ def check_model(source: Source, type_name: str | None = None) -> None:
         _check_codes(source)
 
 
-def _plan(source: Source, type_name: str | None) -> list[tuple[GGUFTensor, Block]]:
+def _plan(source: Source, type_name: str | None) -> list[tuple[ExportedTensor, Block]]:
     """Every tensor with its type."""
     if type_name is not None and type_name not in TYPES:
         raise SchemeError(f"unknown GGUF type {type_name!r}; there are: {', '.join(TYPES)}")
@@ -179,7 +179,7 @@ def _check_codes(source: Source) -> None:
             raise SchemeError(f"{source.reader.path} does not fit format gguf: {module}: {error}; {hint}") from None
 
 
-def _block(source: Source, piece: GGUFTensor, type_name: str | None, *, has_head: bool) -> Block:
+def _block(source: Source, piece: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
     if piece.local == "weight" and piece.module in source.linears:
         scheme = source.linears[piece.module]
         if scheme.weight.symmetric:
@@ -197,7 +197,7 @@ def _block(source: Source, piece: GGUFTensor, type_name: str | None, *, has_head
     return fits[0]
 
 
-def _plain_block(source: Source, piece: GGUFTensor) -> Block:
+def _plain_block(source: Source, piece: ExportedTensor) -> Block:
     dtype = source.reader.info(f"{piece.module}.{piece.local}").dtype
     for block in (blocks.F32, blocks.F16, blocks.BF16):
         if block.dtype == dtype:
@@ -206,7 +206,7 @@ def _plain_block(source: Source, piece: GGUFTensor) -> Block:
 
 
 def _bytes(
-    source: Source, piece: GGUFTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
+    source: Source, piece: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
 ) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
     if piece.local == "weight" and piece.module in source.linears:
@@ -236,7 +236,7 @@ def _round(values: Tensor, block: Block, importance: Tensor | None) -> Tensor:
     return _ENCODERS[block.name](single, weights)
 
 
-def _encode(source: Source, piece: GGUFTensor) -> tuple[Block, Tensor]:
+def _encode(source: Source, piece: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
     weight = source.weight(piece.module)
     rows = interleave(torch.arange(piece.shape[0]), piece.interleave)
@@ -254,7 +254,7 @@ def _encode(source: Source, piece: GGUFTensor) -> tuple[Block, Tensor]:
     return block, data
 
 
-def _check_blocks(piece: GGUFTensor, block: Block, data: Tensor, weight: QuantizedTensor) -> None:
+def _check_blocks(piece: ExportedTensor, block: Block, data: Tensor, weight: QuantizedTensor) -> None:
     flat, single = data.reshape(-1), weight.dequantize(torch.float32)
     exact = torch.equal(decode_values(block, flat, weight.shape), single)
     if exact and (weight.zero_point is None or block == blocks.Q4_1) and (weight.scale != 0).all():
@@ -279,7 +279,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
             raise AuditError(f"{path.name}: tensor {name} differs from what was written")
 
 
-def _file_type(plan: list[tuple[GGUFTensor, Block]]) -> int:
+def _file_type(plan: list[tuple[ExportedTensor, Block]]) -> int:
     """ggml's number of the type that most matrices of layers have."""
     common = Counter(block.name for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
     numbers = {block.name: number for number, block, _ in TYPES.values()} | {"Q5_0": 8, "MXFP4": 38}

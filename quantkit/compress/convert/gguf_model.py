@@ -23,7 +23,7 @@ _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GGUFTensor:
+class ExportedTensor:
     """One tensor of the file.
 
     Args:
@@ -141,7 +141,7 @@ def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, An
     return {**entries, **read_vocab(where, source.reader.config, rows)}
 
 
-def list_tensors(source: Source, gguf: GGUFModel) -> list[GGUFTensor]:
+def list_tensors(source: Source, gguf: GGUFModel) -> list[ExportedTensor]:
     """Every tensor of the file in its order.
 
     Raises:
@@ -165,7 +165,7 @@ def list_tensors(source: Source, gguf: GGUFModel) -> list[GGUFTensor]:
             found = shape if local == "weight" and shape else source.reader.info(f"{module}.{local}").shape
             transposed = relative in family.transposed and len(found) == 2
             tensors.append(
-                GGUFTensor(
+                ExportedTensor(
                     name=f"{name}.{local}",
                     module=module,
                     local=local,

@@ -21,7 +21,7 @@ from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.discovery.fused_sets import Gates
-from quantkit.compress.discovery.layout import Layout, find_layout
+from quantkit.compress.discovery.layout import Layout, find_model_layout
 from quantkit.compress.discovery.stacked_experts import find_experts
 from quantkit.compress.discovery.survey import Survey, survey
 from quantkit.errors import ModelError, first_line
@@ -98,7 +98,7 @@ def discover(reader: CheckpointReader) -> Discovery:
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
     try:
-        layout = find_layout(model)
+        layout = find_model_layout(model)
     except ModelError as error:
         raise ModelError(f"{reader.path}: {error}") from error
     config = model.config.get_text_config()

@@ -40,7 +40,7 @@ class Layout:
     head: str
 
 
-def find_layout(model: Any) -> Layout:
+def find_model_layout(model: Any) -> Layout:
     """Find the parts of a language model.
 
     Args:

@@ -18,7 +18,7 @@ Sizes = list[tuple[str, int, int]]
 Vectors = dict[str, tuple[int, ...]]
 
 
-def block(read: ConfigReader, index: int) -> LayerTensors:
+def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
     """Tensors and attention of one layer."""
     attention = _attention(read, index)
     hidden, heads, width = read.count("hidden_size"), attention.num_heads, attention.key_dim
@@ -143,6 +143,6 @@ FAMILY = Family(
         "model.hc_head.hc_base": ("hc_mult",),
         "model.hc_head.hc_scale": (1,),
     },
-    block=block,
+    block=compressed_block,
     native=False,
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from quantkit.amounts import human_bytes
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.sizes import human_bytes
 from quantkit.errors import ResourceError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

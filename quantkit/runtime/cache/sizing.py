@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.checkpoints.sizes import human_bytes
+from quantkit.amounts import human_bytes
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import KVLayout, page_bytes, pages_for_budget, tail_bytes
 from quantkit.runtime.cache.memory import free_bytes
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
 
@@ -33,19 +31,6 @@ def pick_device(name: str | torch.device) -> torch.device:
         count = torch.cuda.device_count()
         raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
     return device
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size such as 4294967296, "4GiB", "512 MB" or "1.5g".
-
-    Raises:
-        InputError: it is no positive size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    unit = None if found is None else {**_UNITS, **_BINARY}.get(found[2])
-    if found is None or unit is None or float(found[1]) * unit < 1 or isinstance(size, bool):
-        raise InputError(f"memory is {size!r}; give bytes, or a size such as '512MiB' or '4GiB'")
-    return int(float(found[1]) * unit)
 
 
 def check_settings(

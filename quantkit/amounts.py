@@ -1,4 +1,4 @@
-"""Amounts as people write them: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`."""
+"""Amounts as people write and read them: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`, `42.1 ms`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from quantkit.errors import InputError
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BINARY_NAMES = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(size: int | str) -> int:
     """Bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
 
     Raises:
-        InputError: not an amount of bytes.
+        InputError: not an amount of at least one byte.
     """
-    return round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", {**_DECIMAL, **_BINARY}, "memory", "24GiB or 24GB"))
+    units, text = {**_DECIMAL, **_BINARY}, "" if isinstance(size, bool) else str(size)
+    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", units, "memory", "24GiB or 24GB"))
+    if amount < 1:
+        raise InputError(f"memory {size!r} is less than a byte; write it as 24GiB or 24GB")
+    return amount
 
 
 def parse_rate(text: str) -> float:
@@ -73,7 +78,7 @@ def _amount(text: str, unit: str, factors: dict[str, int], noun: str, examples: 
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(.*?)\s*", text)
     found = re.fullmatch(unit, number[2]) if number else None
     if number is None or found is None:
-        raise InputError(f"{noun} {text!r} is not an amount that plan can read; write it as {examples}")
+        raise InputError(f"{noun} {text!r} is not an amount; write it as {examples}")
     return float(number[1]) * factors[found[1].lower()]
 
 
@@ -92,3 +97,20 @@ def human_time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.3g} us"
+
+
+def human_bytes(num_bytes: int) -> str:
+    """A byte count in the largest binary unit that keeps it at one or more, e.g. `1.5 GiB` or `12 bytes`.
+
+    Args:
+        num_bytes: >= 0.
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
+    size = float(num_bytes)
+    for unit in _BINARY_NAMES:
+        size /= 1024
+        # 1023.96 would be printed as 1024.0, which is one of the next unit.
+        if round(size, 1) < 1024 or unit == _BINARY_NAMES[-1]:
+            break
+    return f"{size:.1f} {unit}"
