@@ -24,6 +24,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_NAME = 200  # comparing takes the product of two lengths
+
 
 class QuantkitError(Exception):
     """Base of all deliberate errors; `exit_code` is what the command line returns."""
@@ -106,5 +108,5 @@ def suggestion(name: str, options: Iterable[str]) -> str:
         name: what was given.
         options: the valid names.
     """
-    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], list(options), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

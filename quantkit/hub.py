@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.amounts import human_bytes
+from quantkit.checkpoints.links import check_links
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
 from quantkit.results import CheckpointSummary
+from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -99,11 +101,14 @@ def push(
         address of the repository.
     Raises:
         InputError: not a repository's name.
+        ModelError: the directory holds links that lead out of it, which would be uploaded.
         OutputError: the hub refuses or cannot be reached.
     """
     place = Path(checkpoint)
     if not _HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is not the name of a repository; write it as user/name")
+    if place.is_dir():
+        check_links(place, deep=True)
     card = make_card(place, repo, origin)
     try:
         from huggingface_hub import HfApi
@@ -128,16 +133,13 @@ def push(
 
 def _front_matter(folder: Path) -> dict[str, Any]:
     """Entries of a model's own card that a card made from it repeats."""
-    import yaml
-
     path = folder / CARD
     if not path.is_file():
         return {}
-    match = _FRONT.match(path.read_text(encoding="utf-8", errors="replace"))
-    try:
-        entries = yaml.safe_load(match.group(1)) if match else None
-    except yaml.YAMLError as error:
-        raise ModelError(f"{path} has front matter that is not YAML: {first_line(error)}") from error
+    check_links(folder)
+    with path.open("rb") as file:
+        match = _FRONT.match(file.read(MAX_YAML_BYTES).decode("utf-8", errors="replace"))
+    entries = parse_yaml(match.group(1), f"the front matter of {path}", ModelError) if match else None
     return {key: entries[key] for key in _CARRIED if key in entries} if isinstance(entries, dict) else {}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.errors import CheckpointError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import is_gguf, read_gguf
@@ -24,7 +25,6 @@ from quantkit.results import CheckpointSummary, LayerRecord, ModuleSummary
 
 __all__ = ["compare", "inspect"]
 
-MANIFEST = "quantkit.json"
 DENSE = "dense"
 
 # Describes a weight and is not counted as its bits; so does the order of its groups.

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are for the processes beside this one
 
 import shutil
 from collections.abc import Iterator
@@ -28,9 +29,18 @@ from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from tests.helpers import FAMILIES, TEXT, make_model
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+if DEVICES == ["cpu"]:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: tests/kernels/gpu/interpreted
 
 
 THREADS = torch.get_num_threads()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process per core for the whole suite; files and folders that are named run in this one."""
+    whole = config.args_source is config.ArgsSource.TESTPATHS
+    return min(len(os.sched_getaffinity(0)), 4) if whole else 0
 
 
 @pytest.fixture(autouse=True)

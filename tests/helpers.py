@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# Trained models beside the repository, where they are; they are no part of it.
+SHARED = Path(__file__).parents[2] / "shared" / "models"
 # Of every tiny model, unless its family needs others.
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -118,6 +122,15 @@ def known_to_transformers(family: str) -> bool:
     return family in CONFIG_MAPPING_NAMES
 
 
+def one_of_each(names: Iterable[str], choices: Collection[str]) -> list[Any]:
+    """Every pair, for `parametrize`; slow but for one choice of each name: the next name's is the next one."""
+    return [
+        pytest.param(name, choice, marks=[] if number % len(choices) == turn else [pytest.mark.slow])
+        for number, name in enumerate(names)
+        for turn, choice in enumerate(choices)
+    ]
+
+
 TEXT = "\n\n".join(
     f"The {animal} of {town} counted {number} apples and gave {number - 3} of them to a friend called {name}."
     for number, (animal, town, name) in enumerate(
@@ -205,3 +218,13 @@ def transformers_logits(folder: Path, token_ids: Tensor, dtype: torch.dtype = to
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():
         return model(input_ids=token_ids).logits
+
+
+def tree(folder: Path) -> dict[str, bytes | str | None]:
+    """Everything under a folder: bytes of files, targets of links, None for the rest."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink())
+        if path.is_symlink()
+        else (path.read_bytes() if path.is_file() else None)
+        for path in sorted(folder.rglob("*"))
+    }

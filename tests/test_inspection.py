@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantkit.api import quantize
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.formats import REGISTRY
 from quantkit.inspection import inspect
@@ -16,6 +20,7 @@ from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.results import LayerRecord, LinearRecord, ModuleSummary, to_dict
+from tests.helpers import make_model
 
 N, K, VOCAB, NUM_LAYERS = 16, 64, 10, 11
 LINEARS = ("self_attn.q_proj", "mlp.down_proj")
@@ -170,3 +175,16 @@ def test_what_cannot_be_inspected(tmp_path):
     (tmp_path / "quantkit.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"quantkit\.json is not readable JSON"):
         inspect(tmp_path)
+
+
+def test_a_hanging_expression_of_a_config_ends_inspect(tmp_path):
+    """In a process of its own: the standard library's engine cannot be stopped by anything but a signal."""
+    model = make_model(tmp_path / "model", "llama")
+    output = Path(quantize(model, "rtn-int8", tmp_path / "out").output)
+    config = json.loads((output / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [r"re:(.|..|...)*(.|..)*(.|..)*(.|..)*[^a-z._0-9]"]
+    (output / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "quantkit", "inspect", str(output)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "takes too long to match" in " ".join(done.stderr.split())) == (4, True), done.stderr

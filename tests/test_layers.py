@@ -52,6 +52,7 @@ LAYERS = {
     "errors": 0,
     "amounts": 1,
     "registry": 0,
+    "untrusted": 0,  # bounded reading, which every layer may need
     "demo": 0,  # data
 }
 TORCH_FREE = ("models", "amounts", "results", "report", "errors", "registry", "cli", "planning", "demo")

@@ -64,7 +64,7 @@ part machine 20 "$PYTHON" evals/gpu/machine.py "$@"
 # Most of the tests' time is Triton's compiler, hence several processes where the plugin is there.
 "$PYTHON" -c "import xdist" 2>/dev/null && workers="-n 8" || workers=""
 # shellcheck disable=SC2086  # two words or none
-part tests 75 "$PYTHON" -m pytest -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
+part tests 75 "$PYTHON" -m pytest -o addopts= -o required_plugins= -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
 bench linears 80 "$@"
 bench experts 40 "$@"
 bench attention 55 "$@"

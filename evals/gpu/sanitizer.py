@@ -25,7 +25,8 @@ def check(tool: str, seconds: float, device: str) -> dict[str, Any]:
     if found is None or device != "cuda":
         raise Absent("compute-sanitizer is not on this machine" if found is None else "needs a CUDA device")
     command = [found, "--tool", tool, "--target-processes", "application-only", sys.executable, "-m", "pytest"]
-    command += ["-q", "-x", "-p", "no:cacheprovider", "-k", TESTS, "tests/kernels/gpu/test_on_gpu.py"]
+    command += ["-o", "addopts=", "-o", "required_plugins=", "-q", "-x", "-p", "no:cacheprovider", "-k", TESTS]
+    command += ["tests/kernels/gpu/test_on_gpu.py"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)
     except subprocess.TimeoutExpired as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from quantkit.allocation.candidates import (
     usable,
 )
 from quantkit.allocation.choose import Target, within_budget, within_kl
+from quantkit.allocation.outputs import Outputs, open_outputs
 from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
 from quantkit.allocation.recovery import Judge
 from quantkit.allocation.sensitivities import Measured, Workshop, measure_units
@@ -39,7 +39,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.demo import DEMO_MODEL, GENERAL_TEXT
-from quantkit.errors import DataError, GateFailure, InputError, OutputError, RecipeError
+from quantkit.errors import DataError, GateFailure, InputError, RecipeError
 from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
@@ -102,12 +102,22 @@ def search(
     """
     started = time.perf_counter()
     output = options.output or Path(f"{_short(model)}-{_slug(target)}.yaml")
-    _check_outputs(output, options)
-    work = options.work or output.with_name(f"{output.name}.search")
+    with open_outputs(
+        output, options.checkpoint, options.work, resume=options.resume, overwrite=options.overwrite
+    ) as outputs:
+        run = _prepare(model, target, options, outputs, progress)
+        result = run.find()
+        outputs.hand_over(run.draft, run.folder)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _prepare(
+    model: str | None, target: Target, options: SearchOptions, outputs: Outputs, progress: Callable[[str], None]
+) -> _Run:
+    """Measure what each unit costs in each of its forms."""
+    output, work = outputs.recipe.output, outputs.work.path
     candidates = _candidates(model, options)
     candidates.require(target.bits)
-    if not options.resume:
-        _start_over(work)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
     folder = DEMO_MODEL if model is None else resolve(model)
     progress("loading the original")
@@ -128,7 +138,7 @@ def search(
         progress=progress,
     )
     measured = measure_units(shop, candidates.candidates, original, Probe(original, used), state)
-    run = _Run(
+    return _Run(
         shop=shop,
         target=target,
         candidates=candidates.candidates,
@@ -141,9 +151,6 @@ def search(
         output=output,
         notes=(*candidates.notes, *text_notes),
     )
-    result = run.find()
-    _hand_over(run, options)
-    return replace(result, seconds=time.perf_counter() - started)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -295,16 +302,6 @@ class _Run:
         )
 
 
-def _hand_over(run: _Run, options: SearchOptions) -> None:
-    """The recipe and what was asked for beside it take their places; the rest goes."""
-    shutil.copyfile(run.draft, run.output)
-    if options.checkpoint is not None and run.folder is not None:
-        shutil.rmtree(options.checkpoint, ignore_errors=True)
-        shutil.move(run.folder, options.checkpoint)
-    if options.work is None:
-        shutil.rmtree(run.shop.folder, ignore_errors=True)
-
-
 def _candidates(model: str | None, options: SearchOptions) -> Usable:
     """What may be chosen, and why not the rest."""
     recipe, group = options.recipe, base_groups(options.recipe)
@@ -326,28 +323,6 @@ def _short(model: str | None) -> str:
 def _slug(target: Target) -> str:
     """`bits-4.5` of `bits<=4.5`."""
     return re.sub(r"[<>]=", "-", target.text)
-
-
-def _check_outputs(output: Path, options: SearchOptions) -> None:
-    """Refuse to replace what is there, before anything is spent."""
-    if output.suffix not in (".yaml", ".yml"):
-        raise OutputError(f"output {output} is the recipe to write; give a name that ends in .yaml")
-    for path in (output, options.checkpoint):
-        if path is not None and path.exists() and not options.overwrite:
-            raise OutputError(f"{path} exists already; choose another name or pass --overwrite")
-    place = options.checkpoint
-    if place is not None and place.exists() and not (place / "quantkit.json").is_file():
-        raise OutputError(f"{place} is no checkpoint of quantkit, so it is not overwritten")
-    output.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _start_over(work: Path) -> None:
-    """Delete what an earlier search has left; anything else is not ours to delete."""
-    if work.exists() and not (work / "state.json").is_file() and (not work.is_dir() or any(work.iterdir())):
-        raise OutputError(
-            f"{work} is not of a search (it has no state.json), so it is not deleted; give another --work"
-        )
-    shutil.rmtree(work, ignore_errors=True)
 
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
+from quantkit.checkpoints.links import check_links
 from quantkit.errors import CheckpointError, ModelError
 
 CONFIG_NAME = "config.json"
@@ -44,12 +45,13 @@ _NEVER_CARRIED = (
 
 
 def check_folder(path: Path) -> Path:
-    """`path` itself, if it is a directory.
+    """`path` itself, if it is a directory whose files are its own.
 
     Raises:
-        ModelError: it is missing or a file.
+        ModelError: it is missing or a file, or holds links that lead out of it; see `links`.
     """
     if path.is_dir():
+        check_links(path)
         return path
     if path.exists():
         raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights")
@@ -120,10 +122,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def metadata_files(folder: Path) -> list[Path]:
     """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and _is_metadata(path.name.lower()))
+    return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
 
 
-def _is_metadata(name: str) -> bool:
+def is_metadata(name: str) -> bool:
+    """Whether a file of this name belongs to the model, see `metadata_files`."""
+    name = name.lower()
     wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _METADATA)
     return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_CARRIED)
 
@@ -164,7 +168,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():
-        # A name is refused, a symlink is not: the snapshots of the hub's cache are links to ../../blobs.
+        # A path is refused here; where links may lead is checked when the folder is opened.
         if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\\" in name:
             raise CheckpointError(
                 f"{index} says that tensor {tensor!r} is in {name!r}; "

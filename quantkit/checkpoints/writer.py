@@ -111,38 +111,6 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     write_json(folder / INDEX_NAME, index)
 
 
-def promote(partial: Path, output: Path, overwrite: bool) -> None:
-    """Give a finished folder its final name; at no moment is there a half-written one under that name.
-
-    What was there is moved aside first and deleted last; if the renaming fails it is moved back.
-
-    Args:
-        partial: the finished folder, on the same file system as `output`.
-        output: its final name.
-        overwrite: whether something may be there already.
-    Raises:
-        OutputError: `output` exists and may not be replaced, or cannot be renamed.
-    """
-    old = output.with_name(f".{output.name}.old")
-    try:
-        if os.path.lexists(output):
-            if not overwrite:
-                raise OutputError(f"{output} exists already; choose another --output or give --overwrite")
-            _remove(old)
-            output.rename(old)
-        try:
-            partial.rename(output)
-        except OSError:
-            if os.path.lexists(old) and not os.path.lexists(output):
-                old.rename(output)
-            raise
-        _sync_folder(output.parent)
-        # Also what an earlier run moved aside before it was killed.
-        _remove(old)
-    except OSError as error:
-        raise translate_os_error(error, output) from error
-
-
 def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = None) -> QuantkitError:
     """What a failed write means, in one line.
 
@@ -193,7 +161,7 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -202,21 +170,13 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
         raise translate_os_error(error, path, num_bytes) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in a folder last, not only the contents of its files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file or folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _free_bytes(path: Path) -> int:

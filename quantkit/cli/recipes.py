@@ -53,12 +53,14 @@ def show(output_to: Output, *, name: str) -> None:
     from pathlib import Path
 
     from quantkit.compress.recipe import load, shipped
+    from quantkit.errors import RecipeError
+    from quantkit.untrusted import read_text
 
     recipe = load(name)
     if output_to.as_json:
         output_to.result(lambda: {"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
     else:
-        click.echo(shipped().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
+        click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 
 @recipes.command(

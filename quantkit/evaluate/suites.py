@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quantkit.demo import shipped
 from quantkit.errors import DataError, suggestion
+from quantkit.untrusted import parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -97,14 +97,12 @@ def load_suite(name: str) -> Suite:
     """
     known = suites()
     path = known.get(name, Path(name))
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"unknown suite {name!r}{suggestion(name, known)}; shipped: {', '.join(known)}; or give a file")
+    data: Any = parse_yaml(read_text(path, DataError), path.name, DataError)
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Suite.model_validate(data)
-    except yaml.YAMLError as error:
-        raise DataError(f"{path.name}: not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise DataError(f"{path.name}: {where}: {first['msg']} (found {first['input']!r})") from None
+        raise DataError(f"{path.name}: {where}: {first['msg']} (found {shorten(first['input'])})") from None

@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quantkit.demo import shipped
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.data import find_items
+from quantkit.untrusted import parse_yaml, read_text
 
 LOCAL = "local_"
 BLIMP = "local_blimp_"
@@ -106,7 +105,7 @@ def _blimp_items(name: str) -> str:
 
 def _own_config(name: str, path: Path, source: TaskSource) -> dict[str, Any]:
     """A shipped task with the absolute paths of its items."""
-    config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = _read_config(path)
     split, pattern = next(iter(config["dataset_kwargs"]["data_files"].items()))
     if path.parent.name == "demo":
         files = [str(path.parent / Path(pattern).name)]
@@ -119,6 +118,11 @@ def _own_config(name: str, path: Path, source: TaskSource) -> dict[str, Any]:
         raise DataError(f"task {name!r} reads {pattern}, which {where}; pass --data DIR with that file")
     config["dataset_kwargs"] = {"data_files": {split: files}}
     config.pop("tag", None)
+    return config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = parse_yaml(read_text(path, DataError), path.name, DataError)
     return config
 
 
@@ -165,7 +169,7 @@ def _load(manager: Any, name: str, ours: dict[str, Path]) -> Any:
         template = LOCAL + name
         instead = "pass --data DIR with its items" if template in ours else "run it once where the hub can be reached"
         if template in ours:
-            config = yaml.safe_load(ours[template].read_text(encoding="utf-8"))
+            config = _read_config(ours[template])
             instead += f" ({next(iter(config['dataset_kwargs']['data_files'].values()))})"
         raise DataError(
             f"task {name!r}: its items cannot be fetched ({type(error).__name__}: {first_line(error).rstrip('.')}); "

@@ -14,6 +14,7 @@ from typing import Any
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.dtype import DTYPES, DType
+from quantkit.numerics.patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 
 _HEAD = "lm_head"
@@ -146,12 +147,10 @@ def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
     sign, _, pattern = expression.partition(":")
     if sign not in ("+", "-"):
         sign, pattern = "+", expression
-    full = f"(?:{pattern}).*"
-    try:
-        re.compile(full)
-    except re.error as error:
-        raise SchemeError(f"quantization_config.dynamic has {expression!r}, which is not valid: {error}") from error
-    return Rule(pattern=f"re:{full}", linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
+    name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+    # A plain name, as we write it, is not an expression: there are as many as linears.
+    full = name if is_exact(name) and pattern == _exactly(name) else f"re:(?:{pattern}).*"
+    return Rule(pattern=full, linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
 
 
 def _exactly(name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.dtype import DType
+from quantkit.numerics.patterns import MAX_EXPRESSIONS, Budget, check_pattern, is_exact, matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,27 +160,65 @@ class Rule:
     pattern: str
     linear: LinearScheme | None
 
-    def matches(self, name: str) -> bool:
-        """Whether the full module name, e.g. `model.layers.0.mlp.up_proj`, is meant."""
-        if self.pattern.startswith("re:"):
-            return re.fullmatch(self.pattern[3:], name) is not None
-        return fnmatch.fnmatchcase(name, self.pattern)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """The scheme of every linear of a model: a default, None = ignored, and rules; the last that matches wins."""
+    """The scheme of every linear of a model: a default, None = ignored, and rules; the last that matches wins.
+
+    Matching is bounded in time for all names together; answers are kept, so asking again costs nothing.
+
+    Args:
+        default: of the linears that no rule matches.
+        rules: in order.
+    Raises:
+        SchemeError: a pattern that is none, or more expressions than are read.
+    """
 
     default: LinearScheme | None
     rules: tuple[Rule, ...] = ()
+    _exact: dict[str, int] = field(init=False, repr=False, compare=False)  # position of the last rule by plain name
+    _expressions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # positions of the others, last first
+    _answers: dict[str, LinearScheme | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = {rule.pattern: index for index, rule in enumerate(self.rules)}
+        expressions = sorted((index for pattern, index in places.items() if not is_exact(pattern)), reverse=True)
+        if len(expressions) > MAX_EXPRESSIONS:
+            raise SchemeError(f"{len(expressions)} patterns are too many; at most {MAX_EXPRESSIONS} are read")
+        for index in expressions:
+            check_pattern(self.rules[index].pattern)
+        object.__setattr__(self, "_exact", places)
+        object.__setattr__(self, "_expressions", tuple(expressions))
 
     def find(self, name: str) -> LinearScheme | None:
-        """Scheme of the linear with this full module name; None = ignored."""
-        found: LinearScheme | None = self.default
+        """Scheme of the linear with this full module name; None = ignored.
+
+        Raises:
+            SchemeError: a pattern takes too long to match.
+        """
+        if name not in self._answers:
+            self._answers[name] = self._search(name)
+        return self._answers[name]
+
+    def unmatched(self, names: Sequence[str]) -> Iterator[Rule]:
+        """The rules that match none of these names.
+
+        Raises:
+            SchemeError: a pattern takes too long to match.
+        """
+        known = set(names)
         for rule in self.rules:
-            if rule.matches(name):
-                found = rule.linear
-        return found
+            plain = is_exact(rule.pattern)
+            if not (rule.pattern in known if plain else any(matches(rule.pattern, n, self._budget) for n in names)):
+                yield rule
+
+    def _search(self, name: str) -> LinearScheme | None:
+        exact = self._exact.get(name, -1) if is_exact(name) else -1
+        for index in self._expressions:
+            if index > exact and matches(self.rules[index].pattern, name, self._budget):
+                return self.rules[index].linear
+        return self.default if exact < 0 else self.rules[exact].linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,6 +130,5 @@ def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any
 
 def _unmatched(shape: ModelShape, recipe: Any) -> Iterator[str]:
     names = [f"{shape.prefix}.{index}.{m.first}" for index, layer in enumerate(shape.layers) for m in layer.matrices]
-    for rule in recipe.scheme.rules:
-        if not any(rule.matches(name) for name in names):
-            yield f"pattern {rule.pattern!r} matches none of its linears; names look like {names[0]!r}"
+    for rule in recipe.scheme.unmatched(names):
+        yield f"pattern {rule.pattern!r} matches none of its linears; names look like {names[0]!r}"

@@ -14,6 +14,7 @@ from typing import Any
 from quantkit.amounts import human_count, parse_parameters
 from quantkit.checkpoints.folder import find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.links import check_links
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import ModelError, SchemeError, first_line, suggestion
 from quantkit.models.cache import KVForm, form_of_schemes
@@ -21,7 +22,9 @@ from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
+from quantkit.untrusted import parse_yaml, read_text
 
+_MAX_JSON_BYTES = 1 << 26
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.
 KEYS = (
@@ -101,6 +104,7 @@ def from_parameters(text: str) -> ModelShape:
 
 
 def _from_folder(folder: Path, name: str) -> ModelShape:
+    check_links(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{path} is missing; give a directory with a config.json, or --shape or --params")
@@ -157,11 +161,7 @@ def description_of(data: dict[str, Any], where: str) -> ModelDescription:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {first_line(error)}; check that it exists and is a text file") from None
-    data = _parse(path, text)
+    data = _parse(path, read_text(path, ModelError, _MAX_JSON_BYTES))
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")
     return data
@@ -175,12 +175,7 @@ def _parse(path: Path, text: str) -> Any:
             raise ModelError(
                 f"{path} is not valid JSON ({first_line(error)}); correct it or download it again"
             ) from None
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ModelError(f"{path} is not valid YAML ({' '.join(str(error).split())}); correct it") from None
+    return parse_yaml(text, str(path), ModelError)
 
 
 def _download(model: str) -> Path:

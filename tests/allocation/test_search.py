@@ -183,7 +183,7 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match=r"mine is not of a search .* give another --work"):
+    with pytest.raises(OutputError, match=r"mine is where quantkit would work, .* choose another --work"):
         search(str(tiny_llama), Target(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
     assert (mine / "thesis.txt").exists()
 

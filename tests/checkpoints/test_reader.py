@@ -136,7 +136,7 @@ def test_metadata_files_are_neither_weights_nor_code(single):
 
 
 def test_symlinks_of_the_hub_cache_are_followed(tmp_path, single, tensors):
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for name in ("config.json", "model.safetensors"):

@@ -164,49 +164,6 @@ def test_other_failures_are_output_errors(tmp_path, code):
     assert str(tmp_path / "a") in str(error)
 
 
-# Promotion
-
-
-def make_folder(path: Path, content: str) -> Path:
-    path.mkdir()
-    (path / "file").write_text(content)
-    return path
-
-
-def test_promote(tmp_path):
-    writer.promote(make_folder(tmp_path / "partial", "new"), tmp_path / "out", overwrite=False)
-    assert (tmp_path / "out" / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_promote_refuses_to_replace(tmp_path):
-    partial = make_folder(tmp_path / "partial", "new")
-    make_folder(tmp_path / "out", "old")
-    with pytest.raises(OutputError, match=r"exists already.*--overwrite"):
-        writer.promote(partial, tmp_path / "out", overwrite=False)
-    assert (tmp_path / "out" / "file").read_text() == "old"
-    assert partial.exists()
-
-
-@pytest.mark.parametrize("leftover", [False, True])
-def test_promote_replaces(tmp_path, leftover):
-    partial = make_folder(tmp_path / "partial", "new")
-    make_folder(tmp_path / "out", "old")
-    if leftover:
-        make_folder(tmp_path / ".out.old", "older")
-    writer.promote(partial, tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_promote_puts_the_old_one_back_when_it_fails(tmp_path):
-    make_folder(tmp_path / "out", "old")
-    with pytest.raises(OutputError, match="cannot write"):
-        writer.promote(tmp_path / "missing", tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "file").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize(
     "num_bytes, text",
     [

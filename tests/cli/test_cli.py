@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
+import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError, ModelError, ResourceError
 from quantkit.results import CompressionResult, LayerRecord, LinearRecord, to_dict
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -153,8 +157,11 @@ def test_examples_are_commands_that_parse(run, command):
         group.make_context(name, words)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one != ("bench",)], ids=" ".join)  # its take minutes
+SLOW = [(), ("quantize",)]
+RUN = [one for one in COMMANDS if one not in [*SLOW, ("bench",)]]  # those of bench take minutes
+
+
+@pytest.mark.parametrize("command", [*RUN, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=" ".join)
 def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
     lines = run(*command, "--help").stdout.split("Examples:")[1].splitlines()
     monkeypatch.chdir(tmp_path)
@@ -166,6 +173,17 @@ def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
         assert answer.exit_code == 0, (line, answer.stderr)
         if target:
             Path(target).write_text(answer.stdout, encoding="utf-8")
+
+
+def test_examples_of_quantize_run_on_little_text(run, tmp_path, monkeypatch):
+    """The last one's options are those of test_verify, where it takes less."""
+    lines = run("quantize", "--help").stdout.split("Examples:")[1].splitlines()
+    monkeypatch.chdir(tmp_path)
+    for line in filter(None, map(str.strip, lines)):
+        little = ["--samples", "2", "--sequence-length", "32"] if "--samples" in line else []
+        answer = run(*shlex.split(line)[1:], *little) if "--verify" not in line else None
+        assert answer is None or answer.exit_code == 0, (line, answer.stderr)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_help_is_fast_and_never_sees_torch():
@@ -362,21 +380,20 @@ def test_quiet_has_a_result_and_no_progress(run, calls):
     assert "bits per weight" in answer.stdout
 
 
-@pytest.mark.slow
+def interrupted(arguments, stdout):
+    """`quantkit ...` that is sent a Ctrl-C after its first layer."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+    Progressing.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
+    with stdout.open("w") as stream, contextlib.redirect_stdout(stream):
+        main(arguments)
+
+
 def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(tmp_path):
-    options = ["--recipe", "gptq-int4", "--samples", "8", "-o", str(tmp_path / "out"), "--json"]
-    code = f"""
-import os, signal
-from quantkit.cli import main
-from quantkit.cli._progress import Progressing
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
-Progressing.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
-main({["quantize", *options]})
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 130
+    options = ["--recipe", "gptq-int4", "--samples", "2", "--sequence-length", "32"]
+    options += ["-o", str(tmp_path / "out"), "--json"]
+    assert forked.run(interrupted, ["quantize", *options], tmp_path / "stdout") == 130
     assert (
-        json.loads(done.stdout)["error"]
+        json.loads((tmp_path / "stdout").read_text())["error"]
         == "interrupted; quantize, search and tune go on where they stopped when the same command is given again"
     )
     assert not (tmp_path / "out").exists()

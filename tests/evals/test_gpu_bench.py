@@ -10,10 +10,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kernels.gpu.test_interpreted import needs_triton, too_old
+from tests.kernels.gpu.interpreter import is_too_old, needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "evals/gpu"
@@ -120,36 +121,51 @@ def test_all_parts_fit_into_nine_minutes():
     assert sum(int(seconds) for _, seconds in limits) <= 530
 
 
-@needs_triton
-@pytest.mark.slow
-def test_all_parts_run_on_tiny_shapes(tmp_path):
-    """Every part through Triton's interpreter; each writes machine, versions, commit, and rows with times."""
-    if too_old():
+TIMES = {"us", "p10", "p90", "how", "kind", "share_of_copy", "share_of_gemm"}
+
+
+def rehearse(folder: Path, parts: str) -> dict[str, dict[str, Any]]:
+    """What parts write that run through Triton's interpreter: machine, versions, commit, and rows with times."""
+    if is_too_old():
         pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers")
-    parts = "machine linears experts attention end_to_end greedy peer quantization sanitizer page"
-    variables = {"OUT": str(tmp_path), "PARTS": parts, "PYTHON": sys.executable, "REHEARSAL": "20"}
+    variables = {"OUT": str(folder), "PARTS": f"{parts} page", "PYTHON": sys.executable, "REHEARSAL": "20"}
     done = run("bash", str(GPU / "run.sh"), "--device", "cpu", "--tiny", **variables)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {*parts.split(), "prefill"} - {"page"}
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     for name, part in found.items():
         assert part["meta"].keys() >= {"device", "torch", "triton", "python", "commit", "copy_bandwidth"}, name
         assert part["rows"], name
         assert [row for row in part["rows"] if "error" in row] == [], name
         assert all(row["absent"].startswith("peer not present: ") for row in part["rows"] if "absent" in row), name
-    times = {"us", "p10", "p90", "how", "kind", "share_of_copy", "share_of_gemm"}
-    for name, ratio in (
-        ("linears", "speedup"),
-        ("attention", "speedup_to_own_bf16"),
-        ("prefill", "speedup_to_own_bf16"),
-    ):
-        measured = [row for row in found[name]["rows"] if "absent" not in row]
-        assert all(row.keys() >= {*times, ratio} for row in measured), name
-        assert any("Triton" in row.get("kernel", "Triton") for row in measured), name
+    assert "no figures of a GPU" in (folder / "performance.md").read_text()
+    return found
+
+
+def check_times(part: dict[str, Any], ratio: str) -> None:
+    measured = [row for row in part["rows"] if "absent" not in row]
+    assert all(row.keys() >= {*TIMES, ratio} for row in measured)
+    assert any("Triton" in row.get("kernel", "Triton") for row in measured)
+
+
+@needs_triton
+def test_a_part_runs_on_tiny_shapes(tmp_path):
+    found = rehearse(tmp_path, "linears")
+    assert set(found) == {"linears"}
+    check_times(found["linears"], "speedup")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_all_parts_run_on_tiny_shapes(tmp_path):
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    parts = "machine linears experts attention end_to_end greedy peer quantization sanitizer"
+    found = rehearse(tmp_path, parts)
+    assert set(found) == {*parts.split(), "prefill"}
+    check_times(found["linears"], "speedup")
+    for name in ("attention", "prefill"):
+        check_times(found[name], "speedup_to_own_bf16")
     kinds = {row.get("part") for row in found["end_to_end"]["rows"]}
     assert kinds == {"step", "engine", "first token"}
     assert all(row["launches_per_layer"] > 0 for row in found["end_to_end"]["rows"] if row["part"] == "step")
     assert found["greedy"]["meta"]["wrong"] == 0
-    assert "no figures of a GPU" in (tmp_path / "performance.md").read_text()

@@ -156,5 +156,5 @@ def test_failures_are_one_line(hub, made, tmp_path):
     with pytest.raises(InputError, match="user/name"):
         push(made / "q", "it", origin=origin, endpoint=hub.url, token="t")
     (tmp_path / "README.md").write_text("---\n: [\n---\n")
-    with pytest.raises(ModelError, match="not YAML"):
+    with pytest.raises(ModelError, match="not valid YAML"):
         find_origin(tmp_path)

@@ -144,7 +144,7 @@ def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
 @needs_compiler
 def test_there_is_one_openmp_in_the_process():
     code = (
-        "from quantkit.kernels import native; from pathlib import Path; assert native.load()\n"
+        "from quantkit.kernels import cpu; from pathlib import Path; assert cpu.load()\n"
         "names = {line.split()[-1] for line in Path('/proc/self/maps').read_text().splitlines() if 'gomp' in line}\n"
         "print(len(names))"
     )
@@ -154,4 +154,4 @@ def test_there_is_one_openmp_in_the_process():
 
 def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert "kernels/native/*.[ch]" in pyproject
+    assert "kernels/cpu/*.[ch]" in pyproject

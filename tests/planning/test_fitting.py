@@ -275,8 +275,8 @@ def test_a_shape_file_is_a_config_in_yaml(tmp_path):
         ("hidden_sizes: 64", "unknown entry 'hidden_sizes' \\(did you mean 'hidden_size'\\?\\)"),
         ("hidden_size: 64", "'vocab_size' is missing"),
         ("- 1", "holds no mapping of names"),
-        ("a: [", "is not valid YAML"),
-        (None, "cannot read .*No such file"),
+        ("a: [", "not valid YAML"),
+        (None, "cannot be read .*No such file"),
     ],
 )
 def test_a_bad_shape_file_says_what_is_wrong(text, message, tmp_path):

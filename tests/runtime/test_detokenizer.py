@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from quantkit.demo import DEMO_MODEL
 from quantkit.runtime.engine.detokenizer import Detokenizer, StopFinder, TextStream, decoder
-from tests.helpers import save_tokenizer
+from tests.helpers import SHARED, save_tokenizer
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily.",
@@ -47,7 +46,7 @@ SOURCES = ["bytes", "metaspace", "demo", "babyllama-361", "stories260k"]
 def tokenizer(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
-    folder = {"demo": DEMO_MODEL}.get(request.param, Path("/work/shared/models") / request.param)
+    folder = {"demo": DEMO_MODEL}.get(request.param, SHARED / request.param)
     if request.param in ("bytes", "metaspace"):
         folder = tmp_path_factory.mktemp(request.param)
         (save_tokenizer if request.param == "bytes" else metaspace)(folder)

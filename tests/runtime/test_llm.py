@@ -13,10 +13,9 @@ import torch
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from tests.helpers import edit_config, save_tokenizer
+from tests.helpers import SHARED, edit_config, save_tokenizer
 from tests.runtime.helpers import make_loud_model, prompts
 
-SHARED = Path("/work/shared/models")
 LENGTHS = (1, 5, 40, 17, 33)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -81,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, draft, settings):
         assert stats["acceptance"] > 0.95
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the trained models are not here")
+@pytest.mark.skipif(not (SHARED / "babyllama-361").is_dir(), reason="the trained models are not here")
 @pytest.mark.parametrize("settings", [{}, {"page_size": 16, "num_pages": 40}], ids=str)
 def test_a_trained_model_gives_its_text(settings):
     llm = LLM(SHARED / "babyllama-361", dtype="float32", threads=1, **settings)

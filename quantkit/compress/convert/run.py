@@ -18,14 +18,15 @@ from torch import Tensor
 
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.checkpoints.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
+from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
+from quantkit.checkpoints.staging import Stage, open_stage
+from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.convert.gguf import write_gguf
 from quantkit.compress.convert.source import DENSE, Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
-from quantkit.errors import AuditError, OutputError, SchemeError
+from quantkit.errors import AuditError, SchemeError
 from quantkit.numerics.tensor import QuantizedTensor
-
-MANIFEST = "quantkit.json"
+from quantkit.results import SCHEMA_VERSION
 
 Progress = Callable[[int, int, str], None]
 
@@ -82,22 +83,15 @@ def convert(
         OutputError: the output is taken or cannot be written.
     """
     source, place = open_source(Path(checkpoint)), Path(output)
-    check_place(place, source.reader.path, overwrite=overwrite)
+    check_apart(place, source.reader.path)
     if to == "gguf":
         return _to_gguf(source, place, type_name, importance, overwrite, progress)
     if type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
     target = make_target(source, to)
-    with working_folder(place) as folder, torch.inference_mode():
-        weight_map = _write_layers(source, target, folder, progress)
-        size = sum(info.num_bytes for info in _infos(folder, weight_map))
-        write_index(folder, weight_map, size)
-        write_json(folder / CONFIG_NAME, _config(source, target))
-        for path in source.reader.metadata_files():
-            shutil.copyfile(path, folder / path.name)
-        _carry_manifest(source, target, folder)
-        _check_config(target, CheckpointReader(folder))
-        promote(folder, place, overwrite=overwrite)
+    with _stage(place, overwrite) as stage:
+        size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
+        stage.promote(stage.work.checkpoint)
     stored: dict[str, int] = {}
     for scheme in target.linears.values():
         stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
@@ -121,10 +115,10 @@ def _to_gguf(
     overwrite: bool,
     progress: Progress,
 ) -> Conversion:
-    with working_folder(place) as folder, torch.inference_mode():
-        file = folder / place.name
+    with _stage(place, overwrite, check_gguf) as stage:
+        file = stage.work.path / place.name
         written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
-        promote(file, place, overwrite=overwrite)
+        stage.promote(file)
     return Conversion(
         source=str(source.reader.path),
         source_format=source.name,
@@ -138,40 +132,28 @@ def _to_gguf(
     )
 
 
-def check_place(output: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse an output that is taken, or that is the source, in it or around it.
-
-    Raises:
-        OutputError: says what to do.
-    """
-    target, model = output.resolve(), source.resolve()
-    if target == model or target in model.parents or model in target.parents:
-        raise OutputError(f"output {output} and the checkpoint in {source} overlap; choose another --output")
-    if not output.exists():
-        return
-    if not overwrite:
-        raise OutputError(f"output {output} exists already; choose another --output or give --overwrite")
-    is_model = output.is_file() or (output / CONFIG_NAME).is_file() or not any(output.iterdir())
-    if not is_model:
-        raise OutputError(f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away")
-
-
 @contextmanager
-def working_folder(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`, deleted at the end unless it was renamed.
+def _stage(place: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+    """The stage of a conversion; nothing is left of one that fails."""
+    with open_stage(place, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+        try:
+            yield stage
+        except OSError as error:
+            raise translate_os_error(error, stage.work.path) from error
 
-    Raises:
-        OutputError, ResourceError: it cannot be written.
-    """
-    folder = output.with_name(f".{output.name}.converting")
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-    except OSError as error:
-        raise translate_os_error(error, folder) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Progress) -> int:
+    """Write all files and check them; bytes of all tensors."""
+    folder.mkdir()
+    weight_map = _write_layers(source, target, folder, progress)
+    size: int = sum(info.num_bytes for info in _infos(folder, weight_map))
+    write_index(folder, weight_map, size)
+    write_json(folder / CONFIG_NAME, _config(source, target))
+    for path in source.reader.metadata_files():
+        shutil.copyfile(path, folder / path.name)
+    _write_manifest(source, target, folder)
+    _check_config(target, CheckpointReader(folder))
+    return size
 
 
 def check_equal(module: str, found: QuantizedTensor, expected: QuantizedTensor) -> None:
@@ -280,14 +262,16 @@ def _check_config(target: Target, reader: CheckpointReader) -> None:
             raise AuditError(f"config.json does not leave {name} alone")
 
 
-def _carry_manifest(source: Source, target: Target, folder: Path) -> None:
-    """quantkit.json of the source, if it has a readable one, with the new format noted."""
+def _write_manifest(source: Source, target: Target, folder: Path) -> None:
+    """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
-        manifest = json.loads((source.reader.path / MANIFEST).read_bytes())
+        manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
         manifest["result"]["format"] = target.name
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        manifest = {"result": {"format": target.name}}
     manifest.pop("files", None)  # of the source's shards
+    if type(manifest.get("schema_version")) is not int:
+        manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
 
 

@@ -1,19 +1,20 @@
-"""Compression to one file: a run to a directory beside it, and its conversion. Not the formats; see `conversion`.
+"""Compression to one file: a run to a directory, and its conversion. Not the formats; see `conversion`.
 
-The directory (`<file>.codes`) is what an interrupted run resumes from; it is deleted when the file has been checked.
+The directory (`<file>.codes`, in the work folder) is what an interrupted run resumes from; it is deleted when the file
+has been checked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from quantkit.checkpoints.replaceable import check_apart, check_gguf
 from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.staging import open_stage
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.gguf import check_model
-from quantkit.compress.convert.run import check_place
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL
@@ -42,10 +43,12 @@ def write_file(
     folder = DEMO_MODEL if model is None else resolve(model)
     name = "demo" if model is None else Path(model).name
     file = Path(output) if output else Path(f"{name}-{recipe.name}.gguf")
-    check_place(file, folder, overwrite=overwrite)
-    check_model(open_source(folder))
-    codes = file.with_name(f"{file.name}.codes")
-    result = run(model, recipe, codes, overwrite=True)
-    written = convert(codes, "gguf", file, overwrite=overwrite)
-    shutil.rmtree(codes)
+    check_apart(file, folder)
+    kind = "quantize --format gguf"
+    with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
+        check_model(open_source(folder))
+        codes, made = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
+        result = run(model, recipe, codes, overwrite=True)
+        written = convert(codes, "gguf", made, overwrite=True)
+        stage.promote(made)
     return dataclasses.replace(result, output=str(file), output_bytes=written.output_bytes)

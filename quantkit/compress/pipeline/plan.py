@@ -12,6 +12,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original
@@ -22,7 +23,7 @@ from quantkit.compress.pipeline.loaders import check_loaders
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
-from quantkit.errors import InputError, ModelError, OutputError, RecipeError, SchemeError
+from quantkit.errors import InputError, ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.models.families import Family, LinearSet, split_experts
@@ -144,7 +145,7 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     warnings = (*check_loaders(family, layers, recipe.format), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
-    _check_output(target, reader.path)
+    check_apart(target, reader.path)
     full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
     return Plan(
         model=name,
@@ -209,13 +210,6 @@ def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype
     return torch.float32
 
 
-def _check_output(output: Path, source: Path) -> None:
-    """The output must not be the source, nor lie inside it or around it: replacing it would destroy the model."""
-    target, model = output.resolve(), source.resolve()
-    if target == model or target in model.parents or model in target.parents:
-        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
-
-
 def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     """Widest dtype of the decoder layers' weights, which must all be float types."""
     names = [name for name in reader.names if name.startswith(f"{family.layers}.") and name.endswith(".weight")]
@@ -244,9 +238,8 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
         layers.append({name: item for name, item in found.items() if item is not None})
         ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]
         ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
-    for rule in scheme.rules:
-        if not any(rule.matches(name) for name in every):
-            raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
+    for rule in scheme.unmatched(every):
+        raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
     return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))

@@ -18,7 +18,9 @@ import torch
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.model_reader import ModelReader
-from quantkit.checkpoints.writer import copy_tensors, promote, translate_os_error, write_index, write_json, write_shard
+from quantkit.checkpoints.replaceable import MANIFEST
+from quantkit.checkpoints.staging import Stage, open_stage
+from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.calibration.activations import ActivationStore, Mode, finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.input_scales import calibrate_inputs
@@ -37,7 +39,7 @@ from quantkit.compress.pipeline.kv_cache import (
 from quantkit.compress.pipeline.loaders import decode_at_load
 from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
-from quantkit.compress.pipeline.state import RunState, identity_digest, open_state, was_completed
+from quantkit.compress.pipeline.state import RunState, identity_digest, load_state, was_completed
 from quantkit.compress.recipe import Recipe
 from quantkit.results import CompressionResult, LayerRecord, to_dict
 
@@ -90,21 +92,23 @@ def _quantize(
     """`quantize` to a directory."""
     started = time.perf_counter()
     plan = make_plan(model, recipe, output, device)
-    samples = read_samples(plan)
-    for warning in (*plan.warnings, *(samples.warnings if samples else ())):
-        listener.warning(warning)
-    identity = _identity(plan, samples)
-    if resume and was_completed(plan.output, identity):
-        return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
-    with open_state(plan.output, identity, resume=resume, overwrite=overwrite) as state:
-        run = _Run(plan=plan, state=state, listener=listener, mode=activations, samples=samples, overwrite=overwrite)
+    with open_stage(plan.output, "quantize", overwrite=overwrite, resumable=True, allow_finished=True) as stage:
+        samples = read_samples(plan)
+        for warning in (*plan.warnings, *(samples.warnings if samples else ())):
+            listener.warning(warning)
+        identity = _identity(plan, samples)
+        if resume and was_completed(stage, identity):
+            return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
+        stage.check_output()
         try:
+            state = load_state(stage.work, identity, resume=resume)
+            run = _Run(plan=plan, stage=stage, state=state, listener=listener, mode=activations, samples=samples)
             with torch.inference_mode():
                 run.layers()
             run.timer["prepare"] = time.perf_counter() - started - sum(sum(r.seconds.values()) for r in run.own_records)
             return run.finish()
         except OSError as error:
-            raise translate_os_error(error, state.folder) from error
+            raise translate_os_error(error, stage.work.path) from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,11 +116,11 @@ class _Run:
     """One run in progress."""
 
     plan: Plan
+    stage: Stage
     state: RunState
     listener: Listener
     mode: Mode
     samples: Samples | None
-    overwrite: bool
     store: ActivationStore | None = None
     original_store: ActivationStore | None = None
     resumed: int = 0
@@ -298,8 +302,7 @@ class _Run:
         self.timer["finish"] = time.perf_counter() - started
         result = self._result(size)
         self._write_manifest(result, digests)
-        promote(folder, plan.output, overwrite=self.overwrite)
-        shutil.rmtree(self.state.folder)
+        self.stage.promote(folder)
         return result
 
     def _result(self, size: int) -> CompressionResult:
@@ -351,7 +354,7 @@ class _Run:
         }
         if self.plan.discovery is not None:
             manifest["discovered"] = self.plan.discovery.record
-        write_json(folder / "quantkit.json", manifest)
+        write_json(folder / MANIFEST, manifest)
 
     @contextmanager
     def _phase(self, name: str, seconds: dict[str, float]) -> Iterator[None]:

@@ -1,24 +1,24 @@
-"""The folder of an unfinished run: what it was started with, which layers are done, and who is writing.
+"""The folder of an unfinished run: what it was started with, and which layers are done.
 
-`<output>.partial/` holds `checkpoint/`, which becomes the output, the hidden states before the next layer,
-`progress.json`, and a lock. A layer counts as done once `progress.json` names it, and that file is replaced atomically
-after everything it names is on disk.
+`<output>.partial/` (see `checkpoints.staging`) holds `checkpoint/`, which becomes the output, the hidden states before
+the next layer, and `progress.json`. A layer counts as done once `progress.json` names it, and that file is replaced
+atomically after everything it names is on disk.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.writer import translate_os_error, write_json
-from quantkit.errors import OutputError, ResumeError
+from quantkit.checkpoints.replaceable import MANIFEST
+from quantkit.checkpoints.staging import Stage
+from quantkit.checkpoints.work_folder import WorkFolder
+from quantkit.checkpoints.writer import write_json
+from quantkit.errors import ResumeError
 from quantkit.results import LayerRecord, to_dict
 
 
@@ -67,69 +67,39 @@ class RunState:
         write_json(self.folder / "progress.json", content)
 
 
-@contextmanager
-def open_state(output: Path, identity: dict[str, Any], *, resume: bool, overwrite: bool) -> Iterator[RunState]:
-    """The state of a new or interrupted run, locked against a second writer while open.
+def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
+    """The state of a new or interrupted run.
 
     Args:
-        output: where the finished checkpoint goes.
+        work: of this run.
         identity: of this run; an interrupted run with another one is refused.
         resume: go on with an interrupted run; otherwise it is deleted.
-        overwrite: an existing output is allowed.
     Raises:
-        OutputError: the output exists, cannot be written to, or another process is writing it.
         ResumeError: the interrupted run was started from something else; the message names what.
     """
-    if output.exists() and not overwrite:
-        raise OutputError(f"output {output} exists already; choose another --output or pass --overwrite")
-    if output.exists() and not _replaceable(output):
-        raise OutputError(
-            f"output {output} exists and is not a checkpoint, so it is not overwritten; move it away first"
-        )
-    folder = partial_folder(output)
-    try:
-        (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise translate_os_error(error, folder) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"another run is writing {folder}; wait for it or choose another --output") from None
-        if not resume:
-            _clear(folder)
-        yield _load(folder, identity)
+    path = work.path / "progress.json"
+    if not resume or not path.exists():  # of a run that was killed before it knew what it was
+        work.clear()
+        work.checkpoint.mkdir()
+        state = RunState(folder=work.path, identity=identity)
+        state.save()
+        return state
+    return _read(path, identity)
 
 
-def _replaceable(output: Path) -> bool:
-    """Whether an existing output is empty or a checkpoint; anything else is not for us to delete."""
-    if not output.is_dir():
-        return False
-    names = {path.name for path in output.iterdir()}
-    return not names or ("config.json" in names and any(name.endswith(".safetensors") for name in names))
-
-
-def partial_folder(output: Path) -> Path:
-    """Where a run works until `output` gets its name."""
-    return output.with_name(output.name + ".partial")
-
-
-def was_completed(output: Path, identity: dict[str, Any]) -> bool:
-    """Whether an earlier run gave `output` its name but was killed before it could tidy up; that is done now.
+def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
+    """Whether an earlier run gave the output its name but was killed before it could tidy up; that is done now.
 
     Args:
-        output: where the finished checkpoint goes.
+        stage: of the output.
         identity: of this run; true only if that run had the same.
     """
-    folder = partial_folder(output)
-    if not (output.exists() and folder.exists()) or (folder / "checkpoint").exists():
+    if not stage.is_finished:
         return False
-    shutil.rmtree(folder)
-    shutil.rmtree(output.with_name(f".{output.name}.old"), ignore_errors=True)
+    stage.work.clear()
     try:
-        made_from = json.loads((output / "quantkit.json").read_text())["identity"]
-    except (OSError, ValueError, KeyError):
+        made_from = json.loads((stage.output / MANIFEST).read_text())["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(made_from == json.loads(json.dumps(identity)))
 
@@ -155,13 +125,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _load(folder: Path, identity: dict[str, Any]) -> RunState:
-    path = folder / "progress.json"
-    if not path.exists():
-        _clear(folder)  # of a run that was killed before it knew what it was
-        state = RunState(folder=folder, identity=identity)
-        state.save()
-        return state
+def _read(path: Path, identity: dict[str, Any]) -> RunState:
+    folder = path.parent
     try:
         saved = json.loads(path.read_text())
         records = [LayerRecord.from_dict(record) for record in saved["records"]]
@@ -201,12 +166,3 @@ def _digest(file: Any) -> str:
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _clear(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        elif entry.name != "lock":
-            entry.unlink()
-    (folder / "checkpoint").mkdir()

@@ -25,6 +25,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gates
+from quantkit.untrusted import read_text, shorten
 
 __all__ = ["build", "check", "load", "shipped"]
 
@@ -52,7 +53,7 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
     """
     path = _locate(str(name_or_path))
-    data = parse(_read(path), path.name)
+    data = parse(read_text(path, RecipeError), path.name)
     data.setdefault("name", path.stem)
     if data["name"] != path.stem and str(data["name"]) in shipped():
         data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
@@ -134,17 +135,12 @@ def _locate(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    what = "is a directory, not a recipe file" if path.is_dir() else "is neither a shipped recipe nor a file"
+    what = "is neither a shipped recipe nor a file"
+    if path.exists():
+        what = f"is {'a directory' if path.is_dir() else 'a pipe or a device'}, not a recipe file"
     beside = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     hint = suggestion(str(path), [*known, *sorted(beside)])
     raise RecipeError(f"recipe {name!r} {what}{hint}; shipped: {', '.join(known)}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read as text: {error}") from None
 
 
 def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
@@ -207,7 +203,7 @@ def _format(name: str, where: str) -> str:
     key, names = name.replace("_", "-"), FORMATS.names()
     if key not in names:
         hint = suggestion(key, names)
-        raise RecipeError(f"{where}: format: unknown format {name!r}{hint}; there are: {', '.join(names)}")
+        raise RecipeError(f"{where}: format: unknown format {shorten(name)}{hint}; there are: {', '.join(names)}")
     return key
 
 

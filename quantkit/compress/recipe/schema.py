@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from quantkit.compress.recipe.document import shorten
 from quantkit.errors import RecipeError, SchemeError, suggestion
 from quantkit.numerics.dtype import find_dtype
+from quantkit.numerics.patterns import check_pattern
+from quantkit.untrusted import shorten
 
 __all__ = [
     "Activations",
@@ -67,23 +68,24 @@ def _gates(value: Any) -> tuple[str, ...]:
 
 
 def _check_expression(pattern: str) -> None:
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    try:
+        check_pattern(pattern)
+    except SchemeError as error:
+        raise ValueError(str(error)) from None
 
 
 def _data(value: str) -> str:
     if value == "bundled" or value.endswith((".txt", ".jsonl")) or (value.startswith("hub:") and len(value) > 4):
         return value
-    raise ValueError(f"{DATA_HELP}, found {value!r}{suggestion(value, ['bundled'])}")
+    raise ValueError(f"{DATA_HELP}, found {shorten(value)}{suggestion(value, ['bundled'])}")
 
 
 def _name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         return value
-    raise ValueError(f"expected letters, digits, '.', '_' and '-' (it becomes part of a directory), found {value!r}")
+    raise ValueError(
+        f"expected letters, digits, '.', '_' and '-' (it becomes part of a directory), found {shorten(value)}"
+    )
 
 
 DTypeName = Annotated[str, AfterValidator(_dtype)]
@@ -106,7 +108,9 @@ class Section(BaseModel):
             raise ValueError(f"expected a mapping with the keys {names}, found {shorten(data)}")
         for key in data:
             if key not in cls.model_fields:
-                raise ValueError(f"unknown key {key!r}{suggestion(str(key), cls.model_fields)}; there are: {names}")
+                raise ValueError(
+                    f"unknown key {shorten(key)}{suggestion(str(key), cls.model_fields)}; there are: {names}"
+                )
         return data
 
 
@@ -266,6 +270,6 @@ def _explain(details: Any) -> str:
     if kind == "literal_error":
         expected = context["expected"].replace("True", "true")
         options = re.findall(r"'([^']*)'", expected)
-        return f"expected {expected}, found {shorten(value)}{suggestion(str(value), options)}"
+        return f"expected {expected}, found {shorten(value)}{suggestion(shorten(value), options)}"
     text = EXPECTED.get(kind, details["msg"][:1].lower() + details["msg"][1:])
     return f"{text}, found {shorten(value)}"

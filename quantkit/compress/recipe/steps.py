@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from quantkit.compress.algorithms import REGISTRY
-from quantkit.compress.recipe.document import shorten
 from quantkit.compress.recipe.schema import Section, validate
 from quantkit.errors import InputError, RecipeError
+from quantkit.untrusted import shorten
 
 __all__ = ["build_steps", "option_names", "step_name"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,9 +14,9 @@ from quantkit.errors import first_line
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.inspection import inspect
 from quantkit.results import CompressionResult, Environment, ModelFacts
+from quantkit.untrusted import MAX_YAML_BYTES
 
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
-_LICENSE = re.compile(r"^license:\s*[\"']?([^\"'\n]+?)[\"']?\s*$", re.MULTILINE)
 
 
 def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
@@ -116,9 +115,11 @@ def _cpu() -> str:
 def _license(path: Path) -> str | None:
     """What the model card in a directory says."""
     try:
-        card = (path / "README.md").read_text(encoding="utf-8", errors="replace")
+        with (path / "README.md").open("rb") as file:
+            card = file.read(MAX_YAML_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
     parts = card.split("---", 2)
-    found = _LICENSE.search(parts[1]) if card.startswith("---") and len(parts) == 3 else None
-    return found[1] if found else None
+    lines = parts[1].splitlines() if card.startswith("---") and len(parts) == 3 else []
+    said = [line.removeprefix("license:").strip().strip("\"'") for line in lines if line.startswith("license:")]
+    return said[0] or None if said else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import translate_os_error
 from quantkit.errors import OutputError, ReportError
 from quantkit.report import write_report
@@ -44,12 +44,9 @@ def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
         OutputError: there is something of that name that is no checkpoint, or it cannot be renamed.
     """
     target = path.with_name(f"{path.name}.failed")
-    if target.exists() and not (target / "quantkit.json").is_file():
-        raise OutputError(f"{path} failed and should become {target}, which is something else; move that away first")
     try:
-        if target.exists():
-            shutil.rmtree(target)
-        path.rename(target)
-    except OSError as error:
-        raise translate_os_error(error, target) from error
+        with open_stage(target, "quantize --verify", overwrite=True) as stage:
+            stage.promote(path)
+    except OutputError as error:
+        raise OutputError(f"{path} failed and should become {target}: {error}") from error
     return replace(report, model=replace(report.model, name=target.name, path=str(target))), target

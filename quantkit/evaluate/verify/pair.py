@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, first_line
 from quantkit.evaluate.pairing import check_same_language
 from quantkit.results.gates import parse_gates
 
-MANIFEST, RUN = "quantkit.json", "quantkit-run.json"
+RUN = "quantkit-run.json"
 _BLOCK = 1 << 20
 
 

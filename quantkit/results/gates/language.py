@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.errors import GateError, suggestion
 from quantkit.results.gates.metrics import IN_PER_CENT, METRICS
+from quantkit.untrusted import shorten
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -17,6 +18,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 PATTERN = re.compile(r"\s*([a-z0-9_]+)\s*(?:\[\s*([^\]]+?)\s*\])?\s*(>=|<=|>|<)\s*([-+.\d][-+.\deE]*)\s*(%?)\s*")
+_MAX_LENGTH = 200
 EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_facts]>=97"
 
 
@@ -39,6 +41,8 @@ def parse_gate(text: str) -> Gate:
     Raises:
         GateError: not of this form, an unknown number, or a limit in another unit than the number's.
     """
+    if len(text) > _MAX_LENGTH:  # spaces alone take the third power of their number
+        raise GateError(f"gate {shorten(text)} has {len(text)} characters; at most {_MAX_LENGTH} are read")
     match = PATTERN.fullmatch(text)
     if match is None:
         raise GateError(f"gate {text!r} cannot be read; write a number, a comparison and a limit, e.g. {EXAMPLES}")

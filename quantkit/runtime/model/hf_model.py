@@ -19,6 +19,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout
+from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.memory import check_memory
 from quantkit.runtime.model.cache_schemes import StoredCache
@@ -159,10 +160,12 @@ def load_with_transformers(
         memory: bytes that may be used; None = what is free.
     Raises:
         ModelError: transformers cannot load it.
+        SchemeError: it has expressions with which transformers might never finish.
         CheckpointError: a tensor is missing.
         ResourceError: it is too large.
     """
     check_memory(reader, dtype, device, memory)
+    check_for_others(reader.config)
     from transformers import AutoConfig
 
     try:

@@ -156,7 +156,7 @@ def test_outputs_are_not_replaced_unasked(made, tmp_path):
         convert(made / "sym", "awq", made / "sym" / "inside")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OutputError, match="not a checkpoint"):
+    with pytest.raises(OutputError, match=r"has no quantkit\.json that quantkit wrote"):
         convert(made / "sym", "awq", tmp_path / "mine", overwrite=True)
 
 

@@ -267,6 +267,7 @@ def can_mount() -> bool:
     return os.geteuid() == 0 and probe.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not can_mount(), reason="needs the right to mount a tmpfs")
 def test_a_really_full_disk(tiny_llama, tmp_path):
     """A tmpfs of 128 KiB, too small for the checkpoint; then the same command after it was enlarged."""

@@ -15,18 +15,18 @@ from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.inputs import fake_quantize_inputs
 from tests.compress.pipeline.test_quantize import IDS, run
-from tests.helpers import edit_config, known_to_transformers, load_tensors, make_model, transformers_logits
+from tests.helpers import edit_config, known_to_transformers, load_tensors, make_model, one_of_each, transformers_logits
 from tests.undescribed import IMAGE_TOKEN, MIXTURES, UNDESCRIBED, WRAPPERS, make_undescribed, make_wrapper
 
 RECIPES = ("gptq-int4", "awq-int4", "rtn-int8", "fp8-dynamic")
 
 
-@pytest.fixture(scope="module", params=sorted(UNDESCRIBED))
+@pytest.fixture(scope="module")
 def undescribed(request, tmp_path_factory):
     return make_undescribed(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module", params=sorted(WRAPPERS))
+@pytest.fixture(scope="module")
 def wrapper(request, tmp_path_factory):
     return make_wrapper(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -55,7 +55,7 @@ def decode_into(model, source, output):
     return model.eval()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("undescribed", "recipe"), one_of_each(sorted(UNDESCRIBED), RECIPES), indirect=["undescribed"])
 def test_undescribed_models_load_in_transformers(undescribed, tmp_path, text_file, recipe):
     from transformers import AutoModelForCausalLM
 
@@ -168,7 +168,7 @@ def image_features(model):
     return torch.cat(list(features)) if isinstance(features, (tuple, list)) else features
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("wrapper", "recipe"), one_of_each(sorted(WRAPPERS), RECIPES), indirect=["wrapper"])
 def test_the_language_model_in_a_wrapper_is_quantized_and_the_rest_is_as_it_was(wrapper, tmp_path, text_file, recipe):
     run(wrapper, recipe, tmp_path / "out", text_file)
     source, found = load_wrapper(wrapper), load_wrapper(tmp_path / "out")

@@ -25,6 +25,7 @@ from tests.helpers import (
     MORE_FAMILIES,
     known_to_transformers,
     make_model,
+    one_of_each,
     transformers_logits,
 )
 
@@ -96,8 +97,7 @@ def expected_logits(folder, scheme, quantize_inputs):
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("family", [name for name in EVERY if name not in NOT_LOADED])
+@pytest.mark.parametrize(("family", "recipe"), one_of_each([n for n in EVERY if n not in NOT_LOADED], RECIPES))
 def test_every_family_comes_back_through_transformers(models, tmp_path, text_file, family, recipe):
     changes = {"weights.symmetric": True} if recipe == "awq-int4" and family in WITH_EXPERTS else {}
     model = models(family)

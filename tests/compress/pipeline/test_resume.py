@@ -6,46 +6,18 @@ import hashlib
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import quantkit
+from quantkit.checkpoints.staging import open_stage
+from quantkit.checkpoints.work_folder import work_folder
+from quantkit.cli import main
 from quantkit.errors import InputError, OutputError, ResumeError
+from tests import forked
+from tests.compress.pipeline.killer import compress, renames_file
 from tests.helpers import edit_tensors, load_tensors, make_model
-
-# Runs one compression and kills itself at the n-th rename, before or after it: every commit point of a run is one.
-KILLER = """
-import os, pathlib, signal, sys
-import quantkit
-moment, after = int(sys.argv[1]), sys.argv[2] == "after"
-count = 0
-def patch(owner, name):
-    original = getattr(owner, name)
-    def counted(self, target):
-        global count
-        count += 1
-        if count == moment and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(self, target)
-        if count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(owner, name, counted)
-patch(pathlib.Path, "replace")
-patch(pathlib.Path, "rename")
-quantkit.quantize(sys.argv[3], "gptq-int4", sys.argv[4], overrides={
-    "weights.group_size": 32, "calibration.data": sys.argv[5], "calibration.samples": 8,
-    "calibration.sequence_length": 48})
-print("renames", count)
-"""
-
-
-def killer(moment, when, model, output, text):
-    command = [sys.executable, "-c", KILLER, str(moment), when, str(model), str(output), str(text)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def hashes(folder):
@@ -72,19 +44,16 @@ def quantize(model, output, text, **options):
 def undisturbed(tiny_llama, tmp_path_factory, text_file):
     """Output name, hashes and number of renames of a run that nobody disturbs."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = killer(-1, "after", tiny_llama, output, text_file)
-    assert done.returncode == 0, done.stderr
-    return hashes(output), int(done.stdout.split()[-1])
+    assert forked.run(compress, -1, "after", tiny_llama, output, text_file) == 0
+    return hashes(output), int(renames_file(output).read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", range(10))
 def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, place):
     expected, renames = undisturbed
     moment = 1 + place * (renames - 1) // 9
-    output = tmp_path / "out"
-    killed = killer(moment, "after" if place % 2 else "before", tiny_llama, output, text_file)
-    assert killed.returncode == -signal.SIGKILL
+    when, output = "after" if place % 2 else "before", tmp_path / "out"
+    assert forked.run(compress, moment, when, tiny_llama, output, text_file) == -signal.SIGKILL
     result = quantize(tiny_llama, output, text_file)
     assert hashes(output) == expected
     assert not (tmp_path / "out.partial").exists()
@@ -99,27 +68,29 @@ def finished_layers(progress):
         return 0
 
 
-@pytest.mark.slow
+def command_line(arguments):
+    main(arguments)
+
+
 def test_killed_by_the_clock(tmp_path, text_file):
     """Three kills from outside at random times, always the same command, through the command line."""
     model = make_model(tmp_path / "model", num_hidden_layers=10)
-    command = [sys.executable, "-m", "quantkit", "quantize", str(model), "--recipe", "gptq-int4", "-o"]
-    options = ["--set", "weights.group_size=32", "--calibration", str(text_file), "--samples", "8"]
-    options += ["--sequence-length", "48", "--quiet"]
-    subprocess.run([*command, str(tmp_path / "whole"), *options], check=True, capture_output=True)
+    command = ["quantize", str(model), "--recipe", "gptq-int4", "--set", "weights.group_size=32", "--quiet"]
+    command += ["--calibration", str(text_file), "--samples", "8", "--sequence-length", "48", "-o"]
+    assert forked.run(command_line, [*command, str(tmp_path / "whole")]) == 0
     generator, progress = random.Random(0), []
     output, saved = tmp_path / "out", tmp_path / "out.partial" / "progress.json"
     for _ in range(3):
-        process = subprocess.Popen([*command, str(output), *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        while process.poll() is None and finished_layers(saved) == (progress[-1] if progress else 0):
+        process = forked.start(command_line, [*command, str(output)])
+        while process.is_alive() and finished_layers(saved) == (progress[-1] if progress else 0):
             time.sleep(0.002)
         time.sleep(generator.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         progress.append(finished_layers(saved))
     assert progress[0] > 0, progress
     if not output.exists():
-        subprocess.run([*command, str(output), *options], check=True, capture_output=True)
+        assert forked.run(command_line, [*command, str(output)]) == 0
     assert hashes(output) == hashes(tmp_path / "whole")
 
 
@@ -216,24 +187,22 @@ def test_an_existing_output_is_not_touched(tiny_llama, tmp_path, text_file):
     (tmp_path / "out" / "mine.txt").write_text("keep")
     with pytest.raises(OutputError, match="exists already"):
         quantize(tiny_llama, tmp_path / "out", text_file)
-    with pytest.raises(OutputError, match="is not a checkpoint"):
+    with pytest.raises(OutputError, match=r"has no quantkit\.json that quantkit wrote, so it is not replaced"):
         quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
-    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "out" / "model.safetensors").touch()
-    quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
-    assert not (tmp_path / "out" / "mine.txt").exists()
+    with pytest.raises(OutputError, match=r"has no quantkit\.json that quantkit wrote, so it is not replaced"):
+        quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_second_writer_is_refused(tiny_llama, tmp_path, text_file):
-    import fcntl
-
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    with (partial / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(OutputError, match="another run is writing"):
-            quantize(tiny_llama, tmp_path / "out", text_file)
+    with (
+        open_stage(tmp_path / "out", "quantize", overwrite=False, resumable=True),
+        pytest.raises(OutputError, match=r"another run is writing .*out\.partial"),
+    ):
+        quantize(tiny_llama, tmp_path / "out", text_file)
 
 
 def test_the_source_cannot_be_the_output(tmp_path, text_file):
@@ -248,23 +217,30 @@ def test_the_source_cannot_be_the_output(tmp_path, text_file):
 def test_a_run_killed_while_tidying_up_is_complete(tiny_llama, tmp_path, text_file, leftover):
     """Killed between the last rename and the removal of its leftovers: the same command tidies up and says done."""
     first = quantize(tiny_llama, tmp_path / "out", text_file)
-    partial = tmp_path / "out.partial"
-    (partial / leftover).parent.mkdir(parents=True)
-    (partial / leftover).touch()
+    partial = left_behind(tmp_path / "out.partial", leftover)
     again = quantize(tiny_llama, tmp_path / "out", text_file)
     assert not partial.exists()
     assert again == first
-    partial.mkdir()
+    left_behind(partial, leftover)
     with pytest.raises(OutputError, match="exists already"):  # another recipe's output is not this one's
         quantize(tiny_llama, tmp_path / "out", text_file, overrides={"weights.group_size": 16})
-    partial.mkdir(exist_ok=True)
-    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True).num_layers == 2
+    left_behind(partial, leftover)
+    changed = {"weights.group_size": 16}
+    assert quantize(tiny_llama, tmp_path / "out", text_file, overwrite=True, overrides=changed).num_layers == 2
+    assert not partial.exists()
+
+
+def left_behind(partial, leftover):
+    """The work folder of a run that was killed, with one file."""
+    with work_folder(partial, "quantize"):
+        (partial / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (partial / leftover).touch()
+    return partial
 
 
 def test_leftovers_of_an_unknown_run_are_not_kept(tiny_llama, tmp_path, text_file):
     """Killed before it had written who it was: its files must not end up in this run's output."""
-    (tmp_path / "out.partial" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "out.partial" / "checkpoint" / "model-00001-of-00099.safetensors").touch()
+    left_behind(tmp_path / "out.partial", "checkpoint/model-00001-of-00099.safetensors")
     quantize(tiny_llama, tmp_path / "out", text_file)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
 

@@ -248,7 +248,7 @@ def test_whole_parts_can_be_replaced_and_removed(write):
     ("change", "expected"),
     [
         ("seed", "has no '='"),
-        ("weights.group_size=[", "override 'weights.group_size=[': line 1"),
+        ("weights.group_size=[", "override 'weights.group_size=[': not valid YAML: line 1"),
         ("weights.groupsize=3", "(did you mean 'weights.group_size'?); there are: weights.dtype, weights.group_size"),
         ("weight.group_size=3", "(did you mean 'weights.group_size'?)"),
         ("weights.group_size.x=3", "no such field"),

@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kernels.gpu.interpreter import needs_triton, why_not
+
 ROOT = Path(__file__).parents[3]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.language") is None,
-    reason="needs triton: pip install triton",
-)
 
 
 def run(*command: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def too_old() -> bool:
-    """Whether this Triton's interpreter fails with this NumPy: it makes a number of an array of one."""
-    triton, numpy = (tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy"))
-    return triton < (3, 9) and numpy >= (2, 4)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_kernels_are_interpreted_by_the_tests_in_the_folder():
+    if why_not():
+        pytest.skip(why_not())
+    assert len(list((Path(__file__).parent / "interpreted").glob("test_*.py"))) == 8
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU this process interprets them itself")
 @needs_triton
-def test_kernels_compute_what_the_reference_does():
-    if too_old():
-        pytest.skip("Triton before 3.9 with NumPy from 2.4 on cannot interpret loops")
-    files = (
-        "tests/kernels/gpu/interpreted.py",
-        "tests/kernels/gpu/interpreted_attention.py",
-        "tests/kernels/gpu/interpreted_rounded.py",
-        "tests/kernels/gpu/interpreted_experts.py",
-        "tests/kernels/gpu/interpreted_graphs.py",
-        "tests/kernels/gpu/interpreted_head.py",
-        "tests/kernels/gpu/interpreted_sampling.py",
-    )
-    said = run(*("-m", "pytest", "-p", "no:cacheprovider", *files), TRITON_INTERPRET="1")
+def test_kernels_are_interpreted_beside_a_gpu():
+    folder = "tests/kernels/gpu/interpreted"
+    said = run("-m", "pytest", "-p", "no:cacheprovider", folder, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     assert "passed" in said
     assert "skipped" not in said
 

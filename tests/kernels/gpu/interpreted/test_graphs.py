@@ -1,4 +1,4 @@
-"""Decode steps over fixed buffers in Triton's interpreter: what a graph would repeat. Run by `test_interpreted`.
+"""Decode steps over fixed buffers in Triton's interpreter: what a graph would repeat.
 
 A graph repeats its launches with the numbers of the host as they were when it was captured. Here the "graph" is the
 step itself on its fixed batch, whose host side says nothing true: what it computes right, it has read from the device.
@@ -38,7 +38,7 @@ def make(folder, kv_cache, **options):
     return LLM(folder, dtype="float16", kv_cache=kv_cache, page_size=16, max_length=64, threads=1, **options)
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "int4"])
+@pytest.mark.parametrize("kv_cache", [pytest.param("auto", marks=pytest.mark.slow), "int4"])
 def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch, kv_cache):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=2)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
@@ -69,9 +69,10 @@ def keep_outputs(step):
     return replay
 
 
-@pytest.mark.parametrize(
-    "kinds", [GREEDY, ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})]
-)
+MIXED = ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})
+
+
+@pytest.mark.parametrize("kinds", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=("greedy", "mixed"))
 def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds):
     """A packed head finds the likeliest itself; the next step is launched before the last tokens are read."""
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
@@ -102,7 +103,7 @@ def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
     assert runner.graph_status == "no: operation not permitted when stream is capturing"
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen2_moe"])
 def test_the_device_chooses_experts(tmp_path, monkeypatch, family):
     """One or several tokens, in fixed steps or not: the tokens that experts run one by one give."""
     folder = make_model(tmp_path / "model", family, num_hidden_layers=1)

@@ -1,4 +1,4 @@
-"""Linears whose inputs are rounded to 8 bits, and the rounding, in Triton's interpreter. Run by `test_interpreted`."""
+"""Linears whose inputs are rounded to 8 bits, and the rounding, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
-from tests.kernels.gpu.interpreted import CPU, check, quantized
+from tests.kernels.gpu.interpreted.packed import CPU, check, quantized
 
 
 @pytest.mark.parametrize("step", [None, 0.01])

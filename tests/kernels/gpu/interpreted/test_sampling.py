@@ -1,4 +1,4 @@
-"""The draw in Triton's interpreter against the reference. Run by `test_interpreted`."""
+"""The draw in Triton's interpreter against the reference."""
 
 from __future__ import annotations
 

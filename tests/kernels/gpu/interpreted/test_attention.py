@@ -1,7 +1,4 @@
-"""Attention on the GPU in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type.
-
-Run by `test_interpreted`; see `interpreted`.
-"""
+"""Attention in Triton's interpreter: what comes before it, one and several new tokens, parts, every KV type."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from quantkit.kernels.gpu import split_kv as parts
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
+from tests.helpers import one_of_each
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 CPU = torch.device("cpu")
@@ -28,13 +26,14 @@ IMPLEMENTATIONS = (lambda views: ops.Stepwise(TorchAttention(views)), TritonAtte
 OPTIONS = {"plain": {}, "all": {"window": 40, "softcap": 4.0, "sinks": torch.tensor([3.0, 0.0, 1.0, -2.0])}}
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", [*KV_TYPES, BY_HEAD, MIXED], ids=str)
+KINDS = {**{kind: {"kind": kind} for kind in KV_TYPES}, "by head": {"cache": BY_HEAD}, "mixed": {"cache": MIXED}}
+
+
+@pytest.mark.parametrize(("kind", "option"), one_of_each(KINDS, OPTIONS))
 def test_paged_attention(kind, option, monkeypatch):
     """Prompts, decodes over a page border, a chunk behind: outputs, and every byte of pages and tails, as by torch."""
     dtype, dim = (torch.float32, 40) if option == "plain" else (torch.float16, 32)
-    shape = {"kind": kind} if isinstance(kind, str) else {"cache": kind}
-    made, options = Sequences(layout(**shape, dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
+    made, options = Sequences(layout(**KINDS[kind], dim=dim, page_size=16, dtype=dtype), (20, 100)), OPTIONS[option]
     caches, outputs = [], []
     for implementation in IMPLEMENTATIONS:
         monkeypatch.setattr(ops, "attention", implementation)
@@ -49,27 +48,26 @@ def test_paged_attention(kind, option, monkeypatch):
     assert_same_memory(*caches)
 
 
-PAGE_CHOICES = [
-    (
+PAGE_CHOICES = {
+    "small": (
         choices.Decode(tile=16, warps=2, stages=1, programs=16, least_tiles=1, most_parts=4),
         choices.Prefill(rows=16, tile=16, warps=4, stages=1),
     ),
-    (
+    "large": (
         choices.Decode(tile=64, warps=8, stages=3, programs=1, least_tiles=8, most_parts=64),
         choices.Prefill(rows=128, tile=64, warps=8, stages=3),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("chosen", PAGE_CHOICES, ids=("small", "large"))
-@pytest.mark.parametrize("kind", ["auto", "int4"])
+@pytest.mark.parametrize(("kind", "chosen"), one_of_each(["auto", "int4"], PAGE_CHOICES))
 def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
     made = Sequences(layout(kind, dim=32, page_size=64, dtype=torch.float16), (30, 100))
     outputs = []
     for implementation in IMPLEMENTATIONS:
         monkeypatch.setattr(ops, "attention", implementation)
         cache = made.cache()
-        with configs.forced(*chosen):
+        with configs.forced(*PAGE_CHOICES[chosen]):
             out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
             outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
     for found, expected in zip(*reversed(outputs), strict=True):
@@ -123,8 +121,7 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
         assert_same_memory(*caches)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", ["auto", "int4"])
+@pytest.mark.parametrize(("kind", "option"), one_of_each(["auto", "int4"], OPTIONS))
 def test_long_prefixes_are_cut_in_parts(kind, option):
     """A token, and drafts, after a long prefix, alone and beside a sequence that is too short to be cut."""
     shape = layout(kind, dim=32, value_dim=48, page_size=16, dtype=torch.float16)

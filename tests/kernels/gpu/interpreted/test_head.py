@@ -1,4 +1,4 @@
-"""Logits and the likeliest tokens in Triton's interpreter against torch. Run by `test_interpreted`."""
+"""Logits and the likeliest tokens in Triton's interpreter against torch."""
 
 from __future__ import annotations
 

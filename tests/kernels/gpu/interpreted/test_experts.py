@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton's interpreter against the experts one by one. Run by `test_interpreted`."""
+"""Mixtures of experts in Triton's interpreter against the experts one by one."""
 
 from __future__ import annotations
 
@@ -96,13 +96,20 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(grouped_rows, "_WORDS", 4096)
 
 
+def cases():
+    """One token, a few, and enough for tiles: all by default of the first kinds, of each other one."""
+    for number, kind in enumerate(KINDS):
+        for turn, tokens in enumerate((3, 17)):
+            slow = number > 1 and turn != number % 2
+            yield pytest.param(kind, tokens, marks=pytest.mark.slow if slow else [])
+    yield from ((kind, 1) for kind in KINDS[:3])
+
+
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_experts(kind):
-    """One token, a few, and enough for tiles."""
+@pytest.mark.parametrize(("kind", "tokens"), cases(), ids=str)
+def test_experts(kind, tokens):
     made = Experts(kind)
-    for tokens in (1, 3, 17) if kind in KINDS[:3] else (2, 17):
-        made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))
+    made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))
 
 
 @pytest.mark.usefixtures("few_programs")

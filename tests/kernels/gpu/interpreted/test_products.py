@@ -1,8 +1,4 @@
-"""Triton kernels against the reference through Triton's interpreter, on the CPU. Run by `test_interpreted`.
-
-The interpreter is chosen when the kernels are imported, so this is a process of its own. It computes bfloat16 wrongly
-and without saying so, hence float16 and float32 only; and an operation takes milliseconds, hence few, small cases.
-"""
+"""Packed weights and their products in Triton's interpreter against the decoded weight in float64."""
 
 from __future__ import annotations
 
@@ -12,21 +8,20 @@ import pytest
 import torch
 
 from quantkit.formats._microscaling import fp4_values
-from quantkit.kernels import ops, reference
-from quantkit.kernels.gpu import choices, configs, norms, w4a16
+from quantkit.kernels import ops
+from quantkit.kernels.gpu import choices, configs, w4a16
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.gpu import quantized_activations as rounded
 from quantkit.kernels.gpu.attention import TritonAttention
 from quantkit.kernels.gpu.layout import E4M3_BYTES, NUMBERS, find_span, natural, pack
 from quantkit.kernels.linear import join
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from tests.kernels.gpu.interpreted.packed import CPU, check, quantized
 from tests.kernels.paged import Sequences, layout
 
-CPU = torch.device("cpu")
 SCHEMES = [
     ("int4", 128, True, (64, 512)),
     ("int4", 32, False, (50, 256)),
@@ -42,19 +37,6 @@ SCHEMES = [
     ("mxfp4", 32, True, (50, 256)),
     ("mxfp8", 32, True, (32, 160)),
 ]
-
-
-def quantized(name, group, symmetric, shape):
-    scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.2
-    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
-
-
-def check(found, inputs, decoded, bias=0.0):
-    expected = inputs.double() @ decoded.double().T + bias
-    unit = torch.finfo(found.dtype).eps
-    bound = unit * expected.abs() + 2.0**-20 * (inputs.double().abs() @ decoded.double().abs().T)
-    assert ((found.double() - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -243,39 +225,3 @@ def test_e4m3_is_rounded_as_by_torch():
     kv_store.enter(every, every, every, views, batch, ops.AttentionOptions(scale=1.0), None)
     stored = views.key.codes[:, 0].reshape(-1, 64)[: len(every)]
     assert torch.equal(stored, _to_fp8(every[:, 0]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_norms(dtype):
-    joined, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((3, 300), (3, 100), (100,)))
-    x = joined[:, 100:200]  # a slice of something wider
-    found = norms.rms_norm(x, weight, 1e-5, 1.0)
-    torch.testing.assert_close(found[0], reference.rms_norm(x, weight, 1e-5, offset=1.0))
-    found = norms.rms_norm(x, weight, 1e-5, 0.0, residual)
-    for one, other in zip(found, reference.add_rms_norm(x, residual, weight, 1e-5), strict=True):
-        torch.testing.assert_close(one, other)
-    heads = joined.view(3, 3, 100)[:, 1:]
-    torch.testing.assert_close(norms.rms_norm(heads, weight, 1e-5, 0.0)[0], reference.rms_norm(heads, weight, 1e-5))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved):
-    joined = torch.randn(2, 5 * 32)
-    angles = torch.randn(2, 12)  # 24 of 32 channels rotate
-    results = []
-    for rotate in (norms.rotary_, reference.rotary_):
-        states = joined.clone()
-        query, key = states[:, :96].view(2, 3, 32), states[:, 96:].view(2, 2, 32)
-        if rotate is norms.rotary_:
-            assert rotate(query, key, angles.cos(), angles.sin(), interleaved)
-        else:
-            rotate(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
-        results.append(states)
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_gated(activation):
-    x = 3 * torch.randn(2, 2 * 1100)
-    torch.testing.assert_close(norms.gated(x, activation), reference.gated(x, activation))
-    assert norms.gated(x, "relu") is None

@@ -1,0 +1,77 @@
+"""What a file in a model's folder may be: a file of that folder. A link out of it would read, and copy, the user's own.
+
+The rule is checked when a folder is opened, so that it also holds for what transformers reads there. It does not guard
+against a folder that changes while it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantkit.errors import ModelError, first_line
+
+__all__ = ["check_links"]
+
+# Folders inside a model's folder that transformers reads.
+_READ_FOLDERS = ("additional_chat_templates",)
+
+
+def check_links(folder: Path, *, deep: bool = False) -> None:
+    """Refuse links that lead out of a model's folder, and what is neither a file nor a folder.
+
+    A link may lead to the folder itself, or, where it is a snapshot in a cache of the hub, to that cache's blobs:
+
+        models--X/snapshots/<revision>/config.json -> ../../blobs/<hash>
+
+    Args:
+        folder: of the model; may itself be reached through a link.
+        deep: all folders in it too, and not only those that are read.
+    Raises:
+        ModelError: names the link and where it leads.
+    """
+    root = Path(os.path.realpath(folder))
+    blobs = _blobs(root)
+    try:
+        for path in _entries(root, deep):
+            _check_entry(path, folder / path.relative_to(root), root, blobs)
+    except OSError as error:
+        raise ModelError(f"cannot read the folder {folder}: {first_line(error)}; check its permissions") from None
+
+
+def _blobs(root: Path) -> Path | None:
+    """The blobs that belong to a snapshot in a cache of the hub; None when the folder is not one."""
+    model = root.parent.parent
+    blobs = model / "blobs"
+    if root.parent.name != "snapshots" or not model.name.startswith("models--") or blobs.is_symlink():
+        return None
+    return blobs
+
+
+def _entries(folder: Path, deep: bool) -> Iterator[Path]:
+    """What is in a folder, in order, then what is in the folders that are read."""
+    with os.scandir(folder) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    for entry in inside:
+        yield folder / entry.name
+    for entry in inside:
+        if (deep or entry.name in _READ_FOLDERS) and entry.is_dir(follow_symlinks=False):
+            yield from _entries(folder / entry.name, deep)
+
+
+def _check_entry(path: Path, shown: Path, root: Path, blobs: Path | None) -> None:
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
+        if not (target.is_relative_to(root) or (blobs is not None and target.parent == blobs)):
+            raise ModelError(
+                f"{shown} is a link to {target}, outside the model's folder; put the file itself in its place, "
+                "or give the folder that holds the files"
+            )
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # a link that leads nowhere, which whoever wants the file calls missing
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ModelError(f"{shown} is a pipe, a socket or a device, not a file; remove it")

@@ -1,0 +1,91 @@
+"""What --overwrite may replace: only what quantkit wrote, with nothing in it that somebody else has added."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata
+from quantkit.errors import OutputError
+
+MANIFEST = "quantkit.json"
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# Beside tokenizer, licence and the like: what quantize, convert, verify and the hub write into a checkpoint.
+_WRITTEN = (CONFIG_NAME, INDEX_NAME, "quantkit*.json", "README.md", "report.json", "report.html", "junit.xml")
+
+
+def check_apart(output: Path, source: Path) -> None:
+    """Refuse an output that is the source, in it or around it: replacing it would destroy the model.
+
+    Raises:
+        OutputError: names both.
+    """
+    target, model = output.resolve(), source.resolve()
+    if target == model or target in model.parents or model in target.parents:
+        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
+
+
+def check_checkpoint(output: Path) -> None:
+    """Refuse to replace anything but an empty directory or a checkpoint that quantkit wrote, with nothing else in it.
+
+    Args:
+        output: what is there.
+    Raises:
+        OutputError: says what in it is not quantkit's.
+    """
+    if output.is_symlink() or not output.is_dir():
+        raise _kept(output, "is no directory of its own")
+    entries = sorted(output.iterdir())
+    if entries and not _is_ours(output / MANIFEST):
+        raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
+    for entry in entries:
+        if entry.is_symlink() or not entry.is_file() or not _is_written(entry.name):
+            raise _kept(output, f"holds {entry.name}, which quantkit did not write")
+
+
+def check_gguf(output: Path) -> None:
+    """Refuse to replace anything but a GGUF file.
+
+    Raises:
+        OutputError: it is something else.
+    """
+    check_regular(output)
+    with output.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise _kept(output, "is not a GGUF file")
+
+
+def check_regular(output: Path) -> None:
+    """Refuse to replace anything but a file.
+
+    Raises:
+        OutputError: it is a link, a directory or a device.
+    """
+    if output.is_symlink() or not output.is_file():
+        raise _kept(output, "is no file of its own")
+
+
+def _kept(output: Path, reason: str) -> OutputError:
+    return OutputError(f"output {output} {reason}, so it is not replaced; move it away or choose another --output")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a manifest of `quantize` or `convert`."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 30:
+        return False
+    try:
+        manifest: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(manifest, dict) or type(manifest.get("schema_version")) is not int:
+        return False
+    return isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+
+
+def _is_written(name: str) -> bool:
+    known = any(fnmatch.fnmatchcase(name, pattern) for pattern in _WRITTEN)
+    return known or _SHARD.fullmatch(name) is not None or is_metadata(name)

@@ -1,0 +1,118 @@
+"""Where an output is made until it gets its name: a work folder beside it, the same for every command that writes one.
+
+What an output replaces is moved into that folder and deleted last; a process that is killed in between leaves it there,
+and the next one puts it back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.checkpoints.replaceable import check_checkpoint
+from quantkit.checkpoints.work_folder import WorkFolder, work_folder
+from quantkit.checkpoints.writer import sync_folder, translate_os_error
+from quantkit.errors import OutputError
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """One output in the making.
+
+    Args:
+        output: its final name.
+        work: where it is made.
+        overwrite: whether something may be there already.
+        check: raises OutputError unless what is there may be replaced.
+    """
+
+    output: Path
+    work: WorkFolder
+    overwrite: bool
+    check: Callable[[Path], None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether an earlier run seems to have been killed between naming the output and tidying up."""
+        return bool(self.work.known) and os.path.lexists(self.output) and not os.path.lexists(self.work.checkpoint)
+
+    def check_output(self) -> None:
+        """Refuse what may not be replaced.
+
+        Raises:
+            OutputError: says why.
+        """
+        _check_output(self.output, self.overwrite, self.check)
+
+    def promote(self, made: Path) -> None:
+        """Give what is finished its name, and delete the rest; at no moment is half of it under that name.
+
+        Args:
+            made: on the file system of `output`.
+        Raises:
+            OutputError: `output` may not be replaced, or cannot be renamed; then it is as it was.
+        """
+        self.work.check_held()
+        self.check_output()
+        try:
+            if self.output.is_dir():
+                try:
+                    self.output.rename(self.work.replaced)
+                    made.rename(self.output)
+                except BaseException:
+                    self.work.put_back()
+                    raise
+            else:
+                made.replace(self.output)
+            sync_folder(self.output.parent)
+            self.work.clear()
+        except OSError as error:
+            raise translate_os_error(error, self.output) from error
+
+
+@contextmanager
+def open_stage(
+    output: Path,
+    kind: str,
+    *,
+    overwrite: bool,
+    check: Callable[[Path], None] = check_checkpoint,
+    resumable: bool = False,
+    allow_finished: bool = False,
+) -> Iterator[Stage]:
+    """The work folder of an output, `<output>.partial`, after everything has been checked that can be refused.
+
+    Args:
+        output: file or directory to make.
+        kind: the command that makes it, for messages.
+        overwrite: an existing output may be replaced if `check` allows it.
+        check: raises OutputError unless what is there may be replaced.
+        resumable: what is unfinished stays when the block fails.
+        allow_finished: leave an output to the caller that an earlier run seems to have finished, see `is_finished`.
+    Raises:
+        OutputError: the output or the folder is somebody else's, a link, or being written by another process.
+    """
+    if output.name in ("", ".."):
+        raise OutputError(f"output {output} has no name of its own; give one, such as {output / 'out'}")
+    folder = output.with_name(f"{output.name}.partial")
+    if not os.path.lexists(folder):
+        _check_output(output, overwrite, check)
+    with work_folder(folder, kind, output=output, resumable=resumable) as work:
+        stage = Stage(output=output, work=work, overwrite=overwrite, check=check)
+        if not (allow_finished and stage.is_finished):
+            stage.check_output()
+        yield stage
+
+
+def _check_output(output: Path, overwrite: bool, check: Callable[[Path], None]) -> None:
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise OutputError(f"output {output} exists already; choose another --output or pass --overwrite")
+    try:
+        check(output)
+    except OSError as error:
+        raise translate_os_error(error, output) from error

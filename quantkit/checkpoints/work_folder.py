@@ -1,0 +1,260 @@
+"""A folder to work in that is marked as quantkit's and locked by one process.
+
+Nothing is ever removed that does not lie in a folder with the marker, and the marker is written only into a folder that
+quantkit has just made or that was empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoints.writer import sync_folder, translate_os_error
+from quantkit.errors import OutputError
+
+MARKER = ".quantkit-work"  # says whose folder it is, and is what is locked
+MARKER_VERSION = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkFolder:
+    """A folder that this process alone may write and empty while it is open.
+
+    Args:
+        path: of the folder.
+        output: what is made in it; None where it is the work itself that is kept.
+        resumable: whether what is in it is worth something to a later run.
+        adopted: whether it was there, empty and without a marker.
+        known: what the marker said when the folder was opened; empty for a new one.
+    """
+
+    path: Path
+    output: Path | None
+    resumable: bool
+    adopted: bool
+    known: dict[str, Any]
+    _descriptor: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """What becomes the output, where that is a directory."""
+        return self.path / "checkpoint"
+
+    @property
+    def replaced(self) -> Path:
+        """What the output was before, between the two renames of a replacement."""
+        return self.path / "replaced"
+
+    def clear(self) -> None:
+        """Delete all but the marker; files first, so that what is left of a killed run never names missing folders."""
+        self.put_back()
+        for entry in sorted(self._entries(), key=Path.is_dir):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def put_back(self) -> None:
+        """Give an output its name again that was moved aside and not replaced.
+
+        Raises:
+            OutputError: something else has come to its place meanwhile; nothing is changed.
+        """
+        if self.output is None or not os.path.lexists(self.replaced):
+            return
+        if not os.path.lexists(self.output):
+            self.replaced.rename(self.output)
+            sync_folder(self.output.parent)
+        elif os.path.lexists(self.checkpoint):
+            raise OutputError(
+                f"{self.replaced} is what {self.output} was before an interrupted run, and something else is there "
+                "now; move one of the two away"
+            )
+
+    def check_held(self) -> None:
+        """Refuse to go on when the folder was taken away or given to another run meanwhile.
+
+        Raises:
+            OutputError: it was.
+        """
+        if not _is_at(self._descriptor, self.path / MARKER):
+            raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
+
+    def mark(self, kind: str) -> None:
+        """Say in the marker whose the folder is now."""
+        text = json.dumps(
+            {"written_by": "quantkit", "version": MARKER_VERSION, "kind": kind, "resumable": self.resumable}
+        )
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode() + b"\n", 0)
+
+    def leave(self) -> None:
+        """Remove what no later run can use, the marker last, and let others in."""
+        try:
+            if not _is_at(self._descriptor, self.path / MARKER):
+                return
+            if not self.resumable:
+                self.clear()
+            if not self._entries():
+                (self.path / MARKER).unlink()
+                if self.output is not None or not self.adopted:
+                    self.path.rmdir()
+        except (OSError, OutputError):
+            pass  # the marker is still there or the folder another's: the next run tidies up
+        finally:
+            os.close(self._descriptor)
+
+    def _entries(self) -> list[Path]:
+        return [entry for entry in self.path.iterdir() if entry.name != MARKER]
+
+
+@contextmanager
+def work_folder(
+    path: Path, kind: str, *, output: Path | None = None, resumable: bool = True, option: str = "--output"
+) -> Iterator[WorkFolder]:
+    """A folder to work in, new or left by an earlier run of the same command, locked while open.
+
+    Removed at the end if nothing is in it, or if what is in it is not resumable.
+
+    Args:
+        path: of the folder.
+        kind: the command that works there.
+        output: what is made in it, if the folder is only its stage.
+        resumable: what is in it stays for a later run.
+        option: that would choose another folder, for messages.
+    Raises:
+        OutputError: it is not quantkit's, a link, holds links, or another process is at work there.
+        ResourceError: the disk is full.
+    """
+    try:
+        work = _claim(path, output, resumable, option)
+    except OSError as error:
+        raise translate_os_error(error, path) from error
+    try:
+        _check_links(path, option)
+        work.put_back()
+        _take_over(work, kind)
+    except BaseException as error:
+        os.close(work._descriptor)
+        if isinstance(error, OSError):
+            raise translate_os_error(error, path) from error
+        raise
+    try:
+        yield work
+    finally:
+        work.leave()
+
+
+def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> WorkFolder:
+    """Lock the marker of a folder, which is made if it is not there."""
+    while True:
+        created = _create(path, option)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(path / MARKER, flags, 0o666)
+        except FileNotFoundError:
+            continue  # another run has removed the folder since
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path / MARKER):
+                known = _read_marker(descriptor, path, option)
+                adopted = not created and not known
+                return WorkFolder(
+                    path=path, output=output, resumable=resumable, adopted=adopted, known=known, _descriptor=descriptor
+                )
+        except BlockingIOError:
+            os.close(descriptor)
+            raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # of a marker that another run has removed since
+
+
+def _create(path: Path, option: str) -> bool:
+    """Make the folder; False if there is one already that is quantkit's or empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+        return True
+    except FileExistsError:
+        pass
+    with contextlib.suppress(FileNotFoundError):  # another run may be removing it
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise _link(path, option)
+        if not stat.S_ISDIR(mode):
+            raise OutputError(f"{path} is a file where quantkit would work; move it away or choose another {option}")
+        names = [entry.name for entry in path.iterdir()]
+        if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
+            raise _foreign(path, option)
+    return False
+
+
+def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
+    """What the marker says; empty for a new one, and where its writer was killed before anything else was there."""
+    text = os.pread(descriptor, 1 << 16, 0)
+    if not text and all(entry.name == MARKER for entry in path.iterdir()):
+        return {}
+    try:
+        marker: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        marker = None
+    if (
+        not isinstance(marker, dict)
+        or marker.get("written_by") != "quantkit"
+        or marker.get("version") != MARKER_VERSION
+    ):
+        raise _foreign(path, option)
+    return marker
+
+
+def _foreign(path: Path, option: str) -> OutputError:
+    return OutputError(
+        f"{path} is where quantkit would work, and this version did not make it; move it away (delete it only if an "
+        f"interrupted run of an earlier version left it) or choose another {option}"
+    )
+
+
+def _link(path: Path, option: str) -> OutputError:
+    return OutputError(
+        f"{path} is a symbolic link, and nothing is written through one; remove it or choose another {option}"
+    )
+
+
+def _check_links(path: Path, option: str) -> None:
+    """Refuse to write or delete through a link that somebody has put into the folder."""
+    for folder, folders, files in os.walk(path):
+        for name in sorted(folders + files):
+            link = Path(folder, name)
+            if link.is_symlink():
+                raise _link(link, option)
+
+
+def _take_over(work: WorkFolder, kind: str) -> None:
+    """Keep what an earlier run of the same command left, delete what none can use, refuse what another can."""
+    left = work.known.get("kind")
+    if left == kind and work.resumable:
+        return
+    if left is not None and work.known.get("resumable") is not False and work._entries():
+        raise OutputError(
+            f"{work.path} is of an interrupted `quantkit {left}`; give that command again to finish it, or delete the "
+            "folder"
+        )
+    work.clear()
+    work.mark(kind)
+    work.known = {}
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,139 @@
+"""Which names a pattern means: shell-style, or a regular expression after `re:`; within bounds of time.
+
+Patterns come from files that strangers may have written, and the standard library's engine cannot be stopped: one of
+ten characters takes longer than the age of the world. `regex` can be; what only it understands is refused, so that a
+pattern means what it means in Python's `re`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from quantkit.errors import SchemeError
+from quantkit.untrusted import shorten
+
+__all__ = ["MAX_EXPRESSIONS", "Budget", "check_for_others", "check_pattern", "is_exact", "matches"]
+
+MAX_EXPRESSIONS = 4096
+_MAX_LENGTH = 1000
+_MAX_REPEATS = 10_000  # the product of all counts {n}: the engine lays out what is repeated while it compiles
+_MAX_WAYS = 26  # logarithm of the number of ways in which a name can be tried
+_MATCH_S = 1.0
+_ALL_S = 30.0
+_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+# Fuzzy matching and named sets of characters, which `re` takes literally.
+_OTHER_MEANING = re.compile(r"\{(?!\d*,?\d*\})|\[\^?\[:")
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds that all patterns of one file may still take together. *Mutable*."""
+
+    seconds: float = _ALL_S
+
+
+def is_exact(pattern: str) -> bool:
+    """Whether a pattern is a plain name."""
+    return not pattern.startswith("re:") and not set(pattern) & set("*?[")
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse what is not a pattern.
+
+    Raises:
+        SchemeError: too long, not a regular expression of Python, or one whose counts are too large.
+    """
+    if not is_exact(pattern):
+        _compiled(pattern)
+
+
+def matches(pattern: str, name: str, budget: Budget) -> bool:
+    """Whether a pattern means a name, all of it.
+
+    Args:
+        pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
+        name: a full module name.
+        budget: what is left of the time; modified.
+    Raises:
+        SchemeError: not a pattern, or matching takes too long.
+    """
+    if is_exact(pattern):
+        return pattern == name
+    expression, start = _compiled(pattern), time.thread_time()
+    try:
+        return expression.fullmatch(name, timeout=max(1e-6, min(_MATCH_S, budget.seconds))) is not None
+    except (TimeoutError, MemoryError, RecursionError):
+        raise SchemeError(
+            f"pattern {shorten(pattern, 100)} takes too long to match {shorten(name)}; write it without repeats "
+            "inside repeats, or name the modules"
+        ) from None
+    finally:
+        budget.seconds -= time.thread_time() - start
+
+
+def check_for_others(config: Mapping[str, Any]) -> None:
+    """Refuse expressions of a quantization_config that other libraries' engines may never finish with.
+
+    Those match with `re`, which tries every way to divide a name among repeats and alternatives: there must be few,
+    and no group may be repeated.
+
+    Args:
+        config: contents of config.json.
+    Raises:
+        SchemeError: names the expression.
+    """
+    for text in _texts(config, False):
+        plain = re.sub(r"\\.", "", text)
+        repeats, choices = len(re.findall(r"[*+{]", plain)), len(re.findall(r"\||(?<![(*+?}])\?", plain))
+        # A repeat can end at any of about 2^6 letters of a name.
+        if len(text) > _MAX_LENGTH or re.search(r"\)[*+{]", plain) or 6 * repeats + choices > _MAX_WAYS:
+            raise SchemeError(
+                f"quantization_config has {shorten(text, 100)}, which may take for ever to match; "
+                "name the modules, or write it with few repeats and no group that is repeated"
+            )
+
+
+def _texts(data: Any, inside: bool) -> Iterator[str]:
+    """All texts under `quantization_config`, wherever that is."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            here = inside or key == "quantization_config"
+            yield from [key] if inside else []
+            yield from _texts(value, here)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _texts(value, inside)
+    elif inside and isinstance(data, str):
+        yield data
+
+
+@functools.lru_cache(maxsize=MAX_EXPRESSIONS)
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    if len(pattern) > _MAX_LENGTH:
+        raise SchemeError(f"pattern {shorten(pattern)} has {len(pattern)} characters; at most {_MAX_LENGTH} are read")
+    text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
+    try:
+        re.compile(text)
+        _check_meaning(text)
+        return regex.compile(text, regex.VERSION0)
+    except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
+        raise SchemeError(f"{shorten(pattern, 100)} is not a regular expression: {error}") from None
+
+
+def _check_meaning(text: str) -> None:
+    """Raises ValueError where the two engines differ, and where counts would fill the memory."""
+    plain = re.sub(r"\\.", "", text, flags=re.DOTALL)
+    if other := _OTHER_MEANING.search(plain):
+        raise ValueError(f"{other[0]!r} means different things to different engines; put a backslash before each")
+    counts = (int(most or least or 1) for least, _, most in _COUNT.findall(plain))
+    if math.prod(max(1, count) for count in counts) > _MAX_REPEATS:
+        raise ValueError(f"its counts in braces come to more than {_MAX_REPEATS} repeats")

@@ -1,0 +1,169 @@
+"""Text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+
+Not a schema: what the data means is said where it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.errors import InputError
+
+__all__ = ["MAX_YAML_BYTES", "parse_yaml", "read_text", "shorten"]
+
+MAX_YAML_BYTES = 1 << 20
+_MAX_NODES = 50_000
+_MAX_DEPTH = 50
+_MAX_DIGITS = 100
+_MAX_REASON = 200
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """`repr` of a value for a one-line message, cut while it is written: no value is too large or too deep for it.
+
+    Args:
+        value: anything.
+        limit: characters to keep.
+    """
+    text = ""
+    for piece in _written(value, limit):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
+
+
+def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -> str:
+    """The text of a regular file.
+
+    Args:
+        path: of the file; links are followed.
+        kind: what to raise.
+        limit: bytes that it may have.
+    Raises:
+        InputError: of this kind: it is missing, a folder, a pipe or a device, too large, or not UTF-8.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
+            raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
+        raise kind(f"{path}: cannot be read as text: {error}") from None
+
+
+def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
+    """Plain data from YAML, stricter than YAML: no key twice, no aliases, and 1e-3 is a number.
+
+    Args:
+        text: content of the file.
+        where: the file, for messages.
+        kind: what to raise.
+    Raises:
+        InputError: of this kind: not YAML, or larger or deeper than a person writes; names the line where there is one.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise kind(f"{where}: has {len(text)} characters of YAML, over the limit of {MAX_YAML_BYTES}; shorten it")
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}:" if mark else ""
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise kind(f"{where}: not valid YAML:{line} {_one_line(problem)}") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        # An impossible date such as 2024-13-01, and what PyYAML does with `!!bool maybe` or `!!timestamp soon`.
+        raise kind(f"{where}: not valid YAML: {_one_line(str(error))}") from None
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_REASON else f"{line[: _MAX_REASON - 3]}..."
+
+
+def _written(value: Any, limit: int) -> Iterator[str]:
+    """The `repr` of a value, piece by piece; each piece is at most a few times `limit` long."""
+    if type(value) is dict:
+        yield "{"
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _written(key, limit)
+            yield ": "
+            yield from _written(item, limit)
+        yield "}"
+    elif type(value) in (list, tuple):
+        yield "[" if type(value) is list else "("
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _written(item, limit)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    elif isinstance(value, str | bytes):
+        yield repr(value[: limit + 1])
+    elif type(value) is int and value.bit_length() > 4 * limit:
+        yield f"a whole number of {value.bit_length()} bits"  # Python refuses to write the largest
+    else:
+        yield repr(value)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses aliases, a key given twice in the same mapping, and what only a machine would write."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node; overrides PyYAML, which lets a kilobyte of aliases stand for a terabyte."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write the value out", mark)
+        self._depth, self._num_nodes = self._depth + 1, self._num_nodes + 1
+        if self._depth > _MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"values are nested more than {_MAX_DEPTH} deep", mark)
+        if self._num_nodes > _MAX_NODES:
+            raise yaml.composer.ComposerError(None, None, f"there are more than {_MAX_NODES} values", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """The mapping of a node; overrides PyYAML, which keeps the last of two equal keys without a word."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # a list as a key is refused by PyYAML itself
+            if key in seen:
+                problem = f"key {shorten(key)} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number; one of very many digits would take minutes in base 60 and cannot be written by Python."""
+        if len(str(node.value)) > _MAX_DIGITS:
+            problem = f"a number has {len(node.value)} characters, over the limit of {_MAX_DIGITS}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        whole = node.tag.endswith(":int")
+        return super().construct_yaml_int(node) if whole else super().construct_yaml_float(node)
+
+
+# YAML 1.1 reads 1e-3 as text because it has no dot; people and YAML 1.2 read it as a number.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)

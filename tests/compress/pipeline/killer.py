@@ -1,0 +1,50 @@
+"""A compression that kills itself at its n-th rename, before or after it: every commit point of a run is one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import quantkit
+import quantkit.compress.pipeline.run
+
+
+class Renames:
+    """Counts them, and ends the process at one."""
+
+    def __init__(self, moment: int, when: str):
+        self.moment, self.when, self.count = moment, when, 0
+
+    def patch(self, name: str) -> None:
+        original = getattr(Path, name)
+
+        def counted(path, target):
+            self.count += 1
+            self.kill("before")
+            result = original(path, target)
+            self.kill("after")
+            return result
+
+        setattr(Path, name, counted)
+
+    def kill(self, when: str) -> None:
+        if (self.count, when) == (self.moment, self.when):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def renames_file(output: Path) -> Path:
+    """Where the number of renames of a whole run is written."""
+    return output.parent / "renames"
+
+
+def compress(moment: int, when: str, model: Path, output: Path, text: Path) -> None:
+    """Run one compression that is killed at that moment."""
+    renames = Renames(moment, when)
+    renames.patch("replace")
+    renames.patch("rename")
+    small = {"calibration.data": str(text), "calibration.samples": 8, "calibration.sequence_length": 48}
+    quantkit.quantize(model, "gptq-int4", output, overrides={"weights.group_size": 32, **small})
+    renames_file(output).write_text(str(renames.count))

@@ -1,0 +1,24 @@
+"""Quantized weights, and how near a product of one has to be."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import WeightScheme
+
+CPU = torch.device("cpu")
+
+
+def quantized(name, group, symmetric, shape):
+    scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.2
+    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+
+
+def check(found, inputs, decoded, bias=0.0):
+    expected = inputs.double() @ decoded.double().T + bias
+    unit = torch.finfo(found.dtype).eps
+    bound = unit * expected.abs() + 2.0**-20 * (inputs.double().abs() @ decoded.double().abs().T)
+    assert ((found.double() - expected).abs() <= bound).all()
