@@ -75,6 +75,8 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     Raises:
         ModelError: a key is missing, of the wrong kind, contradicts another, or asks for what is not computed here.
     """
+    if not family.native:
+        raise NotNative(f"architecture {next(iter(family.hf_names), config.get('model_type'))!r}")
     read = ConfigReader(config, family.defaults, family.keys)
     for key in family.not_native:
         if read.flag(key):
