@@ -103,11 +103,11 @@ def verify(
         QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.evaluate.verify import verify_checkpoint, write
+    from quantkit.evaluate.verify import verify_checkpoint, write_files
 
     report = verify_checkpoint(checkpoint, baseline, gates=gates, options=options, progress=progress)
     if output is not None:
-        write(report, Path(output))
+        write_files(report, Path(output))
     return report
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.amounts import human_bytes
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
+from quantkit.quantities import byte_size
+from quantkit.report.markdown import markdown_table
+from quantkit.report.table import Column, Table
 from quantkit.results import CheckpointSummary
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
@@ -60,7 +62,7 @@ def find_origin(model: str | Path | None) -> Origin:
     return Origin(base_model=entries.pop("base_model", None), entries=entries)
 
 
-def make_card(checkpoint: Path, repo: str, origin: Origin) -> str:
+def hub_card(checkpoint: Path, repo: str, origin: Origin) -> str:
     """The text of a model card.
 
     Args:
@@ -104,29 +106,29 @@ def push(
         ModelError: the directory holds links that lead out of it, which would be uploaded.
         OutputError: the hub refuses or cannot be reached.
     """
-    place = Path(checkpoint)
+    path = Path(checkpoint)
     if not _HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is not the name of a repository; write it as user/name")
-    if place.is_dir():
-        check_links(place, deep=True)
-    card = make_card(place, repo, origin)
+    if path.is_dir():
+        check_links(path, deep=True)
+    card = hub_card(path, repo, origin)
     try:
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=endpoint, token=token)
         address = str(api.create_repo(repo, private=private, exist_ok=True))
-        if place.is_dir():
-            (place / CARD).write_text(card, encoding="utf-8")
-            api.upload_folder(repo_id=repo, folder_path=place, commit_message=f"Upload {place.name}")
+        if path.is_dir():
+            (path / CARD).write_text(card, encoding="utf-8")
+            api.upload_folder(repo_id=repo, folder_path=path, commit_message=f"Upload {path.name}")
         else:
             api.upload_file(repo_id=repo, path_or_fileobj=card.encode(), path_in_repo=CARD)
-            api.upload_file(repo_id=repo, path_or_fileobj=place, path_in_repo=place.name)
+            api.upload_file(repo_id=repo, path_or_fileobj=path, path_in_repo=path.name)
         return address
     except Exception as error:
         # The hub fails in many ways that share no class: HTTP, connection, validation, missing package.
         reason = first_line(error).rstrip(".")
         raise OutputError(
-            f"cannot push {place} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is finished; "
+            f"cannot push {path} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is finished; "
             "log in with `hf auth login`, check the name and the network, and push again"
         ) from error
 
@@ -144,23 +146,18 @@ def _front_matter(folder: Path) -> dict[str, Any]:
 
 
 def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummary) -> str:
-    rows = [f"| {row.kind} | {row.stored_as} | {row.count} | {human_bytes(row.num_bytes)} |" for row in summary.modules]
     made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
     recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
     serve = _SERVE.get(summary.format, "vllm serve {repo}").format(repo=repo, file=checkpoint.name)
-    lines = [
+    modules = Table(
+        columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
+        rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),
+    )
+    parts = [
         f"# {repo.partition('/')[2]}",
-        "",
-        f"{made}{recipe}. Format: {summary.format}; {bits}{human_bytes(summary.num_bytes)} in all.",
-        "",
-        "| module | stored as | count | size |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-        "```sh",
-        serve,
-        "```",
-        "",
+        f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
+        markdown_table(modules),
+        f"```sh\n{serve}\n```\n",
     ]
-    return "\n".join(lines)
+    return "\n\n".join(parts)

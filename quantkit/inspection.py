@@ -5,6 +5,7 @@ Not a check of its numbers: whether codes decode to the right values is the busi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -16,12 +17,12 @@ from typing import Any
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.results import CheckpointSummary, LayerRecord, ModuleSummary
+from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
 
 __all__ = ["compare", "inspect"]
 
@@ -44,8 +45,8 @@ class _Module:
     stored_as: str
     num_parameters: int
     num_bytes: int
-    num_quantized: int  # weights that are codes
-    quantized_bytes: int  # of codes, scales and zero points
+    num_quantized: int = 0  # weights that are codes
+    quantized_bytes: int = 0  # of codes, scales and zero points
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
@@ -60,10 +61,10 @@ def inspect(path: str | Path) -> CheckpointSummary:
     if is_gguf(Path(path)):
         return _inspect_gguf(Path(path))
     reader = CheckpointReader(path)
-    found = recognise(reader.config, str(reader.path / CONFIG_NAME))
-    modules = [_module(reader, module, tensors, found) for module, tensors in by_module(reader.names).items()]
+    recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
+    modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
     recipe, layers = _read_manifest(reader.path)
-    name = DENSE if found is None else found[0]
+    name = DENSE if recognised is None else recognised[0]
     return _summary(str(path), _architecture(reader.config), name, modules, recipe, layers)
 
 
@@ -95,23 +96,16 @@ def _summary(
 
 
 def _module(
-    reader: CheckpointReader, name: str, tensors: list[str], found: tuple[str, Format, Scheme] | None
+    reader: CheckpointReader, name: str, tensors: list[str], recognised: tuple[str, Format, Scheme] | None
 ) -> _Module:
     infos = {local: reader.info(f"{name}.{local}" if name else local) for local in tensors}
     num_bytes = sum(info.num_bytes for info in infos.values())
-    linear = found[2].find(name) if found is not None and stores_codes(tensors) else None
-    if found is None or linear is None:
+    linear = recognised[2].find(name) if recognised is not None and stores_codes(tensors) else None
+    if recognised is None or linear is None:
         dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
-        return _Module(
-            name=name,
-            stored_as=", ".join(dtypes),
-            num_parameters=count,
-            num_bytes=num_bytes,
-            num_quantized=0,
-            quantized_bytes=0,
-        )
-    codes = _num_codes(reader, name, infos, linear, found[1])
+        return _Module(name=name, stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
+    codes = _num_codes(reader, name, infos, linear, recognised[1])
     extra = {local: info for local, info in infos.items() if local == "bias"}
     uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local in _UNCOUNTED)
     return _Module(
@@ -209,10 +203,8 @@ def _object(value: Any) -> dict[str, Any]:
 def _records(layers: Any) -> Iterable[LayerRecord]:
     """Records of the layers; the manifest leaves out what differs from run to run, and other versions may lack more."""
     for layer in layers if isinstance(layers, list) else []:
-        try:
-            yield LayerRecord.from_dict({"notes": [], "output_snr_db": None, "seconds": {}, "peak_bytes": 0, **layer})
-        except (TypeError, KeyError, IndexError):
-            continue
+        with contextlib.suppress(ReportError):
+            yield LayerRecord.from_dict(layer)
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
@@ -241,29 +233,6 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
 
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointDifference:
-    """What `quantkit inspect A B` found; every row is (what, in A, in B).
-
-    Args:
-        left, right: the checkpoints.
-        facts: of the whole.
-        modules: how modules of one kind are stored.
-        entries: of config.json, or of the metadata of GGUF files.
-    """
-
-    left: str
-    right: str
-    facts: tuple[tuple[str, str, str], ...]
-    modules: tuple[tuple[str, str, str], ...]
-    entries: tuple[tuple[str, str, str], ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.facts or self.modules or self.entries)
 
 
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:

@@ -120,9 +120,7 @@ def make_layer(family_models):
             block=skeleton.layer(0),
             sets=skeleton.linear_sets(0),
             schemes={
-                name: LinearScheme(weight=weight, activation=activation)
-                for name in linears
-                if name not in ignored
+                name: LinearScheme(weight=weight, activation=activation) for name in linears if name not in ignored
             },
             scale_dtype=dict.fromkeys(linears, torch.float32),
             head_dim=16,

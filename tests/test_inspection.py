@@ -19,7 +19,7 @@ from quantkit.inspection import inspect
 from quantkit.numerics.affine import minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
-from quantkit.results import LayerRecord, LinearRecord, ModuleSummary, to_dict
+from quantkit.results import LayerRecord, LinearRecord, ModuleSummary
 from tests.helpers import make_model
 
 N, K, VOCAB, NUM_LAYERS = 16, 64, 10, 11
@@ -144,13 +144,13 @@ def record():
 
 def test_recipe_and_errors_come_from_the_manifest(tmp_path):
     write(tmp_path, dense_tensors(), {})
-    layer = json.loads(json.dumps(to_dict(record())))
+    layer = json.loads(json.dumps(record().to_dict()))
     del layer["seconds"], layer["peak_bytes"]  # as the pipeline leaves them out
     manifest = {"schema_version": 1, "recipe": {"name": "mine"}, "result": {"recipe": "mine", "layers": [layer]}}
     (tmp_path / "quantkit.json").write_text(json.dumps(manifest))
     summary = inspect(str(tmp_path))
     assert (summary.recipe, summary.layers) == ("mine", (record(),))
-    assert json.loads(json.dumps(to_dict(summary)))["layers"][0]["notes"] == ["damping raised"]
+    assert json.loads(json.dumps(summary.to_dict()))["layers"][0]["notes"] == ["damping raised"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which numbers each unit of a model should have: measured, solved for a budget, written as a recipe, and proved."""
+"""Which numbers each fused group should have: measured, solved for a budget, written as a recipe, and verified."""
 
 from quantkit.allocation.choose import Target
 from quantkit.allocation.run import SearchOptions, search

@@ -1,4 +1,4 @@
-"""The ways to store a unit that a search may choose from: number types in groups, written `int4:32`.
+"""The ways to store a fused group that a search may choose from: number types in groups, written `int4:32`.
 
 What a format cannot hold, or not beside others, is left out and said. Zero points do not load beside weights of another
 scheme, so every candidate is symmetric.

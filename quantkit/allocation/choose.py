@@ -1,8 +1,8 @@
-"""From measured units to a choice: solved as if sensitivities added up, then mended where they do not.
+"""From measured fused groups to a choice: solved as if sensitivities added up, then mended where they do not.
 
-Sensitivities are measured one unit at a time, and what a unit does beside others is another number. So the choice
-itself is measured, each unit is moved one option up and one down beside the others as chosen, and the problem is solved
-again with those numbers, for as long as that lowers what is measured.
+Sensitivities are measured one group at a time, and what a group does beside others is another number. So the choice
+itself is measured, each group is moved one option up and one down beside the others as chosen, and the problem is
+solved again with those numbers, for as long as that lowers what is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
 from quantkit.errors import GateFailure, InputError
 
-_ROUNDS = 3  # of moving every unit; each measures the model about twice per unit
+_ROUNDS = 3  # of moving every group; each measures the model about twice per group
 _PAIRS = 6  # of moves that are measured where all of them together do not help
 _TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
 
@@ -51,12 +51,12 @@ class Target:
         return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
 
 
-class Units(Protocol):
-    """What can be chosen for each unit; see `measure.Measured`."""
+class Groups(Protocol):
+    """What can be chosen for each group; see `measure.Measured`."""
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
-        """Options of every unit."""
+        """Options of every group."""
         ...
 
     def kl(self, choice: Choice) -> float:
@@ -67,52 +67,54 @@ class Units(Protocol):
 Progress = Callable[[str], None]
 
 
-def within_budget(units: Units, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None) -> Choice:
+def within_budget(
+    groups: Groups, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None
+) -> Choice:
     """The choice with the least KL that was found within a budget.
 
     Args:
-        units: measured.
+        groups: measured.
         budget: bytes of all of them together.
-        rounds: of moving each unit beside the others.
+        rounds: of moving each group beside the others.
         progress: told what is going on.
     Raises:
         GateFailure: even the cheapest options need more.
     """
-    options = units.options
+    options = groups.options
     choice = least_sensitivity(options, budget)
     if choice is None:
-        least = sum(min(o.cost for o in unit) for unit in options)
+        least = sum(min(o.cost for o in group) for group in options)
         raise GateFailure(
             f"the smallest choice takes {least:.0f} bytes, {least / budget:.2f} times what is allowed; "
             "ask for more, or give smaller candidates"
         )
-    best = units.kl(choice)
+    best = groups.kl(choice)
     for number in range(rounds):
-        progress(f"refining, round {number + 1}: KL {best:.6f} with all units together")
-        better = next((c for c in _moves(units, choice, best, budget) if units.kl(c) < best), None)
+        progress(f"refining, round {number + 1}: KL {best:.6f} with all groups together")
+        better = next((c for c in _moves(groups, choice, best, budget) if groups.kl(c) < best), None)
         if better is None:
             break
-        choice, best = better, units.kl(better)
+        choice, best = better, groups.kl(better)
     return choice
 
 
-def within_kl(units: Units, kl: float, *, progress: Progress = lambda _: None) -> Choice:
-    """The cheapest choice that was found with at most this KL, all units together.
+def within_kl(groups: Groups, kl: float, *, progress: Progress = lambda _: None) -> Choice:
+    """The cheapest choice that was found with at most this KL, all groups together.
 
     Args:
-        units: measured.
+        groups: measured.
         kl: at most.
         progress: told what is going on.
     Raises:
         GateFailure: no choice that was found reaches it.
     """
-    options, limit, best = units.options, kl, None
+    options, limit, best = groups.options, kl, None
     for _ in range(_TRIES):
         choice = least_cost(options, limit)
         if choice is None:
             break
-        measured = units.kl(choice)
-        progress(f"{total(options, choice).cost:.0f} bytes: KL {measured:.6f} with all units together")
+        measured = groups.kl(choice)
+        progress(f"{total(options, choice).cost:.0f} bytes: KL {measured:.6f} with all groups together")
         if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
@@ -123,26 +125,26 @@ def within_kl(units: Units, kl: float, *, progress: Progress = lambda _: None) -
     return best
 
 
-def steps(unit: Sequence[Option], at: int) -> tuple[int, ...]:
+def steps(group: Sequence[Option], at: int) -> tuple[int, ...]:
     """The option at hand, the next one that is cheaper, and the next that is dearer and better.
 
     Args:
-        unit: options.
+        group: options.
         at: number of the one at hand.
     """
-    here = unit[at]
-    cheaper = [n for n, option in enumerate(unit) if option.cost < here.cost]
-    dearer = [n for n, option in enumerate(unit) if option.cost > here.cost and option.sensitivity < here.sensitivity]
-    down = [min(cheaper, key=lambda n: (unit[n].sensitivity, -unit[n].cost))] if cheaper else []
-    up = [min(dearer, key=lambda n: unit[n].cost)] if dearer else []
+    here = group[at]
+    cheaper = [n for n, option in enumerate(group) if option.cost < here.cost]
+    dearer = [n for n, option in enumerate(group) if option.cost > here.cost and option.sensitivity < here.sensitivity]
+    down = [min(cheaper, key=lambda n: (group[n].sensitivity, -group[n].cost))] if cheaper else []
+    up = [min(dearer, key=lambda n: group[n].cost)] if dearer else []
     return (at, *down, *up)
 
 
-def _moves(units: Units, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
+def _moves(groups: Groups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
     """What may be better than a choice, the most promising first: all moves that pay, then the best of one or two."""
-    options = units.options
-    rows = [steps(unit, at) for unit, at in zip(options, choice, strict=True)]
-    near = _neighbours(units, choice, best)
+    options = groups.options
+    rows = [steps(group, at) for group, at in zip(options, choice, strict=True)]
+    near = _neighbours(groups, choice, best)
     together = least_sensitivity(near, budget)
     assert together is not None  # the choice at hand is within the budget
     if any(together):
@@ -162,13 +164,13 @@ def _moves(units: Units, choice: Choice, best: float, budget: float) -> Iterator
         yield tuple(rows[place][changed.get(place, 0)] for place in range(len(choice)))
 
 
-def _neighbours(units: Units, choice: Choice, best: float) -> list[list[Option]]:
-    """For each unit: its options one step away, with what each does beside the others as chosen."""
+def _neighbours(groups: Groups, choice: Choice, best: float) -> list[list[Option]]:
+    """For each group: its options one step away, with what each does beside the others as chosen."""
     found = []
-    for number, unit in enumerate(units.options):
+    for number, group in enumerate(groups.options):
         row = []
-        for at in steps(unit, choice[number]):
+        for at in steps(group, choice[number]):
             moved = (*choice[:number], at, *choice[number + 1 :])
-            row.append(replace(unit[at], sensitivity=0.0 if at == choice[number] else units.kl(moved) - best))
+            row.append(replace(group[at], sensitivity=0.0 if at == choice[number] else groups.kl(moved) - best))
         found.append(row)
     return found

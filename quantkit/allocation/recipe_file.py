@@ -16,11 +16,11 @@ from quantkit.allocation.solve import Choice
 from quantkit.checkpoints.writer import write_text
 from quantkit.compress.recipe import Recipe
 
-_FEW = 4  # modules of a unit that are listed by name; of more a pattern is looked for
+_FEW = 4  # modules of a group that are listed by name; of more a pattern is looked for
 
 
 def default_candidate(candidates: Sequence[Candidate], places: Sequence[Place], choice: Choice) -> Candidate:
-    """What most weights are given, which the recipe says once; leaving alone is said of each unit."""
+    """What most weights are given, which the recipe says once; ignoring is said of each group."""
     counts = Counter[int]()
     for place, number in zip(places, choice, strict=True):
         if number < len(candidates):
@@ -31,15 +31,15 @@ def default_candidate(candidates: Sequence[Candidate], places: Sequence[Place], 
 def overrides(
     candidates: Sequence[Candidate], places: Sequence[Place], choice: Choice, others: Sequence[str] = ()
 ) -> list[tuple[list[tuple[Place, list[str]]], Candidate | None]]:
-    """Units that differ from the default, by what they are given.
+    """Groups that differ from the default, by what they are given.
 
     Args:
         candidates: in the order that `choice` counts in; one beyond the last is leaving alone.
-        places: the units.
+        places: the groups.
         choice: number of the candidate of each.
-        others: linears that are no unit; no pattern may match them.
+        others: linears that are no group; no pattern may match them.
     Returns:
-        for each candidate in use but the default: its units, each with patterns, and the candidate or None.
+        for each candidate in use but the default: its groups, each with patterns, and the candidate or None.
     """
     common = default_candidate(candidates, places, choice)
     every = [name for place in places for name in place.modules] + list(others)
@@ -56,7 +56,7 @@ def overrides(
 def flat(
     entries: Sequence[tuple[Sequence[tuple[Place, list[str]]], Candidate | None]],
 ) -> list[tuple[list[str], Candidate | None]]:
-    """Overrides without their units, as `candidates.mixed` takes them."""
+    """Overrides without their groups, as `candidates.mixed` takes them."""
     return [([name for _, names in mine for name in names], candidate) for mine, candidate in entries]
 
 
@@ -91,7 +91,7 @@ def write_recipe(
         recipe: what it has to say when it is read again.
         entries: its overrides, see `overrides`.
         remarks: lines at the top.
-        sensitivity: KL of each unit alone in its chosen form, by layer and name.
+        sensitivity: KL of each group alone in its chosen form, by layer and name.
     """
     source = recipe.source
     lines = [f"# {text}" for text in remarks]

@@ -1,6 +1,6 @@
-"""The whole of a search: measure units, choose, write the recipe, compress by it, and say how it came out.
+"""The whole of a search: measure fused groups, choose, write the recipe, compress by it, and say how it came out.
 
-Every other window of the text is what sensitivities are measured on and units chosen by; the others are kept for what
+Every other window of the text is what sensitivities are measured on and groups chosen by; the others are kept for what
 is expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
 """
 
@@ -45,10 +45,10 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.numerics.dtype import find_dtype
-from quantkit.results import CandidateRecord, CompressionResult, SearchResult, UnitChoice
+from quantkit.results import CandidateRecord, CompressionResult, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 
-MAX_TOKENS = 8192  # that units are measured on, and as many for the end
+MAX_TOKENS = 8192  # that groups are measured on, and as many for the end
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up
 
@@ -62,7 +62,7 @@ class SearchOptions:
         output: file of the recipe to write; None = `./<model>-<target>.yaml`.
         candidates: such as `int4:32`; none = the integer types that the format holds.
         text: that sensitivities are measured on, a name as for perplexity; None = a shipped one.
-        max_tokens: of it that each unit is measured on.
+        max_tokens: of it that each group is measured on.
         work: where trials and measured numbers are kept for further searches; None = beside the output, until done.
         checkpoint: where the compressed model goes that is measured at the end; None = it is not kept.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
@@ -87,7 +87,7 @@ class SearchOptions:
 def search(
     model: str | None, target: Target, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
 ) -> SearchResult:
-    """Find which numbers each unit of a model should have, and write them as a recipe.
+    """Find which numbers each fused group of a model should have, and write them as a recipe.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -235,7 +235,7 @@ class _Run:
         entries = overrides(self.candidates, places, choice)
         common = default_candidate(self.candidates, places, choice)
         changes = mixed_changes(common, flat(entries))
-        description = f"{base.name} with the numbers of each unit as found by a search for {self.target.text}."
+        description = f"{base.name} with the numbers of each fused group chosen by a search for {self.target.text}."
         gates = list(base.gates) if self.target.recovery is None and self.target.kl is None else [self.target.text]
         data = {**base.source, "name": self.name, "description": description, "gates": gates}
         recipe = build(patched(data, changes), self.output.name)
@@ -266,7 +266,7 @@ class _Run:
             bits_per_weight=bits,
             output_bytes=made.output_bytes,
             candidates=self._candidates(),
-            units=self._units(choice),
+            groups=self._groups(choice),
             data=self.data,
             num_tokens=sum(map(len, self.probed)),
             sum_kl=summed.sensitivity,
@@ -286,12 +286,12 @@ class _Run:
             found.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.sensitivity))
         return tuple(found)
 
-    def _units(self, choice: Choice) -> tuple[UnitChoice, ...]:
+    def _groups(self, choice: Choice) -> tuple[GroupChoice, ...]:
         names = [*(candidate.name for candidate in self.candidates), SKIP]
         return tuple(
-            UnitChoice(
+            GroupChoice(
                 layer=place.layer,
-                unit=place.name,
+                group=place.name,
                 modules=place.modules,
                 num_weights=place.num_weights,
                 choice=names[number],

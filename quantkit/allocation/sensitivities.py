@@ -1,8 +1,8 @@
-"""What each unit does to the model in each of its forms, measured with the base recipe's own steps.
+"""What each fused group does to the model in each of its forms, measured with the base recipe's own steps.
 
-The whole model is compressed once per candidate; each unit of each of these takes its place in the original, alone, and
-the KL to the original is its sensitivity. A choice for all units is measured the same way before anything is compressed
-by it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
+The whole model is compressed once per candidate; each group of each of these is put into the original, alone, and the
+KL to the original is its sensitivity. A choice for all groups is measured the same way before anything is compressed by
+it: that is what a search expects. It differs from the model that the recipe makes only in what later layers were
 calibrated on.
 """
 
@@ -21,7 +21,7 @@ from quantkit.compress.pipeline import quantize
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fused_groups import Unit, find_units
+from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult
 from quantkit.runtime.llm import LLM
@@ -84,13 +84,13 @@ class Workshop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One unit of the model and what it may become.
+    """One fused group of the model and what it may become.
 
     Args:
-        layer, name, modules: see `evaluate._units.Unit`.
+        layer, name, modules: see `evaluate.fused_groups.FusedGroup`.
         num_weights: in it.
         options: bytes and KL of each candidate, in the order of the candidates; leaving alone is the last.
-        forms: the unit in each candidate's form.
+        forms: the group in each candidate's form.
     """
 
     layer: int
@@ -98,12 +98,12 @@ class Place:
     modules: tuple[str, ...]
     num_weights: int
     options: tuple[Option, ...]
-    forms: tuple[Unit, ...]
+    forms: tuple[FusedGroup, ...]
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """All units with all their options; a choice can be measured.
+    """All groups with all their options; a choice can be measured.
 
     Args:
         places: in running order.
@@ -118,16 +118,16 @@ class Measured:
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
-        """Options of every unit."""
+        """Options of every group."""
         return [place.options for place in self.places]
 
     @property
     def num_weights(self) -> int:
-        """Of all units."""
+        """Of all groups."""
         return sum(place.num_weights for place in self.places)
 
     def kl(self, choice: Choice) -> float:
-        """KL of the original with every unit in its chosen form, none of it additive."""
+        """KL of the original with every group in its chosen form, none of it additive."""
         key = "choice " + ",".join(map(str, choice)) + " of " + " ".join(self._names)
         return self._state.get(key, lambda: self.kl_on(self._probe, choice))
 
@@ -140,18 +140,18 @@ class Measured:
 def measure_units(
     shop: Workshop, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: State
 ) -> Measured:
-    """Compress the model once per candidate and measure every unit of each.
+    """Compress the model once per candidate and measure every group of each.
 
     Args:
         shop: how to compress and load.
-        candidates: what units may be given.
+        candidates: what groups may be given.
         original: loaded; as before when this returns.
         probe: the original's answers.
         state: numbers measured before.
     Raises:
-        ModelError: a model does not run natively, or units differ between candidates.
+        ModelError: a model does not run natively, or groups differ between candidates.
     """
-    forms: list[list[Unit]] = []
+    forms: list[list[FusedGroup]] = []
     sensitivities: list[list[float]] = []
     sizes: list[dict[str, tuple[int, int]]] = []
     rest = 0
@@ -159,16 +159,16 @@ def measure_units(
         recipe = uniform(shop.base, candidate)
         shop.progress(f"compressing with {candidate.name}")
         made = shop.compress(recipe, shop.folder / recipe.name)
-        units = find_units(shop.load(shop.folder / recipe.name), original)
-        forms.append(units)
-        sensitivities.append(_sensitivities(shop, candidate, units, probe, state))
+        groups = find_fused_groups(shop.load(shop.folder / recipe.name), original)
+        forms.append(groups)
+        sensitivities.append(_sensitivities(shop, candidate, groups, probe, state))
         sizes.append(_sizes(made))
         rest = made.output_bytes - sum(stored for _, stored in sizes[-1].values())
         gc.collect()
-    if not forms[0] or len({tuple(unit.modules for unit in units) for units in forms}) != 1:
-        raise ModelError(f"{original.path}: the candidates have no units in common; is everything ignored?")
+    if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
+        raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
     places = [
-        _place(number, [units[number] for units in forms], [found[number] for found in sensitivities], sizes)
+        _place(number, [groups[number] for groups in forms], [found[number] for found in sensitivities], sizes)
         for number in range(len(forms[0]))
     ]
     return Measured(
@@ -176,13 +176,15 @@ def measure_units(
     )
 
 
-def _sensitivities(shop: Workshop, candidate: Candidate, units: list[Unit], probe: Probe, state: State) -> list[float]:
+def _sensitivities(
+    shop: Workshop, candidate: Candidate, groups: list[FusedGroup], probe: Probe, state: State
+) -> list[float]:
     found = []
-    for number, unit in enumerate(units, start=1):
-        key = f"{candidate.name} {unit.layer} {unit.name}"
+    for number, group in enumerate(groups, start=1):
+        key = f"{candidate.name} {group.layer} {group.name}"
         if not state.knows(key):
-            shop.progress(f"{candidate.name}: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
-        found.append(state.get(key, lambda unit=unit: probe.measure([unit]).mean))  # type: ignore[misc]
+            shop.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
+        found.append(state.get(key, lambda group=group: probe.measure([group]).mean))  # type: ignore[misc]
     return found
 
 
@@ -197,18 +199,18 @@ def _sizes(made: CompressionResult) -> dict[str, tuple[int, int]]:
 
 
 def _place(
-    number: int, forms: list[Unit], sensitivities: list[float], sizes: list[dict[str, tuple[int, int]]]
+    number: int, forms: list[FusedGroup], sensitivities: list[float], sizes: list[dict[str, tuple[int, int]]]
 ) -> Place:
-    unit = forms[0]
-    costs = [sum(stored[module][1] for module in unit.modules) for stored in sizes]
+    group = forms[0]
+    costs = [sum(stored[module][1] for module in group.modules) for stored in sizes]
     options = [
         Option(cost=cost, sensitivity=sensitivity) for cost, sensitivity in zip(costs, sensitivities, strict=True)
     ]
     return Place(
-        layer=unit.layer,
-        name=unit.name,
-        modules=unit.modules,
-        num_weights=sum(sizes[0][module][0] for module in unit.modules),
-        options=(*options, Option(cost=unit.stored_bytes, sensitivity=0.0)),
+        layer=group.layer,
+        name=group.name,
+        modules=group.modules,
+        num_weights=sum(sizes[0][module][0] for module in group.modules),
+        options=(*options, Option(cost=group.stored_bytes, sensitivity=0.0)),
         forms=tuple(forms),
     )

@@ -1,4 +1,4 @@
-"""Which option each unit takes so that the sensitivity is least within a budget: exact, and nothing but numbers.
+"""Which option each group takes so that the sensitivity is least within a budget: exact, and nothing but numbers.
 
 This is the multiple-choice knapsack problem. Lagrange's relaxation gives a price per unit of cost, a first choice and a
 bound on what any other can reach; states that the bound rules out are dropped, and what is left is searched in full.
@@ -19,7 +19,7 @@ _ROUNDING = 1e-12  # of a total: sums of the same numbers in another order diffe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One way to store a unit.
+    """One way to store a group.
 
     Args:
         cost: what it takes, e.g. bytes.
@@ -33,45 +33,45 @@ class Option:
 Options = Sequence[Sequence[Option]]
 
 
-def least_sensitivity(units: Options, budget: float) -> Choice | None:
+def least_sensitivity(groups: Options, budget: float) -> Choice | None:
     """The choice with the least sensitivity that the budget allows.
 
     Args:
-        units: options of each unit, at least one.
+        groups: options of each group, at least one.
         budget: total cost at most.
     Returns:
-        number of the chosen option of each unit; None when the cheapest options are beyond the budget.
+        number of the chosen option of each group; None when the cheapest options are beyond the budget.
     """
-    return _solve([[(o.cost, o.sensitivity) for o in options] for options in units], budget)
+    return _solve([[(o.cost, o.sensitivity) for o in options] for options in groups], budget)
 
 
-def least_cost(units: Options, sensitivity: float) -> Choice | None:
+def least_cost(groups: Options, sensitivity: float) -> Choice | None:
     """The cheapest choice with at most this sensitivity.
 
     Args:
-        units: options of each unit, at least one.
+        groups: options of each group, at least one.
         sensitivity: in total at most.
     Returns:
         as `least_sensitivity`; None when the least sensitivity possible is more.
     """
-    return _solve([[(o.sensitivity, o.cost) for o in options] for options in units], sensitivity)
+    return _solve([[(o.sensitivity, o.cost) for o in options] for options in groups], sensitivity)
 
 
-def total(units: Options, choice: Choice) -> Option:
+def total(groups: Options, choice: Choice) -> Option:
     """Cost and sensitivity of a choice, summed."""
-    chosen = [options[number] for options, number in zip(units, choice, strict=True)]
+    chosen = [options[number] for options, number in zip(groups, choice, strict=True)]
     return Option(cost=math.fsum(o.cost for o in chosen), sensitivity=math.fsum(o.sensitivity for o in chosen))
 
 
 Points = list[tuple[float, float, int]]  # weight, value and number of an option
 
 
-def _solve(units: Sequence[Sequence[tuple[float, float]]], limit: float) -> Choice | None:
-    """Least sum of values with a sum of weights within the limit; one (weight, value) of each unit."""
-    points = [_undominated(options) for options in units]
-    slack = _ROUNDING * max(abs(limit), math.fsum(max(abs(w) for w, _, _ in unit) for unit in points))
+def _solve(groups: Sequence[Sequence[tuple[float, float]]], limit: float) -> Choice | None:
+    """Least sum of values with a sum of weights within the limit; one (weight, value) of each group."""
+    points = [_undominated(options) for options in groups]
+    slack = _ROUNDING * max(abs(limit), math.fsum(max(abs(w) for w, _, _ in group) for group in points))
     limit += slack
-    if math.fsum(unit[0][0] for unit in points) > limit:
+    if math.fsum(group[0][0] for group in points) > limit:
         return None
     price, relaxed = _relax(points, limit)
     return _search(points, limit, price, _filled(points, relaxed, limit))
@@ -86,37 +86,37 @@ def _undominated(options: Sequence[tuple[float, float]]) -> Points:
     return kept
 
 
-def _cheapest_at(unit: Points, price: float) -> int:
+def _cheapest_at(group: Points, price: float) -> int:
     """Position of the least value plus price times weight; of equals the lightest."""
-    return min(range(len(unit)), key=lambda at: (unit[at][1] + price * unit[at][0], unit[at][0]))
+    return min(range(len(group)), key=lambda at: (group[at][1] + price * group[at][0], group[at][0]))
 
 
 def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
-    """The lowest price at which what each unit takes by itself is within the limit, and what they take."""
+    """The lowest price at which what each group takes by itself is within the limit, and what they take."""
     slopes = {0.0}
-    for unit in points:
-        for at, (weight, value, _) in enumerate(unit):
-            slopes |= {(v - value) / (weight - w) for w, v, _ in unit[:at]}
+    for group in points:
+        for at, (weight, value, _) in enumerate(group):
+            slopes |= {(v - value) / (weight - w) for w, v, _ in group[:at]}
     prices = sorted(slopes)
     prices.append(2 * prices[-1] + 1)  # here everything takes its lightest, however ties above were rounded
 
     def fits(price: float) -> bool:
-        return math.fsum(unit[_cheapest_at(unit, price)][0] for unit in points) <= limit
+        return math.fsum(group[_cheapest_at(group, price)][0] for group in points) <= limit
 
     price = prices[min(bisect.bisect_left(prices, True, key=fits), len(prices) - 1)]
-    return price, [_cheapest_at(unit, price) for unit in points]
+    return price, [_cheapest_at(group, price) for group in points]
 
 
 def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[int]:
     """What the relaxation left over, spent on the exchanges that help most."""
     chosen = list(start)
-    left = limit - math.fsum(unit[at][0] for unit, at in zip(points, chosen, strict=True))
+    left = limit - math.fsum(group[at][0] for group, at in zip(points, chosen, strict=True))
     while True:
         gains = [
-            (unit[chosen[n]][1] - unit[at][1], n, at)
-            for n, unit in enumerate(points)
-            for at in range(chosen[n] + 1, len(unit))
-            if unit[at][0] - unit[chosen[n]][0] <= left
+            (group[chosen[n]][1] - group[at][1], n, at)
+            for n, group in enumerate(points)
+            for at in range(chosen[n] + 1, len(group))
+            if group[at][0] - group[chosen[n]][0] <= left
         ]
         if not gains:
             return chosen
@@ -127,7 +127,7 @@ def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[in
 
 @dataclass(slots=True)
 class _State:
-    """A choice for the first units: its weight, its value, the last option and what came before."""
+    """A choice for the first groups: its weight, its value, the last option and what came before."""
 
     weight: float
     value: float
@@ -136,20 +136,20 @@ class _State:
 
 
 def _search(points: Sequence[Points], limit: float, price: float, start: list[int]) -> Choice:
-    """Every state that may still lead to something better than `start`, unit after unit."""
-    best = math.fsum(unit[at][1] for unit, at in zip(points, start, strict=True))
-    rest = [0.0] * (len(points) + 1)  # of the units from here on: value plus price times weight, at least
+    """Every state that may still lead to something better than `start`, group after group."""
+    best = math.fsum(group[at][1] for group, at in zip(points, start, strict=True))
+    rest = [0.0] * (len(points) + 1)  # of the groups from here on: value plus price times weight, at least
     light = [0.0] * (len(points) + 1)  # and their weight, at least
     for n in reversed(range(len(points))):
         rest[n] = rest[n + 1] + min(value + price * weight for weight, value, _ in points[n])
         light[n] = light[n + 1] + points[n][0][0]
     ceiling = best - _ROUNDING * abs(best)
     states = [_State(0.0, 0.0, -1, None)]
-    for n, unit in enumerate(points):
+    for n, group in enumerate(points):
         grown = [
             _State(state.weight + weight, state.value + value, number, state)
             for state in states
-            for weight, value, number in unit
+            for weight, value, number in group
             if state.weight + weight + light[n + 1] <= limit
             and state.value + value + rest[n + 1] - price * (limit - state.weight - weight) < ceiling
         ]
@@ -159,7 +159,7 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
             if not states or state.value < states[-1].value:
                 states.append(state)
     if not states:
-        return tuple(unit[at][2] for unit, at in zip(points, start, strict=True))
+        return tuple(group[at][2] for group, at in zip(points, start, strict=True))
     numbers: list[int] = []
     last: _State | None = states[-1]
     while last is not None and last.before is not None:

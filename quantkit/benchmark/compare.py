@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
 
 Verdict = Literal["faster", "slower", "noise"]
 
@@ -100,25 +99,25 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
     Args:
         run, baseline: the same workload, as many rounds each.
     """
-    found = []
+    ratios = []
     for metric, (read, more_is_faster) in _METRICS.items():
         value, other = read(run), read(baseline)
         ours = [read(part) for part in split_rounds(run)]
         theirs = [read(part) for part in split_rounds(baseline)]
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a and b]
         if value and other and pairs:
-            found.append(_ratio(run.workload.name, metric, value, other, pairs, more_is_faster))
-    return found
+            ratios.append(_ratio(run.workload.name, metric, value, other, pairs, more_is_faster))
+    return ratios
 
 
 def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Ratio]:
     """All runs that both have, but for the one that only serves the fits."""
-    found = []
+    ratios = []
     for run in result.runs:
         other = baseline.find_run(run.workload.name)
         if other is not None and run.workload.name != SWEEP_NAME and run.rounds == other.rounds:
-            found.extend(compare_runs(run, other))
-    return found
+            ratios.extend(compare_runs(run, other))
+    return ratios
 
 
 def _ratio(

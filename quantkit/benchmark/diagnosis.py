@@ -16,9 +16,8 @@ from quantkit.benchmark.cost import Cost
 from quantkit.benchmark.roofline import break_even_rows
 from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
 from quantkit.benchmark.steps import decode_steps, fit_itl
-from quantkit.benchmark.wording import count, megabytes, milliseconds, percent, times
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
+from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics import percentile
 
 _PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
@@ -79,14 +78,14 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
         result: of the model.
         baseline: of the other.
     """
-    found = []
+    findings = []
     for ratio in compare_results(result, baseline):
         if ratio.metric not in ("TTFT", "ITL"):
             continue
         verb = "start" if ratio.metric == "TTFT" else "stream"
         evidence = (
-            f"median {ratio.metric} {milliseconds(ratio.value)} against {milliseconds(ratio.baseline)}, ratio "
-            f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {percent(ratio.noise)}"
+            f"median {ratio.metric} {duration(ratio.value)} against {duration(ratio.baseline)}, ratio "
+            f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {as_percent(ratio.noise)}"
             f"{_allowed(result, baseline, ratio)}"
         )
         if ratio.verdict == "noise":
@@ -96,8 +95,8 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
             statement = (
                 f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
             )
-        found.append(Finding(statement=statement, evidence=evidence))
-    return Diagnosis(findings=tuple(found))
+        findings.append(Finding(statement=statement, evidence=evidence))
+    return Diagnosis(findings=tuple(findings))
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
@@ -136,21 +135,20 @@ def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
     rest = statistics.median((t.latency_s or 0.0) - (t.ttft_s or 0.0) for t in run.requests if t.token_s)
     share = first / (first + rest)
     sizes = f"{run.workload.prompt_tokens} prompt and {run.workload.new_tokens} new tokens"
-    evidence = (
-        f"median TTFT {milliseconds(first)}, then {milliseconds(rest)} of streaming ({run.workload.name}, {sizes})"
-    )
+    evidence = f"median TTFT {duration(first)}, then {duration(rest)} of streaming ({run.workload.name}, {sizes})"
     if share < 0.5:
         yield Finding(
-            statement=f"Slow to stream rather than to start: {percent(1 - share)} of a request is streaming.",
+            statement=f"Slow to stream rather than to start: {as_percent(1 - share)} of a request is streaming.",
             evidence=evidence,
             advice="Look at what binds decoding, below; a faster prefill would not be noticed.",
         )
         return
     yield Finding(
-        statement=f"Slow to start rather than to stream: {percent(share)} of a request passes before its first token.",
+        statement=f"Slow to start rather than to stream: {as_percent(share)} of a request passes before the first "
+        "token.",
         evidence=evidence,
         advice="Turn the prefix cache on where prompts begin alike.",
-        expected_gain=f"up to {milliseconds(first)} per request whose beginning is known",
+        expected_gain=f"up to {duration(first)} per request whose beginning is known",
     )
     if facts.prefill is not None:
         yield _prefill_binding(facts, facts.prefill)
@@ -159,8 +157,8 @@ def _start_or_stream(facts: _Facts) -> Iterator[Finding]:
 def _prefill_binding(facts: _Facts, record: RooflineRecord) -> Finding:
     reached = record.floor_s / record.seconds
     evidence = (
-        f"{record.num_tokens} tokens in {milliseconds(record.seconds)}: {percent(record.mfu)} of the measured "
-        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({facts.cost.product}), floor {milliseconds(record.floor_s)}"
+        f"{record.num_tokens} tokens in {duration(record.seconds)}: {as_percent(record.mfu)} of the measured "
+        f"{record.gemm_flops_per_s / 1e9:.0f} GFLOP/s ({facts.cost.product}), floor {duration(record.floor_s)}"
     )
     if reached < _BOUND:
         return Finding(
@@ -174,10 +172,10 @@ def _prefill_binding(facts: _Facts, record: RooflineRecord) -> Finding:
             statement="Arithmetic binds the prefill; fewer bits per weight do not help it.",
             evidence=evidence,
             advice="Quantize the activations too (recipes with 8-bit activations): integers multiply faster.",
-            expected_gain=f"about 2x of {milliseconds(record.seconds)} where INT8 products run at twice the rate",
+            expected_gain=f"about 2x of {duration(record.seconds)} where INT8 products run at twice the rate",
         )
     return Finding(
-        statement=f"The prefill runs at {percent(reached)} of what {_what_binds(record)} allows.",
+        statement=f"The prefill runs at {as_percent(reached)} of what {_what_binds(record)} allows.",
         evidence=evidence,
         expected_gain=f"{times(1 / reached)} at most, by better kernels",
     )
@@ -189,17 +187,17 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
     cached = record.bytes_moved - weights
     rate = record.bytes_moved / record.seconds
     evidence = (
-        f"batch {record.batch}, context {record.context}: {megabytes(record.bytes_moved)} per step "
-        f"(weights {percent(weights / record.bytes_moved)}, KV {percent(cached / record.bytes_moved)}) in "
-        f"{milliseconds(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
-        f"floor {milliseconds(record.floor_s)}"
+        f"batch {record.batch}, context {record.context}: {decimal_bytes(record.bytes_moved)} per step "
+        f"(weights {as_percent(weights / record.bytes_moved)}, KV {as_percent(cached / record.bytes_moved)}) in "
+        f"{duration(record.seconds)} = {rate / 1e9:.3g} of {record.copy_bytes_per_s / 1e9:.3g} GB/s measured; "
+        f"floor {duration(record.floor_s)}"
     )
     if record.in_caches and record.mbu <= 1:
         evidence += "; so few bytes may partly come from the processor's caches, which are faster"
     if record.floor_s / record.seconds < _BOUND:
         return Finding(
             statement=f"Overhead binds decoding at batch {record.batch}: memory and arithmetic explain only "
-            f"{percent(record.floor_s / record.seconds)} of a step.",
+            f"{as_percent(record.floor_s / record.seconds)} of a step.",
             evidence=evidence,
             advice="Batch more requests, or speculate: both share the overhead. Fewer bits will bring little.",
             expected_gain=f"{times(record.seconds / record.floor_s)} at most",
@@ -207,7 +205,7 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
     if record.bound_by == "compute":
         return Finding(
             statement=f"Arithmetic binds decoding at batch {record.batch}.",
-            evidence=f"{evidence}; {percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s",
+            evidence=f"{evidence}; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s",
             advice="Quantize the activations too, so that products are made of 8-bit integers.",
             expected_gain=f"{times(record.seconds / (record.bytes_moved / record.copy_bytes_per_s))} at most",
         )
@@ -221,7 +219,7 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
     if record.mbu > 1:
         where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
     else:
-        where, used = "Memory traffic", percent(record.mbu)
+        where, used = "Memory traffic", as_percent(record.mbu)
     advice, saved = _fewer_bytes(facts, cost, weights, cached)
     gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
     return Finding(
@@ -265,9 +263,9 @@ def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
         statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
     else:
         statement = (
-            f"Weight-only quantization stops paying at batch {count(math.ceil(full))}: from there on products take "
-            f"longer than reading {8 * size}-bit weights; with 4 bits the gain shrinks from batch "
-            f"{count(max(1, math.ceil(shrinks)))} on."
+            f"Weight-only quantization stops paying at batch {rounded_count(math.ceil(full))}: from there on products "
+            f"take longer than reading {8 * size}-bit weights; with 4 bits the gain shrinks from batch "
+            f"{rounded_count(max(1, math.ceil(shrinks)))} on."
         )
     yield Finding(
         statement=statement,
@@ -285,21 +283,21 @@ def _cache_weight(facts: _Facts) -> Iterator[Finding]:
     tokens = cost.read_bytes / cost.kv_token_bytes
     share = 1 - cost.weight_bytes(record.batch) / record.bytes_moved
     fitted = fit_itl(facts.result)
-    evidence = f"{megabytes(cost.kv_token_bytes)} per token beside {megabytes(cost.read_bytes)} of weights"
+    evidence = f"{decimal_bytes(cost.kv_token_bytes)} per token beside {decimal_bytes(cost.read_bytes)} of weights"
     if fitted is not None:
         slope, error = fitted.coefficients[1], fitted.standard_errors[1]
-        grows = f"{milliseconds(1000 * slope)} (+/- {milliseconds(1000 * error)}) per 1,000 tokens of context"
+        grows = f"{duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
         evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
     quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
     if share < 0.3:
         yield Finding(
-            statement=f"The KV cache is the small part: {percent(share)} of what a step reads at batch {record.batch}; "
-            f"it weighs as much as the weights at batch x context = {count(tokens)} tokens.",
+            statement=f"The KV cache is the small part: {as_percent(share)} of what a step reads at batch "
+            f"{record.batch}; it weighs as much as the weights at batch x context = {rounded_count(tokens)} tokens.",
             evidence=evidence,
         )
         return
     yield Finding(
-        statement=f"The KV cache is {percent(share)} of what a step reads at batch {record.batch}, context "
+        statement=f"The KV cache is {as_percent(share)} of what a step reads at batch {record.batch}, context "
         f"{record.context}.",
         evidence=evidence,
         advice="Take --kv-cache int4." if quantized else "Quantize it: --kv-cache int8.",
@@ -316,8 +314,8 @@ def _batching(facts: _Facts) -> Iterator[Finding]:
     ideal = large.batch / small.batch
     slower = large.seconds / small.seconds
     evidence = (
-        f"a step takes {milliseconds(small.seconds)} at batch {small.batch} and {milliseconds(large.seconds)} at batch "
-        f"{large.batch}; its floor {milliseconds(small.floor_s)} and {milliseconds(large.floor_s)}"
+        f"a step takes {duration(small.seconds)} at batch {small.batch} and {duration(large.seconds)} at batch "
+        f"{large.batch}; its floor {duration(small.floor_s)} and {duration(large.floor_s)}"
     )
     (slowest, fastest), (slow, fast) = _spread(facts, large.batch), _spread(facts, small.batch)
     least, most = gain * slowest / fast, gain * fastest / slow

@@ -32,19 +32,19 @@ _CLOSED = (
 )
 
 
-def weight_bytes(model: Model) -> int:
+def observed_weight_bytes(model: Model) -> int:
     """Bytes of all weight tensors that a model holds, each storage once."""
     if isinstance(model, NativeModel):
         return _storage_bytes(_walk(model))
     return model.num_bytes
 
 
-def cache_bytes(cache: KVCache | None) -> int:
+def observed_cache_bytes(cache: KVCache | None) -> int:
     """Bytes of all pools and tails of a cache, counted on its tensors."""
     return 0 if cache is None else _storage_bytes(_walk(cache))
 
 
-def activation_bytes(work: Callable[[], object], device: torch.device) -> int:
+def observed_activation_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Most bytes that a piece of work held at once in tensors that it made.
 
     On CUDA by the allocator. On a CPU by following every result of every operation until it is freed; scratch space
@@ -109,12 +109,12 @@ def memory_records(
         MemoryRecord(
             part="weights",
             predicted_bytes=None if prediction is None else prediction.weight_bytes,
-            observed_bytes=weight_bytes(model),
+            observed_bytes=observed_weight_bytes(model),
         ),
         MemoryRecord(
             part="kv pool",
             predicted_bytes=pool,
-            observed_bytes=None if cache is None else cache_bytes(cache) - observed_tails,
+            observed_bytes=None if cache is None else observed_cache_bytes(cache) - observed_tails,
             note=f"{num_pages * page_size:,} tokens of capacity" if cache is not None else "kept by transformers",
         ),
         MemoryRecord(
@@ -153,31 +153,31 @@ def _walk(root: object) -> Iterator[Tensor]:
     """All tensors that can be reached from an object through its attributes and containers."""
     seen, waiting = {id(root)}, [root]
     while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, Tensor):
-            yield thing
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            yield item
             continue
-        for child in _children(thing):
+        for child in _children(item):
             if id(child) not in seen and not isinstance(child, _CLOSED):
                 seen.add(id(child))
                 waiting.append(child)
 
 
-def _children(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple | set | frozenset):
-        yield from thing
-    elif isinstance(thing, MethodType):
-        yield thing.__self__
-    elif isinstance(thing, partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
+def _children(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, list | tuple | set | frozenset):
+        yield from item
+    elif isinstance(item, MethodType):
+        yield item.__self__
+    elif isinstance(item, partial):
+        yield from (item.func, *item.args, *item.keywords.values())
     else:
-        yield from getattr(thing, "__dict__", {}).values()
-        for kind in type(thing).__mro__:
+        yield from getattr(item, "__dict__", {}).values()
+        for kind in type(item).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                yield getattr(thing, name, None)
+                yield getattr(item, name, None)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -97,10 +97,10 @@ def generate_by_recomputing(
 
 def _generate(engine: Steppable, prompt: Sequence[int], new_tokens: int) -> list[int]:
     number = engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    found: list[int] = []
+    token_ids: list[int] = []
     while True:
         for output in engine.step():
             if output.request_id == number:
-                found.extend(output.token_ids)
+                token_ids.extend(output.token_ids)
                 if output.completion is not None:
-                    return found
+                    return token_ids

@@ -12,8 +12,7 @@ import statistics
 from quantkit.benchmark.ceilings import Ceilings
 from quantkit.benchmark.cost import Cost
 from quantkit.benchmark.steps import typical_step
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkRun, RooflineRecord
+from quantkit.results import SWEEP_NAME, BenchmarkRun, RooflineRecord
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
@@ -30,9 +29,12 @@ def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> Roofline
         bytes_moved=cost.decode_bytes(step.batch, context),
         flops=cost.decode_flops(step.batch, context),
         seconds=step.seconds,
-        copy_bytes_per_s=ceilings.bytes_per_s,
-        gemm_flops_per_s=ceilings.flops_per_s[cost.product],
+        **_limits(cost, ceilings),
     )
+
+
+def _limits(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
+    return {"copy_bytes_per_s": ceilings.bytes_per_s, "gemm_flops_per_s": ceilings.flops_per_s[cost.product]}
 
 
 def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: int) -> RooflineRecord | None:
@@ -57,8 +59,7 @@ def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: in
         bytes_moved=cost.prefill_bytes(longest, budget),
         flops=cost.prefill_flops(longest),
         seconds=statistics.median(seconds),
-        copy_bytes_per_s=ceilings.bytes_per_s,
-        gemm_flops_per_s=ceilings.flops_per_s[cost.product],
+        **_limits(cost, ceilings),
     )
 
 

@@ -13,7 +13,7 @@ from quantkit.benchmark.ceilings import Ceilings, measure_ceilings
 from quantkit.benchmark.compare import join_rounds, turns
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
-from quantkit.benchmark.memory import activation_bytes, memory_records
+from quantkit.benchmark.memory import memory_records, observed_activation_bytes
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_room, closed_loop, make_load, poisson, request_key, sweep
@@ -80,16 +80,16 @@ class BenchmarkOptions:
         """All runs, the one for the fits last."""
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
-        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        loads = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
         if self.static:
-            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
-        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
-        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
+        loads += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class BenchmarkTarget:
     """A model that is loaded to be measured.
 
     Args:
@@ -132,7 +132,9 @@ def check_target(
     return path, prediction
 
 
-def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None) -> Target:
+def load_target(
+    model: str | Path | None, options: BenchmarkOptions, engine: Mapping[str, Any] | None = None
+) -> BenchmarkTarget:
     """Load a model that is to be measured.
 
     Args:
@@ -147,22 +149,22 @@ def load_target(model: str | Path | None, options: BenchmarkOptions, engine: Map
     check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
-    return Target(name=_name(model), llm=llm, prediction=prediction, cost=cost)
+    return BenchmarkTarget(name=_name(model), llm=llm, prediction=prediction, cost=cost)
 
 
 def _name(model: str | Path | None) -> str:
     return "demo model" if model is None else str(model)
 
 
-def find_ceilings(targets: Sequence[Target]) -> Ceilings:
+def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
     """Both limits of the machine, in every arithmetic that the targets use."""
     types = {getattr(torch, target.cost.product) for target in targets}
     types |= {target.llm.model.dtype for target in targets}
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
 
 
-def measure(
-    target: Target, options: BenchmarkOptions, ceilings: Ceilings, progress: Progress = lambda _: None
+def measure_model(
+    target: BenchmarkTarget, options: BenchmarkOptions, ceilings: Ceilings, progress: Progress = lambda _: None
 ) -> BenchmarkResult:
     """Measure one model.
 
@@ -176,8 +178,8 @@ def measure(
 
 
 def measure_against(
-    target: Target,
-    baseline: Target,
+    target: BenchmarkTarget,
+    baseline: BenchmarkTarget,
     options: BenchmarkOptions,
     ceilings: Ceilings,
     progress: Progress = lambda _: None,
@@ -187,26 +189,26 @@ def measure_against(
     Args:
         target, baseline: loaded and idle.
         options: what to measure; its rounds are rounds of both.
-        ceilings, progress: see `measure`.
+        ceilings, progress: see `measure_model`.
     """
     first, second = _measure_all([target, baseline], options, ceilings, progress)
     return first, second
 
 
 def _measure_all(
-    targets: Sequence[Target], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
+    targets: Sequence[BenchmarkTarget], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
 ) -> list[BenchmarkResult]:
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
     workloads = options.workloads()
     for group in _twins(workloads):
         entries = [(who, workload) for workload in group for who in range(len(targets))]
-        for place in turns(options.rounds, len(entries)):
-            who, workload = entries[place]
+        for turn in turns(options.rounds, len(entries)):
+            who, workload = entries[turn]
             done = rounds.setdefault((who, workload.name), [])
             progress(f"{workload.name}: {targets[who].name}, round {len(done) + 1} of {options.rounds}")
             done.append(_run(targets, who, workload, options, len(done)))
     runs = [[join_rounds(rounds[who, workload.name]) for workload in workloads] for who in range(len(targets))]
-    return [_finish(target, options, tuple(found), ceilings) for target, found in zip(targets, runs, strict=True)]
+    return [_finish(target, options, tuple(own_runs), ceilings) for target, own_runs in zip(targets, runs, strict=True)]
 
 
 def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:
@@ -217,7 +219,9 @@ def _twins(workloads: Sequence[Workload]) -> list[list[Workload]]:
     return list(groups.values())
 
 
-def _run(targets: Sequence[Target], who: int, workload: Workload, options: BenchmarkOptions, turn: int) -> BenchmarkRun:
+def _run(
+    targets: Sequence[BenchmarkTarget], who: int, workload: Workload, options: BenchmarkOptions, turn: int
+) -> BenchmarkRun:
     """One round of one workload; models of different vocabularies get the same requests out of what both know."""
     vocab_size = min(target.llm.model.vocab_size for target in targets)
     avoid = {token for target in targets for token in target.llm.model.eos_ids}
@@ -226,7 +230,7 @@ def _run(targets: Sequence[Target], who: int, workload: Workload, options: Bench
 
 
 def _finish(
-    target: Target, options: BenchmarkOptions, runs: tuple[BenchmarkRun, ...], ceilings: Ceilings
+    target: BenchmarkTarget, options: BenchmarkOptions, runs: tuple[BenchmarkRun, ...], ceilings: Ceilings
 ) -> BenchmarkResult:
     engine, cost = target.llm.engine, target.cost
     budget = engine.options.token_budget
@@ -247,7 +251,7 @@ def _finish(
     )
 
 
-def _memory(target: Target, options: BenchmarkOptions) -> Any:
+def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
     """All parts, with activations from a step that is as large as a step gets."""
     engine, count = target.llm.engine, max(options.concurrencies, default=1)
 
@@ -258,7 +262,7 @@ def _memory(target: Target, options: BenchmarkOptions) -> Any:
             engine.step()
 
     cache = engine.runner.cache
-    activations = activation_bytes(largest_steps, target.llm.device)
+    activations = observed_activation_bytes(largest_steps, target.llm.device)
     tokens = min(engine.options.token_budget, count * options.prompt_tokens)
     return memory_records(
         target.llm.model,
@@ -273,7 +277,7 @@ def _memory(target: Target, options: BenchmarkOptions) -> Any:
     )
 
 
-def _settings(target: Target, ceilings: Ceilings) -> dict[str, str]:
+def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
     options = target.llm.engine.options
     kinds = linear_kinds(target.llm.model)
     return {

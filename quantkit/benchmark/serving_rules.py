@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from quantkit.benchmark.wording import milliseconds, percent, times
+from quantkit.quantities import as_percent, duration, times
 from quantkit.results import BenchmarkRun, Finding
 from quantkit.results.statistics import percentile
 
@@ -24,8 +24,8 @@ def busy(run: BenchmarkRun) -> Iterator[Finding]:
         return
     yield Finding(
         statement=f"The machine was busy: the middle half of the gaps of {run.workload.name} differ by "
-        f"{percent((high - low) / middle)}, and shares of its limits are as uncertain.",
-        evidence=f"ITL p25 {milliseconds(low)}, p50 {milliseconds(middle)}, p75 {milliseconds(high)}, {len(gaps)} gaps",
+        f"{as_percent((high - low) / middle)}, and shares of its limits are as uncertain.",
+        evidence=f"ITL p25 {duration(low)}, p50 {duration(middle)}, p75 {duration(high)}, {len(gaps)} gaps",
         advice="Measure again when nothing else runs.",
     )
 
@@ -41,7 +41,7 @@ def stalls(run: BenchmarkRun) -> Iterator[Finding]:
     alone = run.workload.concurrency == 1
     yield Finding(
         statement=f"Streaming stalls in {run.workload.name}: one gap in a hundred is {times(tail / middle)} the usual.",
-        evidence=f"ITL p50 {milliseconds(middle)}, p99 {milliseconds(tail)}, {len(gaps)} gaps",
+        evidence=f"ITL p50 {duration(middle)}, p99 {duration(tail)}, {len(gaps)} gaps",
         advice="Nothing else ran in the engine: look for other work on this machine."
         if alone
         else "Prompts of newcomers are computed between tokens: a smaller token budget makes the pieces smaller.",
@@ -59,7 +59,7 @@ def queue(run: BenchmarkRun, alone: BenchmarkRun) -> Iterator[Finding]:
     yield Finding(
         statement=f"Requests queue at {run.workload.rate_per_s:g} per second: TTFT is {times(here / single)} that of a "
         "request alone.",
-        evidence=f"median TTFT {milliseconds(here)} against {milliseconds(single)}; {done:.2g} requests/s answered",
+        evidence=f"median TTFT {duration(here)} against {duration(single)}; {done:.2g} requests/s answered",
         advice=f"Offer less than {done:.2g} requests per second, or add a machine.",
     )
 
@@ -74,12 +74,12 @@ def goodput(run: BenchmarkRun) -> Iterator[Finding]:
         "TPOT": (run.workload.tpot_limit_s, run.tpot_s),
     }
     missed = [
-        f"{name} above {milliseconds(limit)} in {sum(v > limit for v in values)} of {len(values)} requests"
+        f"{name} above {duration(limit)} in {sum(v > limit for v in values)} of {len(values)} requests"
         for name, (limit, values) in limits.items()
         if limit is not None and any(value > limit for value in values)
     ]
     yield Finding(
-        statement=f"Only {percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
+        statement=f"Only {as_percent(met / answered)} of the requests of {run.workload.name} keep the limits.",
         evidence="; ".join(missed),
         advice="Lower the concurrency or rate until goodput stops growing.",
     )

@@ -11,9 +11,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
-from quantkit.results.statistics import Fit, fit
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results.statistics import PolynomialFit, fit_polynomial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +33,15 @@ class DecodeStep:
 def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
     """The steps of a run that only decoded, in order of time."""
     starts = [(t.arrived_s, t.token_s[0]) for t in run.requests if t.token_s]
-    found: dict[tuple[float, float], list[int]] = {}
+    contexts_by_span: dict[tuple[float, float], list[int]] = {}
     for timing in run.requests:
         for index in range(1, len(timing.token_s)):
             before, after = timing.token_s[index - 1], timing.token_s[index]
             if after > before:  # equal times are one speculative burst
-                found.setdefault((before, after), []).append(timing.prompt_tokens + index)
+                contexts_by_span.setdefault((before, after), []).append(timing.prompt_tokens + index)
     return [
         DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
-        for (before, after), contexts in sorted(found.items())
+        for (before, after), contexts in sorted(contexts_by_span.items())
         # A prompt under way: between its arrival and its first token, which may come in this very step.
         if not any(arrived < after and before < first for arrived, first in starts)
     ]
@@ -65,13 +64,13 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
     )
 
 
-def fit_itl(result: BenchmarkResult) -> Fit | None:
+def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
     """ITL = a + b context, seconds and tokens, over all steps of a single sequence; None with too few."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
-    return fit([step.context for step in steps], [step.seconds for step in steps])
+    return fit_polynomial([step.context for step in steps], [step.seconds for step in steps])
 
 
-def fit_ttft(result: BenchmarkResult) -> Fit | None:
+def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
     """TTFT = a + b prompt + c prompt^2, seconds and tokens, over requests that had the engine to themselves.
 
     A straight line where there are too few lengths for a curve; None where there are too few for that.
@@ -79,7 +78,7 @@ def fit_ttft(result: BenchmarkResult) -> Fit | None:
     alone = [timing for run in result.runs if _is_single(run) for timing in run.requests if timing.token_s]
     lengths, seconds = _points(alone)
     degree = 2 if len(set(lengths)) >= 4 else 1
-    return fit(lengths, seconds, degree=degree)
+    return fit_polynomial(lengths, seconds, degree=degree)
 
 
 def _is_single(run: BenchmarkRun) -> bool:

@@ -12,10 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import RequestError
-from quantkit.results import Workload
-
-SWEEP_NAME = "sweep"
-"""The run whose prompts differ in length: TTFT is fitted against prompt length, ITL against context."""
+from quantkit.results import SWEEP_NAME, Workload
 
 _SWEEP_PARTS = 6
 _SWEEP_TOKENS = 9

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
-from quantkit.amounts import human_bytes
 from quantkit.errors import CheckpointError
+from quantkit.quantities import byte_size
 
 if TYPE_CHECKING:
     import torch
@@ -228,8 +228,8 @@ def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int
         end, previous = end + info.num_bytes, f"tensor {name!r}"
     if file_bytes < end:
         raise CheckpointError(
-            f"{path} is truncated: its tensors take {end} bytes ({human_bytes(end)}), "
-            f"the file has {file_bytes} ({human_bytes(file_bytes)}); download or copy it again"
+            f"{path} is truncated: its tensors take {end} bytes ({byte_size(end)}), "
+            f"the file has {file_bytes} ({byte_size(file_bytes)}); download or copy it again"
         )
     if file_bytes > end:
         raise CheckpointError(f"{path} has {file_bytes} bytes but its tensors end at byte {end}; {_DAMAGED}")

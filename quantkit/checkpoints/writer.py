@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from quantkit.amounts import human_bytes
 from quantkit.checkpoints.folder import INDEX_NAME
 from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import OutputError, QuantkitError, ResourceError
+from quantkit.quantities import byte_size
 
 _PIECE_BYTES = 1 << 22
 _METADATA = {"format": "pt"}  # transformers refuses files without it
@@ -124,8 +124,8 @@ def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = No
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         reason = error.strerror or str(error)
         return OutputError(f"cannot write {path}: {reason}; choose another --output or mend its folder's permissions")
-    needed = "" if needed_bytes is None else f"needs {human_bytes(needed_bytes)}, "
-    limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{human_bytes(_free_bytes(path))} free"
+    needed = "" if needed_bytes is None else f"needs {byte_size(needed_bytes)}, "
+    limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{byte_size(_free_bytes(path))} free"
     return ResourceError(
         f"no space left writing {path}: {needed}{limit}; "
         "free space or choose another --output, then run the same command again to resume"

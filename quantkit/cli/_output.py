@@ -21,6 +21,8 @@ from quantkit.errors import QuantkitError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from quantkit.report.table import Table
+
 __all__ = ["Output", "output_options", "report_error"]
 
 USAGE, RESOURCES, INTERRUPTED = 2, 5, 130
@@ -45,19 +47,24 @@ class Output:
         """Whether progress and warnings go to stderr."""
         return not (self.as_json or self.quiet)
 
-    def result(self, data: Callable[[], dict[str, Any]], *shown: Callable[[], RenderableType]) -> None:
+    def result(self, data: Callable[[], Any], *shown: Callable[[], Table | RenderableType | None]) -> None:
         """Print a result, as JSON or for people.
 
         Args:
-            data: makes the object for --json.
-            shown: make what people see, one below the other with a blank line between.
+            data: builds the object for --json.
+            shown: build what people see, one below the other with a blank line between; None shows nothing.
         """
         if self.as_json:
             click.echo(json.dumps(data(), ensure_ascii=False))
             return
+        from quantkit.report.table import Table
+        from quantkit.report.terminal import terminal_table
+
         console = plain_console()
-        for position, make in enumerate(shown):
-            console.print(*([""] if position else []), make(), sep="\n")
+        parts = [part for build in shown if (part := build()) is not None]
+        for position, part in enumerate(parts):
+            drawn = terminal_table(part, console) if isinstance(part, Table) else part
+            console.print(*([""] if position else []), drawn, sep="\n")
 
 
 def output_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -82,16 +89,6 @@ def plain_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=False)
-
-
-def human_seconds(seconds: float) -> str:
-    """`42 s`, `3 min 20 s` or `2 h 5 min`: a duration for people."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from quantkit.amounts import human_bytes
-from quantkit.cli._output import Output, human_seconds, plain_console
+from quantkit.cli._output import Output, plain_console
+from quantkit.quantities import byte_size, elapsed
 
 if TYPE_CHECKING:
     from quantkit.results import LayerRecord
@@ -64,9 +64,9 @@ class Log(Progressing):
         """The layer's worst error, its time, the memory in use and the time left."""
         self._done += 1
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
-        parts = [worst_error(record), human_seconds(sum(record.seconds.values())), human_bytes(memory_in_use())]
+        parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(memory_in_use())]
         if left > 0:
-            parts.append(f"{human_seconds(left)} left")
+            parts.append(f"{elapsed(left)} left")
         click.echo(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}", err=True)
 
     def warning(self, text: str) -> None:
@@ -125,7 +125,7 @@ class Bar(Progressing):
 
     def _show(self, description: str) -> None:
         if self._task is not None:
-            self._bar.update(self._task, description=description, memory=human_bytes(memory_in_use()))
+            self._bar.update(self._task, description=description, memory=byte_size(memory_in_use()))
 
 
 def for_output(output: Output) -> Progressing:
@@ -147,7 +147,7 @@ def plan_line(summary: dict[str, Any]) -> str:
     if samples := _num(summary, "samples"):
         parts.append(f"{samples} samples")
     if predicted := _num(summary, "predicted_bytes"):
-        parts.append(f"about {human_bytes(predicted)} of memory at the highest")
+        parts.append(f"about {byte_size(predicted)} of memory at the highest")
     return "plan: " + ", ".join(parts)
 
 

@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from quantkit.cli._options import option_group
+
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 
-def runtime_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the engine's options to a command, which gets them as its second argument, keywords of `LLM`."""
-
-    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option(
+runtime_options = option_group(
+    "engine",
+    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
+    click.option(
         "--dtype", default="auto", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to compute in."
-    )
-    @click.option(
+    ),
+    click.option(
         "--kv-cache",
         type=click.Choice(KV_TYPES),
         default="auto",
         show_default=True,
         help="Number type of keys and values in the cache.",
-    )
-    @click.option(
-        "--kv-memory", metavar="SIZE", help="Memory for the KV cache, e.g. 4GiB.  [default: what the model can use]"
-    )
-    @click.option("--max-length", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]")
-    @click.option(
-        "--head", type=click.Choice(["int8", "int4"]), help="Round the output head too, which recipes leave as it is."
-    )
-    @click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step; the text stays the same.")
-    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads to compute with.  [default: measured]")
-    @functools.wraps(function)
-    def command(
-        *args: Any,
-        device: str,
-        dtype: str,
-        kv_cache: str,
-        kv_memory: str | None,
-        max_length: int | None,
-        head: str | None,
-        speculate: str | None,
-        threads: int | None,
-        **options: Any,
-    ) -> None:
-        engine = {
-            "device": device,
-            "dtype": dtype,
-            "kv_cache": kv_cache,
-            "memory": kv_memory,
-            "max_length": max_length,
-            "head_dtype": head,
-            "speculate": speculate,
-            "threads": threads,
-        }
-        function(*args, engine, **options)
-
-    return command
+    ),
+    click.option(
+        "--kv-memory",
+        "memory",
+        metavar="SIZE",
+        help="Memory for the KV cache, e.g. 4GiB.  [default: what the model can use]",
+    ),
+    click.option("--max-length", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]"),
+    click.option(
+        "--head",
+        "head_dtype",
+        type=click.Choice(["int8", "int4"]),
+        help="Round the output head too, which recipes leave as it is.",
+    ),
+    click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step; the text stays the same."),
+    click.option("--threads", type=click.IntRange(min=1), help="CPU threads to compute with.  [default: measured]"),
+)
+"""Options of the engine, keywords of `LLM`."""
 
 
 def numbers(kind: type, name: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _bench as show
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import numbers, runtime_options
 
 if TYPE_CHECKING:
     from quantkit.benchmark.ceilings import Ceilings
-    from quantkit.benchmark.run import Target
+    from quantkit.benchmark.run import BenchmarkTarget
     from quantkit.results import BenchmarkResult
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
@@ -36,62 +36,53 @@ Examples:
 """
 
 
-def _workload_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Options that say what is sent; they arrive together as `workload`."""
-    count = click.IntRange(min=1)
-    seconds = click.FloatRange(min=0, min_open=True)
-
-    @click.option(
+_COUNT = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_workload_options = option_group(
+    "workload",
+    click.option(
         "--batch",
         metavar="N,...",
         callback=numbers(int, "numbers"),
         help="Requests in flight at once.  [default: 1,8]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--rate", metavar="R,...", callback=numbers(float, "rates"), help="Requests per second, as Poisson arrivals."
-    )
-    @click.option("--prompt-tokens", type=count, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]")
-    @click.option("--new-tokens", type=count, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]")
-    @click.option(
-        "--requests", "num_requests", type=count, help="Requests in each run.  [default: 2 x batch, at least 4]"
-    )
-    @click.option(
+    ),
+    click.option("--prompt-tokens", type=_COUNT, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]"),
+    click.option("--new-tokens", type=_COUNT, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]"),
+    click.option(
+        "--requests", "num_requests", type=_COUNT, help="Requests in each run.  [default: 2 x batch, at least 4]"
+    ),
+    click.option(
         "--spread",
         type=click.FloatRange(0, 1, max_open=True),
         default=0.0,
         help="Spread of lengths: 0.8 draws them from 20 to 100 %.",
-    )
-    @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
-    @click.option(
-        "--rounds", type=count, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
-    )
-    @click.option(
+    ),
+    click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison."),
+    click.option(
+        "--rounds", type=_COUNT, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
+    ),
+    click.option(
         "--ttft-limit",
         "ttft_limit_s",
-        type=seconds,
+        type=_SECONDS,
         metavar="SECONDS",
         help="Longest TTFT of a request that counts as goodput.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--tpot-limit",
         "tpot_limit_s",
-        type=seconds,
+        type=_SECONDS,
         metavar="SECONDS",
         help="Longest TPOT of a request that counts as goodput.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of prompts and arrivals."
-    )
-    @functools.wraps(function)
-    def command(*args: Any, batching: str | None, **options: Any) -> None:
-        names = (
-            *("batch", "rate", "prompt_tokens", "new_tokens", "num_requests", "spread", "rounds"),
-            *("ttft_limit_s", "tpot_limit_s", "seed"),
-        )
-        workload = {name: options.pop(name) for name in names}
-        function(*args, workload={**workload, "static": batching == "static"}, **options)
-
-    return command
+    ),
+)
+"""Options that say what is sent."""
 
 
 @click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
@@ -133,25 +124,28 @@ def bench(
     if against:
         results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, progress))
     else:
-        results = [benchmark.measure(targets[0], options, ceilings, progress)]
+        results = [benchmark.measure_model(targets[0], options, ceilings, progress)]
     _report(output_to, targets, results, ceilings)
 
 
 def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
     """Keywords of `BenchmarkOptions`: what was left out gets its default."""
-    found = dict(workload)
-    batch, rate, rounds = found.pop("batch"), found.pop("rate"), found.pop("rounds")
+    given = dict(workload)
+    batch, rate, rounds, batching = (given.pop(name) for name in ("batch", "rate", "rounds", "batching"))
     return {
-        **found,
+        **given,
         "concurrencies": batch or (() if rate else (1, 8)),
         "rates": rate or (),
-        "prompt_tokens": found["prompt_tokens"] or DEFAULT_PROMPT,
-        "new_tokens": found["new_tokens"] or DEFAULT_NEW,
+        "prompt_tokens": given["prompt_tokens"] or DEFAULT_PROMPT,
+        "new_tokens": given["new_tokens"] or DEFAULT_NEW,
+        "static": batching == "static",
         "rounds": rounds or (ROUNDS_AGAINST if compares else 1),
     }
 
 
-def _report(output_to: Output, targets: list[Target], results: list[BenchmarkResult], ceilings: Ceilings) -> None:
+def _report(
+    output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
+) -> None:
     from dataclasses import asdict, replace
 
     from quantkit.benchmark.compare import compare_results
@@ -167,18 +161,25 @@ def _report(output_to: Output, targets: list[Target], results: list[BenchmarkRes
         diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
-        found = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        numbers = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
         rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
-        other = {"against": found[1], "ratios": rows} if versus is not None else {}
-        return {**found[0], "ceilings": asdict(ceilings), **other}
+        other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
+        return {**numbers[0], "ceilings": asdict(ceilings), **other}
 
-    shown: list[Callable[[], Any]] = [lambda: show.settings_lines(results)]
-    shown += [lambda: show.latency_table(results), lambda: show.throughput_table(results)]
-    if versus is not None:
-        shown += [lambda: show.ratio_table(ratios, versus.model)]
-    shown += [lambda: show.fit_lines(fits[0]), lambda: show.memory_table(results[0])]
-    shown += [lambda: show.roofline_table(results[0]), lambda: show.diagnosis_table(diagnoses[0])]
-    output_to.result(data, *shown)
+    from quantkit.report.speed_tables import memory_table, roofline_table, throughput_table
+
+    runs = show.labelled_runs(results)
+    output_to.result(
+        data,
+        lambda: show.settings_lines(results),
+        lambda: show.latency_table(runs),
+        lambda: throughput_table(runs),
+        lambda: None if versus is None else show.ratio_table(ratios, versus.model),
+        lambda: show.fit_lines(fits[0]),
+        lambda: memory_table(results[0]),
+        lambda: roofline_table(("", record) for record in results[0].roofline),
+        lambda: show.diagnosis_table(diagnoses[0]),
+    )
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:

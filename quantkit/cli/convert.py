@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from quantkit.compress.convert import Conversion
+    from quantkit.report.table import Table
 
 EPILOG = """\b
 Examples:
@@ -63,11 +63,11 @@ def convert(
     from quantkit.compress.convert import convert as run
 
     name = Path(checkpoint).resolve().name
-    place = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
+    target = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
     result = run(
         checkpoint,
         to,
-        place,
+        target,
         type_name=type_name and type_name.lower(),
         overwrite=overwrite,
         progress=_progress(output_to),
@@ -75,7 +75,7 @@ def convert(
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
-        push(place, push_to_hub, origin=find_origin(checkpoint))
+        push(target, push_to_hub, origin=find_origin(checkpoint))
     output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
 
 
@@ -91,21 +91,18 @@ def _progress(output_to: Output) -> Any:
 
 
 def _summary(result: Conversion) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import facts
 
-    from quantkit.amounts import human_bytes
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("checkpoint", f"{result.source} ({result.source_format})")
-    table.add_row("linears", ", ".join(f"{count} x {name}" for name, count in result.stored.items()))
-    table.add_row("compared", f"{result.num_linears} linears read back, equal bit for bit")
-    table.add_row("size", f"{human_bytes(result.source_bytes)} → {human_bytes(result.output_bytes)}")
-    table.add_row("output", f"{result.output} ({result.format})")
-    for note in result.notes:
-        table.add_row("note", note)
-    return table
+    return facts(
+        [
+            ("checkpoint", f"{result.source} ({result.source_format})"),
+            ("linears", ", ".join(f"{count} x {name}" for name, count in result.stored.items())),
+            ("compared", f"{result.num_linears} linears read back, equal bit for bit"),
+            ("size", f"{byte_size(result.source_bytes)} → {byte_size(result.output_bytes)}"),
+            ("output", f"{result.output} ({result.format})"),
+            *(("note", note) for note in result.notes),
+        ]
+    )
 
 
 def _next(result: Conversion) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _eval as show
+from quantkit.cli._options import option_group
 from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import runtime_options
 
 if TYPE_CHECKING:
     from quantkit.evaluate.run import EvaluationOptions
+    from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
 
 EPILOG = """\b
@@ -37,54 +37,48 @@ def _names(_ctx: click.Context, _option: click.Parameter, values: tuple[str, ...
     return tuple(name.strip() for value in values for name in value.split(",") if name.strip())
 
 
-def _question_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Options that say what is asked; they arrive together as `asked`."""
-    count = click.IntRange(min=1)
-    folders: dict[str, Any] = {"multiple": True, "type": click.Path(path_type=Path), "metavar": "DIR"}
-
-    @click.option(
+_COUNT = click.IntRange(min=1)
+_FOLDERS: dict[str, Any] = {"multiple": True, "type": click.Path(path_type=Path), "metavar": "DIR"}
+_question_options = option_group(
+    "asked",
+    click.option(
         "--suite", metavar="NAME|FILE", help="Set of tasks: quick, standard or long-context.  [default: quick]"
-    )
-    @click.option(
+    ),
+    click.option(
         "--tasks", multiple=True, callback=_names, metavar="A,B", help="Tasks by name, lm-eval's and quantkit's own."
-    )
-    @click.option("--include-path", **folders, help="Folder of further lm-eval task files; repeatable.")
-    @click.option("--data", **folders, help="Folder of items on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.")
-    @click.option("--limit", type=count, help="Items of each task, at most.  [default: the suite's, or all]")
-    @click.option(
+    ),
+    click.option("--include-path", **_FOLDERS, help="Folder of further lm-eval task files; repeatable."),
+    click.option(
+        "--data", **_FOLDERS, help="Folder of items on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable."
+    ),
+    click.option("--limit", type=_COUNT, help="Items of each task, at most.  [default: the suite's, or all]"),
+    click.option(
         "--few-shot",
         "num_fewshot",
         type=click.IntRange(min=0),
         help="Solved examples before each item.  [default: the task's]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--text", "texts", multiple=True, metavar="FILE", help="Measure the perplexity of this text; repeatable."
-    )
-    @click.option("--window", type=click.IntRange(min=2), help="Tokens per window of --text.  [default: 2048]")
-    @click.option("--stride", type=count, help="Tokens from window to window of --text.  [default: a window]")
-    @click.option(
+    ),
+    click.option("--window", type=click.IntRange(min=2), help="Tokens per window of --text.  [default: 2048]"),
+    click.option("--stride", type=_COUNT, help="Tokens from window to window of --text.  [default: a window]"),
+    click.option(
         "--through",
         multiple=True,
         type=click.Choice(["prefill", "decode"]),
         help="How --text is computed: in prefills or token by token.",
-    )
-    @click.option("--chat", "chat_template", is_flag=True, help="Put prompts into the model's chat template.")
-    @click.option(
+    ),
+    click.option("--chat", "chat_template", is_flag=True, help="Put prompts into the model's chat template."),
+    click.option(
         "--bos/--no-bos",
         "add_bos",
         default=None,
         help="Put the begin-of-text token before every text.  [default: the tokenizer's]",
-    )
-    @click.option("--seed", type=click.IntRange(min=0), help="Seed of few-shot examples and long texts.  [default: 0]")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        names = (
-            *("suite", "tasks", "include_path", "data", "limit", "num_fewshot", "texts", "window", "stride"),
-            *("through", "chat_template", "add_bos", "seed"),
-        )
-        function(*args, asked={name: options.pop(name) for name in names}, **options)
-
-    return command
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Seed of few-shot examples and long texts.  [default: 0]"),
+)
+"""Options that say what is asked."""
 
 
 @click.command("eval", epilog=EPILOG, short_help="Perplexity and lm-eval tasks, alone or against the original.")
@@ -112,12 +106,12 @@ def evaluate(
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
-    from quantkit.evaluate.run import EvaluationOptions, check
+    from quantkit.evaluate.run import EvaluationOptions, check_evaluation
     from quantkit.results.statistics import compare_evaluations
 
     options = EvaluationOptions(**_completed(asked))
     settings = {**engine, "max_sequences": batch}
-    check(options)
+    check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, settings, options)
@@ -129,24 +123,27 @@ def evaluate(
     compared = () if original is None else compare_evaluations(result, original, again)
 
     def data() -> dict[str, Any]:
-        found: dict[str, Any] = {"evaluation": result.to_dict()}
+        document: dict[str, Any] = {"evaluation": result.to_dict()}
         if original is not None:
-            found["baseline"] = original.to_dict()
-            found["comparisons"] = [comparison.to_dict() for comparison in compared]
-        return found
+            document["baseline"] = original.to_dict()
+            document["comparisons"] = [comparison.to_dict() for comparison in compared]
+        return document
 
-    def table() -> Any:
-        return show.result_table(result) if original is None else show.comparison_table(compared, original)
+    def table() -> Table | None:
+        from quantkit.report.tables import comparison_table
 
-    output_to.result(data, lambda: show.settings_line(result), table)
+        return show.result_table(result) if original is None else comparison_table(compared)
+
+    against = None if original is None else f"against {original.model} in {original.arithmetic}"
+    output_to.result(data, lambda: show.settings_line(result), lambda: against, table)
 
 
 def _completed(asked: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `EvaluationOptions`: the suite `quick` where nothing else is asked."""
-    found = {**asked, "through": asked["through"] or ("prefill",)}
-    if not (found["suite"] or found["tasks"] or found["texts"]):
-        found["suite"] = "quick"
-    return found
+    completed = {**asked, "through": asked["through"] or ("prefill",)}
+    if not (completed["suite"] or completed["tasks"] or completed["texts"]):
+        completed["suite"] = "quick"
+    return completed
 
 
 def _ask(

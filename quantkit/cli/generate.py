@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._output import Output, human_seconds, output_options, plain_console
+from quantkit.cli._options import option_group
+from quantkit.cli._output import Output, output_options, plain_console
 from quantkit.cli._runtime import runtime_options
+from quantkit.quantities import byte_size, duration
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from quantkit.report.table import Table
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import Completion, SamplingParams
 
@@ -29,65 +28,56 @@ Examples:
 """
 
 
-def _sampling_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that are fields of `SamplingParams`; they arrive together as `sampling`."""
-
-    @click.option(
+_sampling_options = option_group(
+    "sampling",
+    click.option(
         "--max-tokens",
         type=click.IntRange(min=1),
         default=128,
         show_default=True,
         help="New tokens, at most.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--temperature",
         type=float,
         default=0.0,
         show_default=True,
         help="How freely to draw; 0 always takes the likeliest token.",
-    )
-    @click.option("--top-k", type=int, help="Draw from the k likeliest tokens only.")
-    @click.option(
+    ),
+    click.option("--top-k", type=int, help="Draw from the k likeliest tokens only."),
+    click.option(
         "--top-p",
         type=float,
         default=1.0,
         show_default=True,
         help="Draw from the likeliest tokens that together have this probability.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--min-p",
         type=float,
         default=0.0,
         show_default=True,
         help="Draw from tokens with at least this share of the best one's probability.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--repetition-penalty",
         type=float,
         default=1.0,
         show_default=True,
         help="Divides the scores of used tokens; above 1 discourages repeats.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--presence-penalty",
         type=float,
         default=0.0,
         show_default=True,
         help="Subtracted from scores of used tokens.",
-    )
-    @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable.")
-    @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
-    @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        names = (
-            *("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos", "seed"),
-            *("repetition_penalty", "presence_penalty"),
-        )
-        sampling = {name: options.pop(name) for name in names}
-        function(*args, sampling=sampling, **options)
-
-    return command
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable."),
+    click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token."),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing."),
+)
+"""Options that are fields of `SamplingParams`."""
 
 
 @click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")
@@ -190,32 +180,26 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 
 
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import facts
 
-    from quantkit.amounts import human_bytes
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new")
-    table.add_row("TTFT", human_seconds(numbers["ttft_s"]) if numbers["ttft_s"] >= 1 else _ms(numbers["ttft_s"]))
+    speed = traffic = None
     if numbers["itl_median_s"]:
-        table.add_row("ITL", f"{_ms(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s")
-        share = (
-            f"{100 * numbers['bandwidth_share']:.0f} % of the {numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s measured"
-        )
-        table.add_row("memory traffic", f"{human_bytes(int(numbers['bytes_per_token']))} per token, {share}")
-    table.add_row("weights", human_bytes(numbers["weight_bytes"]))
-    table.add_row(
-        "KV cache", f"{human_bytes(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
+        speed = f"{duration(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s"
+        rate = f"{numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s"
+        share = f"{100 * numbers['bandwidth_share']:.0f} % of the {rate} measured"
+        traffic = f"{byte_size(numbers['bytes_per_token'])} per token, {share}"
+    cache = f"{byte_size(numbers['kv_bytes'])}, {numbers['kv_tokens']:,} tokens, {numbers['kv_cache']}"
+    return facts(
+        [
+            ("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new"),
+            ("TTFT", duration(numbers["ttft_s"])),
+            ("ITL", speed),
+            ("memory traffic", traffic),
+            ("weights", byte_size(numbers["weight_bytes"])),
+            ("KV cache", cache),
+            *llm.describe().items(),
+        ]
     )
-    for name, text in llm.describe().items():
-        table.add_row(name, text)
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
 
 
 COMMAND = generate

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-    from quantkit.inspection import CheckpointDifference
-    from quantkit.results import CheckpointSummary
+    from quantkit.report.table import Table
+    from quantkit.results import CheckpointDifference, CheckpointSummary
 
 EPILOG = """\b
 Examples:
@@ -36,90 +34,66 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
     quantkit wrote. With a second one, show what differs between the two.
     """
     from quantkit.inspection import compare, inspect
-    from quantkit.results import to_dict
 
     if other is not None:
         difference = compare(checkpoint, other)
-        output_to.result(lambda: to_dict(difference), lambda: _difference(difference))
+        output_to.result(difference.to_dict, lambda: _difference(difference))
         return
     summary = inspect(checkpoint)
-    output_to.result(
-        lambda: to_dict(summary), lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary)
-    )
+    output_to.result(summary.to_dict, lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary))
 
 
-def _difference(difference: CheckpointDifference) -> RenderableType:
-    from rich.table import Table
+def _difference(difference: CheckpointDifference) -> Table | str:
+    from quantkit.report.table import Column, Table
 
     if difference.is_empty:
         return "no difference in headers and configuration; tensors were not compared"
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("differs", difference.left, difference.right):
-        table.add_column(title, overflow="fold")
-    for row in (*difference.facts, *difference.modules, *difference.entries):
-        table.add_row(*row)
-    return table
+    titles = ("differs", difference.left, difference.right)
+    rows = (*difference.facts, *difference.modules, *difference.entries)
+    return Table(columns=tuple(map(Column, titles)), rows=rows)
 
 
 def _overview(summary: CheckpointSummary) -> Table:
-    from rich.table import Table
-
-    from quantkit.amounts import human_bytes
+    from quantkit.report.table import facts
     from quantkit.results import describe_caches, describe_experts
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("checkpoint", summary.path)
-    table.add_row("architecture", summary.architecture)
-    table.add_row("format", summary.format)
-    if summary.recipe is not None:
-        table.add_row("recipe", summary.recipe)
-    table.add_row("parameters", f"{summary.num_parameters:,}")
-    table.add_row("size", human_bytes(summary.num_bytes))
-    if summary.bits_per_weight is not None:
-        table.add_row("bits per weight", f"{summary.bits_per_weight:.3f} (quantized linears)")
-    cache = describe_caches(summary.layers)
-    if cache is not None:
-        table.add_row("KV cache", cache)
-    experts = describe_experts(summary.layers)
-    if experts is not None:
-        table.add_row("experts", experts)
-    return table
+    bits = summary.bits_per_weight
+    return facts(
+        [
+            ("checkpoint", summary.path),
+            ("architecture", summary.architecture),
+            ("format", summary.format),
+            ("recipe", summary.recipe),
+            ("parameters", f"{summary.num_parameters:,}"),
+            ("size", byte_size(summary.num_bytes)),
+            ("bits per weight", None if bits is None else f"{bits:.3f} (quantized linears)"),
+            ("KV cache", describe_caches(summary.layers)),
+            ("experts", describe_experts(summary.layers)),
+        ]
+    )
 
 
 def _modules(summary: CheckpointSummary) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import Column, Table
 
-    from quantkit.amounts import human_bytes
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("module", overflow="fold")
-    table.add_column("stored as")
-    for title in ("count", "parameters", "size"):
-        table.add_column(title, justify="right")
-    for row in summary.modules:
-        table.add_row(row.kind, row.stored_as, str(row.count), f"{row.num_parameters:,}", human_bytes(row.num_bytes))
-    return table
+    numbers = Column("count", str), Column("parameters", "{:,}".format), Column("size", byte_size)
+    rows = tuple((m.kind, m.stored_as, m.count, m.num_parameters, m.num_bytes) for m in summary.modules)
+    return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
 
 
-def _layers(summary: CheckpointSummary) -> RenderableType:
-    from rich.table import Table
+def _layers(summary: CheckpointSummary) -> Table | str:
+    from quantkit.report.table import Column, Table
 
     if not summary.layers:
         return "no per-layer errors: quantkit.json is missing or lists none"
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("layer", overflow="fold")
-    table.add_column("output SNR", justify="right")
-    table.add_column("worst error", justify="right")
-    table.add_column("rounded", justify="right")
-    table.add_column("of linear", overflow="fold")
+    rows = []
     for layer in summary.layers:
-        snr = "" if layer.output_snr_db is None else f"{layer.output_snr_db:.1f} dB"
         worst = max(layer.linears, key=lambda linear: linear.error, default=None)
-        numbers = ("", "", "") if worst is None else (f"{worst.error:.4f}", f"{worst.rounding_error:.4f}", worst.name)
-        table.add_row(layer.name, snr, *numbers)
-    return table
+        errors = ("", "", "") if worst is None else (worst.error, worst.rounding_error, worst.name)
+        rows.append((layer.name, "" if layer.output_snr_db is None else layer.output_snr_db, *errors))
+    four = "{:.4f}".format
+    numbers = Column("output SNR", "{:.1f} dB".format), Column("worst error", four), Column("rounded", four)
+    return Table(columns=(Column("layer"), *numbers, Column("of linear")), rows=tuple(rows))
 
 
 COMMAND = inspect_checkpoint

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size, duration, scaled_count, short
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
     from quantkit.planning import Estimate
+    from quantkit.report.table import Table
 
 EPILOG = """\b
 Examples:
@@ -98,9 +97,9 @@ def plan(
     MODEL is a directory, a config.json or a hub id; of its weights only the headers are read. Without it, the demo
     model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
     """
-    from quantkit.amounts import parse_bytes, parse_flops, parse_rate, parse_tokens
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document
+    from quantkit.quantities import parse_bytes, parse_flops, parse_rate, parse_tokens
 
     if changes and recipe is None:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
@@ -110,7 +109,7 @@ def plan(
         None if bandwidth is None else parse_rate(bandwidth),
         None if peak is None else parse_flops(peak),
     )
-    found = estimate(
+    planned = estimate(
         model,
         shape_file=shape,
         params=params,
@@ -123,131 +122,121 @@ def plan(
         kv_cache=kv_cache,
         head=head,
     )
-    tables = [_overview, _weights]
-    tables += [_caches] if found.caches else []
-    tables += [_device] if found.device else []
-    tables += [_compression, _loaders] if found.recipe else []
-    output_to.result(lambda: to_document(found), *(lambda make=make: make(found) for make in (*tables, _footnote)))
-
-
-def _grid(*titles: str, numbers: int = 0) -> Table:
-    """A table without lines; its last columns are numbers, and neither they nor the names in front are broken."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(titles))
-    for position, title in enumerate(titles):
-        right = position >= len(titles) - numbers
-        table.add_column(title, justify="right" if right else "left", no_wrap=right or position == 0)
-    return table
+    parts = (_overview, _weights, _caches, _device, _compression, _loaders, _footnote)
+    output_to.result(lambda: to_document(planned), *(lambda part=part: part(planned) for part in parts))
 
 
 def _overview(plan: Estimate) -> Table:
-    from quantkit.amounts import human_bytes, human_count
+    from quantkit.report.table import facts
 
     shape = plan.shape
-    table = _grid()
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(
-        "model", f"{shape.name}, counted from {'a ' if 'count' in shape.counted_from else ''}{shape.counted_from}"
-    )
-    active = shape.active_parameters
-    text = f"{human_count(shape.num_parameters)} ({shape.num_parameters:,})"
-    table.add_row("parameters", text if active == shape.num_parameters else f"{text}, {human_count(active)} per token")
+    counted = f"counted from {'a ' if 'count' in shape.counted_from else ''}{shape.counted_from}"
+    parameters = f"{scaled_count(shape.num_parameters)} ({shape.num_parameters:,})"
+    if shape.active_parameters != shape.num_parameters:
+        parameters += f", {scaled_count(shape.active_parameters)} per token"
+    rows: list[tuple[str, str | None]] = [("model", f"{shape.name}, {counted}"), ("parameters", parameters)]
     if shape.layers:
-        kinds = "; ".join(f"{count} x {kind}" for kind, count in shape.attention_kinds.items())
-        table.add_row("attention", kinds)
-        limit = f"{shape.max_length:,} tokens" if shape.max_length else "not said"
-        table.add_row("longest context", limit)
-        table.add_row("activations", f"{human_bytes(plan.activations)}, an estimate for steps of 512 tokens")
+        rows += [
+            ("attention", "; ".join(f"{count} x {kind}" for kind, count in shape.attention_kinds.items())),
+            ("longest context", f"{shape.max_length:,} tokens" if shape.max_length else "not said"),
+            ("activations", f"{byte_size(plan.activations)}, an estimate for steps of 512 tokens"),
+        ]
     if plan.device is not None:
-        table.add_row("device", f"{plan.device.title}, {human_bytes(plan.device.memory_bytes)}")
-    for remark in plan.remarks:
-        table.add_row("note", remark)
-    return table
+        rows.append(("device", f"{plan.device.title}, {byte_size(plan.device.memory_bytes)}"))
+    return facts([*rows, *(("note", remark) for remark in plan.remarks)])
 
 
 def _weights(plan: Estimate) -> Table:
-    from quantkit.amounts import human_bytes
+    from quantkit.report.table import Column, Table
 
-    table = _grid("weights", "bits/weight", "GB", "memory", "disk", "of now", numbers=5)
     first = next(row.size.total for row in plan.weights if row.problem is None)
+    rows: list[tuple[Any, ...]] = []
     for row in plan.weights:
         if row.problem is not None:
-            table.add_row(row.scheme.name, "", "", "", "", f"no: {row.problem}")
+            rows.append((row.scheme.name, "", "", "", "", f"no: {row.problem}"))
             continue
         size = row.size
         name = f"{row.scheme.name} ({plan.shape.dtype})" if row.scheme.name == "as stored" else row.scheme.name
         share = f"{100 * size.total / first:.0f} %"
-        gigabytes = size.total / 1e9
-        bits, decimal = f"{size.bits_per_weight:.3f}", f"{gigabytes:,.0f}" if gigabytes >= 100 else f"{gigabytes:.3g}"
-        table.add_row(name, bits, decimal, human_bytes(size.total), human_bytes(size.disk), share)
-    return table
+        rows.append((name, size.bits_per_weight, size.total / 1e9, size.total, size.disk, share))
+    numbers = Column("bits/weight", "{:.3f}".format), Column("GB", short), Column("memory", byte_size)
+    columns = (Column("weights"), *numbers, Column("disk", byte_size), Column("of now", str))
+    return Table(columns=columns, rows=tuple(rows))
 
 
-def _caches(plan: Estimate) -> Table:
-    from quantkit.amounts import human_bytes
+def _caches(plan: Estimate) -> Table | None:
+    from quantkit.report.table import Column, Table
 
-    table = _grid("KV cache", "B/token", f"{plan.context:,} tokens", f"batch of {plan.batch}", "compression", numbers=4)
+    if not plan.caches:
+        return None
     first = plan.caches[0].per_sequence
-    for row in plan.caches:
-        one = row.per_sequence
-        numbers = (f"{row.per_token:,.0f}", human_bytes(round(one)), human_bytes(round(plan.batch * one)))
-        table.add_row(row.form.name, *numbers, f"{first / one:.2f}")
-    return table
+    sizes = Column(f"{plan.context:,} tokens", byte_size), Column(f"batch of {plan.batch}", byte_size)
+    return Table(
+        columns=(
+            *(Column("KV cache"), Column("B/token", "{:,.0f}".format), *sizes),
+            Column("compression", "{:.2f}".format),
+        ),
+        rows=tuple(
+            (row.form.name, row.per_token, row.per_sequence, plan.batch * row.per_sequence, first / row.per_sequence)
+            for row in plan.caches
+        ),
+    )
 
 
-def _device(plan: Estimate) -> Table:
-    from quantkit.amounts import human_time
+def _device(plan: Estimate) -> Table | None:
+    from quantkit.report.table import Column, Table
 
-    table = _grid("weights", "KV cache", "batch", "context", "step", "tokens/s", "prefill", numbers=5)
+    if plan.device is None:
+        return None
+    titles = "batch", "context", "step", "tokens/s", "prefill"
+    rows = []
     for row in plan.on_device:
-        cells = ["does not fit", ""]
-        if row.fit.left >= 0:
-            cells = [_count(row.fit.batch), _count(row.fit.context)]
-        if row.decode is None or not row.decode.seconds:
-            cells += ["", ""]
-        else:
-            cells += [human_time(row.decode.seconds), f"{plan.batch / row.decode.seconds:,.0f}"]
-        cells.append("" if row.prefill is None else human_time(row.prefill.seconds))
-        table.add_row(row.scheme.name, "" if row.form is None else row.form.name, *cells)
-    return table
+        fits = (_count(row.fit.batch), _count(row.fit.context)) if row.fit.left >= 0 else ("does not fit", "")
+        seconds = row.decode.seconds if row.decode is not None else 0.0
+        speed = (duration(seconds), f"{plan.batch / seconds:,.0f}") if seconds else ("", "")
+        prefill = "" if row.prefill is None else duration(row.prefill.seconds)
+        rows.append((row.scheme.name, "" if row.form is None else row.form.name, *fits, *speed, prefill))
+    columns = (Column("weights"), Column("KV cache"), *(Column(title, str) for title in titles))
+    return Table(columns=columns, rows=tuple(rows))
 
 
 def _count(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
 
-def _compression(plan: Estimate) -> Table:
-    from quantkit.amounts import human_bytes
+def _compression(plan: Estimate) -> Table | None:
+    from quantkit.report.table import Column, Table
 
     recipe, parts = plan.recipe, plan.compression
-    assert recipe is not None and parts is not None
-    table = _grid(f"compressing with {recipe.name}", "memory", numbers=1)
+    if recipe is None or parts is None:
+        return None
     titles = {
         "layer": "weights of one layer",
         "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (or on disk)",
         "statistics": "statistics of the steps",
         "working_copies": "working copies",
     }
-    for key, size in parts.items():
-        if size:
-            table.add_row(titles[key], human_bytes(size))
-    table.add_row("together", human_bytes(sum(parts.values())))
-    table.add_row("disk for the result", human_bytes(plan.weights[-1].size.disk))
-    return table
+    rows = [
+        *((titles[key], size) for key, size in parts.items() if size),
+        ("together", sum(parts.values())),
+        ("disk for the result", plan.weights[-1].size.disk),
+    ]
+    columns = Column(f"compressing with {recipe.name}"), Column("memory", byte_size)
+    return Table(columns=columns, rows=tuple(rows))
 
 
-def _loaders(plan: Estimate) -> Table:
-    recipe = plan.recipe
-    assert recipe is not None
-    table = _grid(f"who reads {recipe.format}", "", "")
-    for reading in plan.readings:
-        table.add_row(reading.loader, "yes" if reading.reads else "no", reading.reason)
-    return table
+def _loaders(plan: Estimate) -> Table | None:
+    from quantkit.report.table import Column, Table
+
+    if plan.recipe is None:
+        return None
+    return Table(
+        columns=(Column(f"who reads {plan.recipe.format}"), Column(), Column()),
+        rows=tuple((reading.loader, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
+    )
 
 
-def _footnote(plan: Estimate) -> RenderableType:
+def _footnote(plan: Estimate) -> str:
     text = "Computed, not measured."
     device = plan.device
     if device is None:

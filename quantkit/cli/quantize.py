@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._output import Output, human_seconds, output_options
+from quantkit.cli._options import option_group
+from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size, elapsed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from quantkit.report.table import Table
     from quantkit.results import CompressionResult
 
 EPILOG = """\b
@@ -26,55 +25,46 @@ Examples:
 """
 
 
-def _field_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that are recipe fields; they arrive together as `fields`, in the form of --set."""
-
-    @click.option(
+_field_options = option_group(
+    "fields",
+    click.option(
         "--calibration",
         metavar="NAME|FILE",
         help="Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
-    )
-    @click.option(
+    ),
+    click.option(
         "--samples", type=click.IntRange(min=1), help="Number of calibration sequences.  [default: the recipe's]"
-    )
-    @click.option(
+    ),
+    click.option(
         "--sequence-length",
         type=click.IntRange(min=8),
         help="Tokens per calibration sequence.  [default: the recipe's]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--format", "format_name", metavar="NAME", help="On-disk format of the result.  [default: the recipe's]"
-    )
-    @click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        fields = {flag: options.pop(flag) for flag in FLAGS}
-        function(*args, fields=_flag_changes(fields), **options)
-
-    return command
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]"),
+    collect=lambda given: _flag_changes(given),
+)
+"""Options that are recipe fields, in the form of --set."""
 
 
-def _run_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say how to work, not what to make; they arrive together as `how`."""
-
-    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option(
+_run_options = option_group(
+    "how",
+    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
+    click.option(
         "--activations",
         type=click.Choice(["ram", "disk"]),
         default="ram",
         show_default=True,
         help="Where hidden states are kept between layers.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped, or start over."
-    )
-    @click.option("--overwrite", is_flag=True, help="Replace an existing output directory.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        how = {name: options.pop(name) for name in ("device", "activations", "resume", "overwrite")}
-        function(*args, how=how, **options)
-
-    return command
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an existing output directory."),
+)
+"""Options that say how to work, not what to compress to."""
 
 
 @click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
@@ -85,7 +75,7 @@ def _run_options(function: Callable[..., None]) -> Callable[..., None]:
 @_field_options
 @_run_options
 @click.option("--push-to-hub", metavar="USER/NAME", help="Upload the result with a model card.")
-@click.option("--verify", is_flag=True, help="Prove the result; one that fails is kept as DIR.failed, exit code 3.")
+@click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
 @output_options
 def quantize(
@@ -109,7 +99,6 @@ def quantize(
     import quantkit.compress.pipeline as pipeline
     from quantkit.cli._progress import for_output
     from quantkit.compress.recipe import load
-    from quantkit.results import to_dict
 
     plan = load(recipe, [*changes, *fields])
     if verify:
@@ -117,16 +106,16 @@ def quantize(
     with for_output(output_to) as listener:
         result = pipeline.quantize(model, plan, output, listener=listener, **how)
     if verify:  # a checkpoint that fails goes nowhere
-        _verify.prove(output_to, result, model, gates, how["device"], lambda: _summary(result))
+        _verify.verify_result(output_to, result, model, gates, how["device"], lambda: _summary(result))
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
         push(result.output, push_to_hub, origin=find_origin(model))
     if not verify:
         output_to.result(
-            lambda: to_dict(result),
+            result.to_dict,
             lambda: _summary(result),
-            *([lambda: _worst(result)] if result.num_quantized else []),
+            lambda: _worst(result) if result.num_quantized else None,
             lambda: _next_steps(result),
         )
 
@@ -148,61 +137,48 @@ def _flag_changes(fields: dict[str, Any]) -> list[str]:
 
 
 def _summary(result: CompressionResult) -> Table:
-    from rich.table import Table
-
-    from quantkit.amounts import human_bytes
+    from quantkit.report.table import facts
     from quantkit.results import describe_caches, describe_experts
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
-    sizes = f"{human_bytes(result.source_bytes)} → {human_bytes(result.output_bytes)} ({ratio:.2f}x smaller)"
     layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
     if result.resumed_layers:
         layers += f"; {result.resumed_layers} layers taken over from an interrupted run"
-    table.add_row("model", result.model)
-    table.add_row("recipe", f"{result.recipe} ({result.format})")
-    table.add_row("layers", layers)
-    if result.num_quantized:
-        table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
-    cache = describe_caches(result.layers)
-    if cache is not None:
-        table.add_row("KV cache", cache)
-    experts = describe_experts(result.layers)
-    if experts is not None:
-        table.add_row("experts", experts)
-    table.add_row("size", sizes)
-    table.add_row("time", _times(result))
-    table.add_row("peak memory", human_bytes(result.peak_bytes))
-    table.add_row("output", result.output)
-    return table
+    return facts(
+        [
+            ("model", result.model),
+            ("recipe", f"{result.recipe} ({result.format})"),
+            ("layers", layers),
+            ("bits per weight", f"{result.bits_per_weight:.3f}" if result.num_quantized else None),
+            ("KV cache", describe_caches(result.layers)),
+            ("experts", describe_experts(result.layers)),
+            ("size", f"{byte_size(result.source_bytes)} → {byte_size(result.output_bytes)} ({ratio:.2f}x smaller)"),
+            ("time", _times(result)),
+            ("peak memory", byte_size(result.peak_bytes)),
+            ("output", result.output),
+        ]
+    )
 
 
 def _times(result: CompressionResult) -> str:
     phases = sorted(result.seconds.items(), key=lambda pair: pair[1], reverse=True)
-    total = human_seconds(sum(result.seconds.values()))
-    return f"{total}: " + ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in phases)
+    total = elapsed(sum(result.seconds.values()))
+    return f"{total}: " + ", ".join(f"{name} {elapsed(seconds)}" for name, seconds in phases)
 
 
 def _worst(result: CompressionResult) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import Column, Table
 
-    table = Table(
+    four = "{:.4f}".format
+    return Table(
         title="worst linears by relative error, and that of plain rounding",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
+        columns=(*(Column("linear"), Column("weights"), Column("error", four), Column("rounded", four), Column("of")),),
+        rows=tuple(
+            # Activations, behind the comma, are not part of this error.
+            (name, linear.scheme.partition(",")[0], linear.error, linear.rounding_error, linear.measure)
+            for name, linear in result.worst_linears()
+        ),
     )
-    table.add_column("linear", overflow="fold")
-    table.add_column("weights", no_wrap=True)
-    table.add_column("error", justify="right")
-    table.add_column("rounded", justify="right")
-    table.add_column("of", no_wrap=True)
-    for name, linear in result.worst_linears():
-        weights = linear.scheme.partition(",")[0]  # activations are not part of this error
-        table.add_row(name, weights, f"{linear.error:.4f}", f"{linear.rounding_error:.4f}", linear.measure)
-    return table
 
 
 def _next_steps(result: CompressionResult) -> str:

@@ -9,9 +9,8 @@ import click
 from quantkit.cli._output import Output, output_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from quantkit.compress.recipe import Recipe
+    from quantkit.report.table import Table
 
 EPILOG = """\b
 Examples:
@@ -32,11 +31,11 @@ def list_recipes(output_to: Output) -> None:
     """List the shipped recipes."""
     from quantkit.compress.recipe import load, shipped
 
-    found = {name: load(name) for name in shipped()}
+    recipes = {name: load(name) for name in shipped()}
 
     output_to.result(
-        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in found.items()]},
-        lambda: _table(found),
+        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in recipes.items()]},
+        lambda: _table(recipes),
         lambda: "what each is for: quantkit recipes show NAME",
     )
 
@@ -79,21 +78,19 @@ def check_file(output_to: Output, *, file: str) -> None:
     output_to.result(lambda: {"file": file, "valid": True, "remarks": remarks}, lambda: "\n".join(lines))
 
 
-def _table(found: dict[str, Recipe]) -> Table:
-    from rich.table import Table
+def _table(recipes: dict[str, Recipe]) -> Table:
+    from quantkit.report.table import Column, Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("recipe", "weights", "activations", "steps"):
-        table.add_column(title, overflow="fold")
-    for name, recipe in found.items():
+    rows = []
+    for name, recipe in recipes.items():
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
         steps = ", ".join(recipe.step_names)
         weights = "as they are" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
-        table.add_row(name, weights, activations, steps)
-    return table
+        rows.append((name, weights, activations, steps))
+    return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
 
 
 COMMAND = recipes

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from quantkit.cli._output import Output, output_options
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-    from quantkit.report.tables import Table
-
-_NARROW = ("", "original", "model", "recovery (95 %)", "verdict")
-_MANY = ("", "size", "bits", "recovery (95 %)", "ITL", "gates", "front")
+    from quantkit.results import Report
 
 EPILOG = """\b
 Examples:
@@ -43,62 +38,40 @@ def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: P
         _show_many(output_to, reports, output)
 
 
-def _show_one(output_to: Output, report: Any, output: Path | None) -> None:
+def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
     from quantkit.report.html import render_html
-    from quantkit.report.json import finite
+    from quantkit.report.json import json_ready
     from quantkit.report.tables import comparison_table
     from quantkit.report.words import gate_lines, headline
-    from quantkit.results.gates import measure
+    from quantkit.results.gates import gate_numbers
 
     if output is not None:
         output.write_text(render_html(report), encoding="utf-8")
-    table = comparison_table(report)
     lines = [headline(report), *gate_lines(report.gates)]
-    metrics = finite(measure(report))
+    metrics = json_ready(gate_numbers(report))
     data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": _text(output)}
-    output_to.result(lambda: data, lambda: "\n".join(lines), lambda: "" if table is None else _rich(table, _NARROW))
+    output_to.result(lambda: data, lambda: "\n".join(lines), lambda: comparison_table(report.comparisons))
 
 
-def _show_many(output_to: Output, reports: list[Any], output: Path | None) -> None:
+def _show_many(output_to: Output, reports: list[Report], output: Path | None) -> None:
     import dataclasses
 
-    from quantkit.report.compare import compare_reports, comparison_sentence, comparison_table, render_comparison
+    from quantkit.report.compare import checkpoints_table, compare_reports, comparison_sentence, render_comparison
 
-    found = compare_reports(reports)
+    comparison = compare_reports(reports)
     if output is not None:
-        output.write_text(render_comparison(found), encoding="utf-8")
-    table = comparison_table(found)
-    for warning in found.warnings if output_to.shows_progress else ():
+        output.write_text(render_comparison(comparison), encoding="utf-8")
+    for warning in comparison.warnings if output_to.shows_progress else ():
         click.echo(f"warning: {warning}", err=True)
     output_to.result(
-        lambda: {**dataclasses.asdict(found), "page": _text(output)},
-        lambda: _rich(table, _MANY),
-        lambda: f"{table.note}\n{comparison_sentence(found)}".strip(),
+        lambda: {**dataclasses.asdict(comparison), "page": _text(output)},
+        lambda: checkpoints_table(comparison),
+        lambda: comparison_sentence(comparison),
     )
 
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _rich(table: Table, columns: tuple[str, ...]) -> RichTable:
-    """The columns that fit a terminal; the page and the model card have them all."""
-    from rich.table import Table as RichTable
-
-    shown = RichTable(box=None, padding=(0, 1, 0, 0))
-    places = [table.columns.index(name) for name in columns]
-    for place in places:
-        first = place == 0
-        longest = max(len(row[place]) for row in table.rows)
-        shown.add_column(
-            table.columns[place],
-            justify="left" if first else "right",
-            overflow="fold",
-            min_width=min(longest, 22 if first else 6),
-        )
-    for row in table.rows:
-        shown.add_row(*(row[place] for place in places))
-    return shown
 
 
 COMMAND = report_command

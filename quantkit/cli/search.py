@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._output import Output, human_seconds, output_options
+from quantkit.cli._options import option_group
+from quantkit.cli._output import Output, output_options
+from quantkit.quantities import byte_size, elapsed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from quantkit.report.table import Table
     from quantkit.results import SearchResult
 
 EPILOG = """\b
@@ -25,63 +25,51 @@ Examples:
 """
 
 
-def _target_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say what is asked for; they arrive together as `wished`."""
-
-    @click.option(
+_target_options = option_group(
+    "wished",
+    click.option(
         "--bits", type=click.FloatRange(min=0, min_open=True), help="Target: stored bits per weight, at most."
-    )
-    @click.option("--size", metavar="SIZE", help="Target: size of the whole checkpoint, at most, e.g. 2GiB.")
-    @click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Target: mean KL to the original, at most.")
-    @click.option(
+    ),
+    click.option("--size", metavar="SIZE", help="Target: size of the whole checkpoint, at most, e.g. 2GiB."),
+    click.option("--kl", type=click.FloatRange(min=0, min_open=True), help="Target: mean KL to the original, at most."),
+    click.option(
         "--recovery", type=click.FloatRange(0, 100), help="Target: per cent of the original's task scores, at least."
-    )
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        wished = {name: options.pop(name) for name in ("bits", "size", "kl", "recovery")}
-        function(*args, wished=wished, **options)
-
-    return command
+    ),
+)
+"""Options that say what is asked for."""
 
 
-def _search_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say how to search; they arrive together as `how`."""
-
-    @click.option(
+_search_options = option_group(
+    "how",
+    click.option(
         "--candidates",
         metavar="A,B",
         help="Number types to choose from, e.g. int4,int4:32,int8:channel.  [default: all integers]",
-    )
-    @click.option("--text", metavar="FILE", help="Text that the loss is measured on.  [default: a shipped one]")
-    @click.option(
+    ),
+    click.option("--text", metavar="FILE", help="Text that the loss is measured on.  [default: a shipped one]"),
+    click.option(
         "--tokens",
         type=click.IntRange(min=2),
         default=8192,
         show_default=True,
         help="Tokens of that text for each measurement.",
-    )
-    @click.option("--work", metavar="DIR", help="Folder that keeps trials and numbers for further searches.")
-    @click.option("--checkpoint", metavar="DIR", help="Folder for the compressed model that is measured at the end.")
-    @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute.")
-    @click.option(
+    ),
+    click.option("--work", metavar="DIR", help="Folder that keeps trials and numbers for further searches."),
+    click.option("--checkpoint", metavar="DIR", help="Folder for the compressed model that is measured at the end."),
+    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
+    click.option(
         "--dtype", default="fp32", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to measure in."
-    )
-    @click.option("--threads", type=click.IntRange(min=1), help="CPU threads to measure with.  [default: measured]")
-    @click.option(
+    ),
+    click.option("--threads", type=click.IntRange(min=1), help="CPU threads to measure with.  [default: measured]"),
+    click.option(
         "--resume/--no-resume",
         default=True,
         show_default=True,
         help="Go on where a killed search stopped, or start over.",
-    )
-    @click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint.")
-    @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> None:
-        names: tuple[str, ...] = ("candidates", "text", "tokens", "work", "checkpoint")
-        names += ("device", "dtype", "threads", "resume", "overwrite")
-        how = {name: options.pop(name) for name in names}
-        function(*args, how=how, **options)
-
-    return command
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace an existing recipe file or checkpoint."),
+)
+"""Options that say how to search."""
 
 
 @click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
@@ -111,9 +99,9 @@ def search(
     if len(given) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
     from quantkit import allocation
-    from quantkit.amounts import parse_bytes
     from quantkit.compress.recipe import load
     from quantkit.errors import GateFailure
+    from quantkit.quantities import parse_bytes
 
     target = allocation.Target(
         bits=wished["bits"],
@@ -136,7 +124,7 @@ def search(
     )
     tell: Callable[[str], None] = lambda text: click.echo(text, err=True) if output_to.shows_progress else None  # noqa: E731
     result = allocation.search(model, target, options, progress=tell)
-    output_to.result(result.to_dict, lambda: _summary(result), lambda: _units(result), lambda: _next_steps(result))
+    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     if result.reached:
         return
     if output_to.as_json:
@@ -145,46 +133,34 @@ def search(
 
 
 def _summary(result: SearchResult) -> Table:
-    from rich.table import Table
+    from quantkit.report.table import facts
 
-    from quantkit.amounts import human_bytes
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("model", result.model)
-    table.add_row("target", f"{result.target}, {'reached' if result.reached else 'missed'}")
-    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}, scales included")
-    table.add_row("size", human_bytes(result.output_bytes))
-    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up unit by unit"
-    table.add_row("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})")
-    table.add_row("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)")
-    if result.recovery is not None:
-        table.add_row("recovery", f"{result.recovery:.2f} %")
-    table.add_row("time", human_seconds(result.seconds))
-    for text in result.notes:
-        table.add_row("note", text)
-    return table
+    chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up group by group"
+    return facts(
+        [
+            ("model", result.model),
+            ("target", f"{result.target}, {'reached' if result.reached else 'missed'}"),
+            ("bits per weight", f"{result.bits_per_weight:.3f}, scales included"),
+            ("size", byte_size(result.output_bytes)),
+            ("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})"),
+            ("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)"),
+            ("recovery", None if result.recovery is None else f"{result.recovery:.2f} %"),
+            ("time", elapsed(result.seconds)),
+            *(("note", text) for text in result.notes),
+        ]
+    )
 
 
-def _units(result: SearchResult) -> Table:
-    """What each layer's units were given, one row per layer."""
-    from rich.table import Table
+def _choices(result: SearchResult) -> Table:
+    from quantkit.report.tables import layer_table
 
-    names = list(dict.fromkeys(unit.unit for unit in result.units))
-    table = Table(title="chosen, by layer", title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
-    for name in ("layer", *names):
-        table.add_column(name, no_wrap=True)
-    found = {(unit.layer, unit.unit): unit.choice for unit in result.units}
-    for layer in dict.fromkeys(unit.layer for unit in result.units):
-        table.add_row(str(layer), *(found.get((layer, name), "") for name in names))
-    return table
+    return layer_table("chosen, by layer", {(group.layer, group.group): group.choice for group in result.groups})
 
 
 def _missed(result: SearchResult) -> str:
-    found = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
+    reached = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
     return (
-        f"{result.target} was not reached: {result.recipe} gives {found} at {result.bits_per_weight:.3f} bits; "
+        f"{result.target} was not reached: {result.recipe} gives {reached} at {result.bits_per_weight:.3f} bits; "
         "allow more, or give larger candidates"
     )
 

@@ -12,10 +12,9 @@ from quantkit.cli._output import Output, output_options
 from quantkit.cli._runtime import KV_TYPES, numbers
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from quantkit.benchmark.tune import Outcome, Tuning
     from quantkit.benchmark.tune_device import TunedFile
+    from quantkit.report.table import Table
 
 EPILOG = """\b
 Examples:
@@ -142,27 +141,25 @@ def _told(outcome: Outcome) -> str:
     return f"{entry.microseconds:.1f} us, {gain} ({outcome.num_tried} candidates{dropped})"
 
 
-def _table(found: Tuning) -> RenderableType:
-    from rich.table import Table
+def _table(tuning: Tuning) -> Table:
+    from quantkit.report.table import Column, Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("kernel", "shape", "default us", "tuned us", "ratio"):
-        right = title not in ("kernel", "shape")
-        table.add_column(title, justify="right" if right else "left", no_wrap=title != "shape")
-    for outcome in found.outcomes:
+    rows = []
+    for outcome in tuning.outcomes:
         entry = outcome.entry
-        cells = (outcome.problem, "-", "-")
+        measured: tuple[str | None, ...] = (outcome.problem, None, None)
         if entry is not None:
-            cells = f"{entry.default_microseconds:.1f}", f"{entry.microseconds:.1f}", f"{entry.ratio:.2f}"
-        table.add_row(outcome.case.kernel, outcome.case.label, *cells)
-    return table
+            measured = f"{entry.default_microseconds:.1f}", f"{entry.microseconds:.1f}", f"{entry.ratio:.2f}"
+        rows.append((outcome.case.kernel, outcome.case.label, *measured))
+    numbers = (Column(title, str) for title in ("default us", "tuned us", "ratio"))
+    return Table(columns=(Column("kernel"), Column("shape"), *numbers), rows=tuple(rows))
 
 
 def _summary(found: Tuning) -> str:
-    from quantkit.cli._output import human_seconds
+    from quantkit.quantities import elapsed
 
     done = len([outcome for outcome in found.outcomes if outcome.entry is not None])
-    parts = [f"{done} measured in {human_seconds(found.seconds)}"]
+    parts = [f"{done} measured in {elapsed(found.seconds)}"]
     if found.num_kept:
         parts.append(f"{found.num_kept} known before")
     if found.num_left:
@@ -192,21 +189,19 @@ def _document(found: Tuning) -> dict[str, Any]:
     }
 
 
-def _files(files: Sequence[TunedFile]) -> RenderableType:
-    from rich.table import Table
+def _files(files: Sequence[TunedFile]) -> Table | str:
+    from quantkit.report.table import Column, Table
 
     if not files:
         return "no GPU here and no file of tuned choices; kernels run with their defaults"
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("GPU", "file", "choices", "measured with", "in force"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for file in files:
-        entries = "-" if file.table is None else str(len(file.table.entries))
+        entries = None if file.table is None else str(len(file.table.entries))
         said = file.problem or "there is none"
         if file.table is not None:
             said = ", ".join(f"{name} {number}" for name, number in sorted(file.table.versions.items()))
-        table.add_row(file.device, str(file.path), entries, said, "yes" if file.is_in_force else "no")
-    return table
+        rows.append((file.device, str(file.path), entries, said, "yes" if file.is_in_force else "no"))
+    return Table(columns=tuple(map(Column, ("GPU", "file", "choices", "measured with", "in force"))), rows=tuple(rows))
 
 
 def _file_document(file: TunedFile) -> dict[str, Any]:

@@ -26,7 +26,7 @@ Examples:
 """
 
 
-@click.command("verify", epilog=EPILOG, short_help="Prove a checkpoint: accuracy, fidelity, speed, then gates.")
+@click.command("verify", epilog=EPILOG, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
 @click.argument("checkpoint")
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: what it was made from]")
 @click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
@@ -56,16 +56,16 @@ def verify(
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
     """
-    from quantkit.evaluate.verify import check, check_pair, write
+    from quantkit.evaluate.verify import check_options, check_pair, write_files
     from quantkit.evaluate.verify.pair import check_output
 
-    options = _verify.make_options(asked, engine, bench=bench, sensitivity=sensitivity)
-    check(options)
+    options = _verify.verify_options(asked, engine, bench=bench, sensitivity=sensitivity)
+    check_options(options)
     if output is not None:
         check_output(Path(output))
     pair = check_pair(checkpoint, baseline, gates)
     report = _verify.run(output_to, pair, options)
-    files, problem = write(report, pair.path if output is None else Path(output))
+    files, problem = write_files(report, pair.path if output is None else Path(output))
     _verify.finish(output_to, report, files, problem)
 
 

@@ -27,9 +27,9 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
         folders: where to look, in order.
     """
     for folder in folders:
-        found = sorted(str(path) for path in folder.expanduser().glob(pattern))
-        if found:
-            return found
+        items = sorted(str(path) for path in folder.expanduser().glob(pattern))
+        if items:
+            return items
     return []
 
 
@@ -44,11 +44,11 @@ def read_text(name: str, folders: Sequence[Path]) -> str:
     """
     path = shipped("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
     if not path.is_file():
-        found = find_items(name, folders) if not path.is_absolute() else []
-        if not found:
+        texts = find_items(name, folders) if not path.is_absolute() else []
+        if not texts:
             looked = ", ".join(map(str, folders)) or "no --data folder was given"
             raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
-        path = Path(found[0])
+        path = Path(texts[0])
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

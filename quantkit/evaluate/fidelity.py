@@ -78,10 +78,10 @@ def fixed_windows(
         text = list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     room = window - len(bos)
     pieces = [(*bos, *text[start : start + room]) for start in range(0, min(len(text), max_tokens), max(1, room))]
-    found = tuple(piece for piece in pieces if len(piece) > 1)
-    if not found or room < 1:
+    windows = tuple(piece for piece in pieces if len(piece) > 1)
+    if not windows or room < 1:
         raise DataError(f"the text has {len(text)} tokens, too few to compare distributions on; give a longer one")
-    return found
+    return windows
 
 
 def fidelity(
@@ -109,10 +109,12 @@ def fidelity(
     check_vocabulary(llm, original)
     parts: list[Distances] = []
     for group in batches(original, windows):
-        parts += [distances(p, q) for p, q in zip(logits(original, group), logits(llm, group), strict=True)]
+        parts += [
+            distances(p, q) for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
+        ]
         if progress is not None:
             progress(len(group))
-    every = join(parts)
+    every = join_distances(parts)
     return FidelityResult(
         data=data,
         num_tokens=len(every.kl),
@@ -143,7 +145,7 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
         yield windows[start : start + count]
 
 
-def logits(llm: LLM, windows: Windows) -> list[Tensor]:
+def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     """(T, V) float32 after every token of every window, computed together.
 
     With a quantized cache every token takes the decode path: within a prompt the newest keys and values are exact, and
@@ -170,7 +172,7 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
     return Distances(kl=torch.cat(kl), agrees=torch.cat(agrees))
 
 
-def join(parts: Sequence[Distances]) -> Distances:
+def join_distances(parts: Sequence[Distances]) -> Distances:
     """The positions of several windows one after another."""
     return Distances(kl=torch.cat([part.kl for part in parts]), agrees=torch.cat([part.agrees for part in parts]))
 

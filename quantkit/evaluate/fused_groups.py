@@ -1,4 +1,4 @@
-"""The units of a quantized model, each ready to take its place in the original: what engines fuse is one unit.
+"""The fused groups of a quantized model (linears that engines run as one), each ready to be put into the original.
 
 AWQ and SmoothQuant move scales between a linear and what feeds it, so a quantized linear does not fit into the original
 as it is. Its inputs and outputs are scaled back here: exactly where a norm feeds it, since both norms are on disk, and
@@ -34,15 +34,15 @@ _SMOOTHING_STEPS = ("awq", "smoothquant")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """One unit of the model that is quantized.
+class FusedGroup:
+    """One fused group that is quantized.
 
     Args:
         layer: its number.
         name: e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
         modules: full names of its linears.
         part: the piece of the original that it replaces: the object and its attribute.
-        replacement: what takes its place.
+        replacement: the quantized one, to be put there.
         quantized_bytes, stored_bytes, dense_bytes: on disk as quantized, as the original stores it, and in 16 bits.
     """
 
@@ -77,24 +77,24 @@ class Rescaled:
 
 
 @contextmanager
-def swapped(units: list[Unit]) -> Iterator[None]:
-    """The original with these units quantized, for as long as the block runs."""
-    kept = [getattr(*unit.part) for unit in units]
+def swapped(groups: list[FusedGroup]) -> Iterator[None]:
+    """The original with these groups quantized, for as long as the block runs."""
+    kept = [getattr(*group.part) for group in groups]
     try:
-        for unit in units:
-            setattr(*unit.part, unit.replacement)
+        for group in groups:
+            setattr(*group.part, group.replacement)
         yield
     finally:
-        for unit, value in zip(units, kept, strict=True):
-            setattr(*unit.part, value)
+        for group, value in zip(groups, kept, strict=True):
+            setattr(*group.part, value)
 
 
-def find_units(llm: LLM, original: LLM) -> list[Unit]:
-    """Every unit of a model that is quantized, in running order.
+def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
+    """Every fused group of a model that is quantized, in running order.
 
     Args:
         llm: the quantized model.
-        original: loaded in the same arithmetic; its blocks are what the units refer to.
+        original: loaded in the same arithmetic; its blocks are what the groups refer to.
     Raises:
         ModelError: one of them does not run natively, or they differ in arithmetic or in layers.
     """
@@ -106,11 +106,11 @@ def find_units(llm: LLM, original: LLM) -> list[Unit]:
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
     sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.family.layers)
-    return [unit for index in range(len(ours.blocks)) for unit in _layer_units(sources, ours, theirs, index)]
+    return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 
-def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[Unit]:
-    """The units of one layer."""
+def _layer_groups(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
+    """The fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
     pieces: list[tuple[tuple[str, ...], Any, Any, str]] = [
@@ -125,15 +125,15 @@ def _layer_units(sources: _Sources, ours: NativeModel, theirs: NativeModel, inde
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
         if any(sources.is_quantized(module) for module in modules):
             linear = sources.fit(getattr(mine, attribute), names, index, sets)
-            yield sources.unit(index, _unit_name(names), modules, (other, attribute), linear)
+            yield sources.group(index, _group_name(names), modules, (other, attribute), linear)
     if not isinstance(here.mlp, MLP):
         prefix = f"{sources.layers}.{index}.mlp."
         experts = tuple(name for name in sources.modules if name.startswith(prefix) and sources.is_quantized(name))
         if experts:
-            yield sources.unit(index, "experts", experts, (there, "mlp"), here.mlp)
+            yield sources.group(index, "experts", experts, (there, "mlp"), here.mlp)
 
 
-def _unit_name(names: tuple[str, ...]) -> str:
+def _group_name(names: tuple[str, ...]) -> str:
     """`q/k/v` of q_proj, k_proj and v_proj."""
     return "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in names)
 
@@ -160,10 +160,12 @@ class _Sources:
         """Whether a layer of the original has a linear or norm of this relative name."""
         return f"{self.layers}.{layer}.{name}.weight" in self.original
 
-    def unit(self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any) -> Unit:
-        """A unit with its sizes."""
+    def group(
+        self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any
+    ) -> FusedGroup:
+        """A group with its sizes."""
         dense = [self.original.info(f"{module}.weight") for module in modules if f"{module}.weight" in self.original]
-        return Unit(
+        return FusedGroup(
             layer=layer,
             name=name,
             modules=modules,

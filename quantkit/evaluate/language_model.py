@@ -131,10 +131,10 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             return self._tokenize(strings, add_special_tokens)
         prefix = self.tokenizer.decode(self.prefix_token_id)
         bare = [index for index, string in enumerate(strings) if string.startswith(prefix)]
-        found = self._tokenize(strings, self.add_bos_token)
+        encoded = self._tokenize(strings, self.add_bos_token)
         for index, own in zip(bare, self._tokenize([strings[index] for index in bare], False), strict=True):
-            found[index] = own
-        return found
+            encoded[index] = own
+        return encoded
 
     def _tokenize(self, strings: list[str], special: bool | None) -> list[Tokens]:
         options = {} if special is None else {"add_special_tokens": special}
@@ -166,7 +166,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
-        answers = [(float(found.logprobs.sum()), found.greedy) for found in scores]
+        answers = [(float(score.logprobs.sum()), score.greedy) for score in scores]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers

@@ -81,13 +81,13 @@ def long_context(
         )
     write = write_passkey if ledgers is None else ledger_writer(ledgers)
     name = "passkey" if ledgers is None else "ledger"
-    found = []
+    results = []
     for length in fitting:
         needles = list(_needles(llm, write, length, depths, samples, seed))
-        found.append(_ask(llm, f"{name}_{length}", needles))
+        results.append(_ask(llm, f"{name}_{length}", needles))
         if progress is not None:
             progress(len(needles))
-    return tuple(found)
+    return tuple(results)
 
 
 def _needles(

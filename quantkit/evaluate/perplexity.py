@@ -85,7 +85,7 @@ def perplexity(
         window=window,
         stride=stride,
         through=through,
-        window_nll=tuple(-math.fsum(found.logprobs.tolist()) for found in scores),
+        window_nll=tuple(-math.fsum(score.logprobs.tolist()) for score in scores),
         window_tokens=tuple(item.num_scored for item in windows),
     )
 

@@ -103,7 +103,7 @@ def evaluate(
     )
 
 
-def check(options: EvaluationOptions) -> None:
+def check_evaluation(options: EvaluationOptions) -> None:
     """Refuse what can be refused before a model is loaded.
 
     Raises:
@@ -190,8 +190,8 @@ def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, sa
         loaded = load_tasks(asked.tasks, _source(options))
         model = QuantkitLM(llm, add_bos_token=options.add_bos)
         model.answered = _Counter(say).add
-        found = _simple_evaluate(model, loaded, asked.limit, options, seed)
-    return task_results(found, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
+        results = _simple_evaluate(model, loaded, asked.limit, options, seed)
+    return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
 
 def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: EvaluationOptions, seed: int) -> Any:

@@ -11,37 +11,37 @@ FAVOURITES = ("acc_norm", "acc", "exact_match")
 """The metric by which a task is judged, the first it has; a task without any of these by its own first one."""
 
 
-def task_results(found: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
+def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> tuple[TaskResult, ...]:
     """One record per task.
 
     Args:
-        found: what lm-eval's `simple_evaluate` returned, samples included.
+        results: what lm-eval's `simple_evaluate` returned, samples included.
         count_tokens: length of a generated text.
     """
-    return tuple(_task_result(name, found, count_tokens) for name in found["configs"])
+    return tuple(_task_result(name, results, count_tokens) for name in results["configs"])
 
 
-def _task_result(name: str, found: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
-    numbers, config = found["results"][name], found["configs"][name]
+def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
+    numbers, config = results["results"][name], results["configs"][name]
     values = {key: float(value) for key, value in numbers.items() if "," in key and _is_number(value)}
     scores = {key: value for key, value in values.items() if "_stderr," not in key}
     main = _main_key(list(scores), [entry["metric"] for entry in config.get("metric_list") or []])
     metric, answer_filter = main.split(",", 1)
     generates = config["output_type"] == "generate_until"
-    rows = [row for row in found["samples"].get(name, ()) if row["filter"] == answer_filter]
+    rows = [row for row in results["samples"].get(name, ()) if row["filter"] == answer_filter]
     samples = tuple(_sample(name, row, count_tokens if generates else None) for row in rows)
-    directions = found["higher_is_better"].get(name) or {}
+    directions = results["higher_is_better"].get(name) or {}
     return TaskResult(
         task=name,
         metric=metric,
         value=scores[main],
         stderr=values.get(f"{metric}_stderr,{answer_filter}"),
-        num_samples=len(rows) or int(found["n-samples"][name]["effective"]),
+        num_samples=len(rows) or int(results["n-samples"][name]["effective"]),
         higher_is_better=directions.get(metric) is not False,
         samples=samples if all(metric in sample.scores for sample in samples) else (),
         others={key.removesuffix(",none"): value for key, value in scores.items() if key != main},
-        num_fewshot=int(found["n-shot"].get(name) or 0),
-        version=str(found["versions"].get(name, "")),
+        num_fewshot=int(results["n-shot"].get(name) or 0),
+        version=str(results["versions"].get(name, "")),
     )
 
 

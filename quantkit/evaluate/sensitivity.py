@@ -1,8 +1,8 @@
-"""The sensitivity map: every quantized unit alone in the otherwise original model, and what to change in the recipe.
+"""The sensitivity map: every fused group quantized alone in the original model, and what to change in the recipe.
 
-The original is loaded once; one unit at a time takes its place in it, the same text is read, and the KL to the
-original is what that unit costs. Where the parts add up to the whole, the whole can be mended part by part: the
-proposal leaves alone the units with the most KL per byte, and is itself measured before it is made.
+The original is loaded once; one group at a time is quantized in it, the same text is read, and the KL to the original
+is what that group costs. Where the parts add up to the whole, the whole can be mended part by part: the
+proposal ignores the groups with the most KL per byte, and is itself measured before it is made.
 Choosing bits layer by layer by what each costs: Dong et al. 2019 (HAWQ), who ask the curvature instead.
 """
 
@@ -11,18 +11,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.evaluate.fidelity import Distances, Windows, batches, check_vocabulary, distances, join, logits
-from quantkit.evaluate.fused_groups import Unit, find_units, swapped
+from quantkit.evaluate.fidelity import (
+    Distances,
+    Windows,
+    batches,
+    check_vocabulary,
+    distances,
+    join_distances,
+    window_logits,
+)
+from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
 from quantkit.results import SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.runtime.llm import LLM
 
 MAX_TOKENS = 4096
-REFERENCE_BYTES = 1 << 29  # of the original's logits, which every unit is compared with
+REFERENCE_BYTES = 1 << 29  # of the original's logits, which every group is compared with
 MARGIN = 0.8  # of a goal that a proposal may use up: it is measured on other text, and compressed anew
 
 
@@ -40,10 +48,10 @@ class Goal:
     kl_p99: float = math.inf
     top1: float = 0.0
 
-    def reached(self, found: Distances) -> bool:
+    def reached(self, measured: Distances) -> bool:
         """Whether measured distances are within the goal, with a margin to spare."""
-        agrees = not self.top1 or 1 - found.top1 <= MARGIN * (1 - self.top1)
-        return found.mean <= MARGIN * self.kl and found.p99 <= self.kl_p99 and agrees
+        agrees = not self.top1 or 1 - measured.top1 <= MARGIN * (1 - self.top1)
+        return measured.mean <= MARGIN * self.kl and measured.p99 <= self.kl_p99 and agrees
 
 
 def sensitivity_map(
@@ -56,7 +64,7 @@ def sensitivity_map(
     ignored: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
-    """Measure what each unit costs.
+    """Measure what each group costs.
 
     Args:
         llm: the quantized model.
@@ -70,47 +78,44 @@ def sensitivity_map(
         ModelError: the vocabularies differ, or a model does not run natively.
     """
     check_vocabulary(llm, original)
-    units = find_units(llm, original)
+    groups = find_fused_groups(llm, original)
     probe = Probe(original, few(windows, original.model.vocab_size))
     records = []
-    for number, unit in enumerate(units, start=1):
-        progress(f"sensitivity map: unit {number} of {len(units)}, layer {unit.layer} {unit.name}")
-        records.append(_record(unit, probe.measure([unit]).mean))
+    for number, group in enumerate(groups, start=1):
+        progress(f"sensitivity map: group {number} of {len(groups)}, layer {group.layer} {group.name}")
+        records.append(_record(group, probe.measure([group]).mean))
     whole = probe.compare(llm)
-    found = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
+    measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
     if goal is None or goal.reached(whole):
-        return found
-    progress("sensitivity map: looking for the fewest bytes that mend it")
-    proposal = propose(units, found, probe.measure, goal, ignored)
-    return SensitivityMap(
-        data=data, num_tokens=found.num_tokens, records=found.records, total_kl=found.total_kl, proposal=proposal
-    )
+        return measured
+    progress("sensitivity map: searching the fewest bytes that mend it")
+    return replace(measured, proposal=propose(groups, measured, probe.measure, goal, ignored))
 
 
 def propose(
-    units: Sequence[Unit],
-    found: SensitivityMap,
-    measure: Callable[[list[Unit]], Distances],
+    groups: Sequence[FusedGroup],
+    measured: SensitivityMap,
+    measure: Callable[[list[FusedGroup]], Distances],
     goal: Goal,
     ignored: Sequence[str] = (),
 ) -> SensitivityProposal | None:
-    """The units to leave alone, those with the most KL per byte first.
+    """The groups to ignore, those with the most KL per byte first.
 
     Args:
-        units: all of them, as in the map.
-        found: the map.
-        measure: distances of the original with these units quantized.
+        groups: all of them, as in the map.
+        measured: the map.
+        measure: distances of the original with these groups quantized.
         goal: to be reached; checked by measuring, since the sum is only a prediction.
         ignored: patterns that the recipe ignores already.
     Returns:
-        the proposal, or None when only leaving everything alone would do.
+        the proposal, or None when only ignoring everything would do.
     """
-    gain = {id(unit): record.kl for unit, record in zip(units, found.records, strict=True)}
-    order = sorted(units, key=lambda unit: gain[id(unit)] / max(1, _extra_bytes(unit)), reverse=True)
-    scale = found.total_kl / found.sum_kl if found.sum_kl > 0 else 1.0
-    rest = found.sum_kl
-    for count, unit in enumerate(order[:-1], start=1):
-        rest -= gain[id(unit)]
+    gain = {id(group): record.kl for group, record in zip(groups, measured.records, strict=True)}
+    order = sorted(groups, key=lambda group: gain[id(group)] / max(1, _extra_bytes(group)), reverse=True)
+    scale = measured.total_kl / measured.sum_kl if measured.sum_kl > 0 else 1.0
+    rest = measured.sum_kl
+    for count, group in enumerate(order[:-1], start=1):
+        rest -= gain[id(group)]
         if rest * scale > MARGIN * goal.kl:
             continue
         distance = measure(order[count:])
@@ -119,30 +124,30 @@ def propose(
     return None
 
 
-def _proposal(chosen: Sequence[Unit], kl: float, ignored: Sequence[str]) -> SensitivityProposal:
-    patterns = [*ignored, *(module for unit in chosen for module in unit.modules)]
+def _proposal(chosen: Sequence[FusedGroup], kl: float, ignored: Sequence[str]) -> SensitivityProposal:
+    patterns = [*ignored, *(module for group in chosen for module in group.modules)]
     return SensitivityProposal(
-        action="leave alone",
-        units=tuple((unit.layer, unit.name) for unit in chosen),
+        action="ignore",
+        groups=tuple((group.layer, group.name) for group in chosen),
         overrides=(f"ignore={json.dumps(patterns)}",),
         predicted_kl=kl,
         extra_bytes=sum(map(_extra_bytes, chosen)),
     )
 
 
-def _extra_bytes(unit: Unit) -> int:
-    """What leaving a unit alone costs on disk."""
-    return unit.stored_bytes - unit.quantized_bytes
+def _extra_bytes(group: FusedGroup) -> int:
+    """What ignoring a group costs on disk."""
+    return group.stored_bytes - group.quantized_bytes
 
 
-def _record(unit: Unit, kl: float) -> SensitivityRecord:
+def _record(group: FusedGroup, kl: float) -> SensitivityRecord:
     return SensitivityRecord(
-        layer=unit.layer,
-        unit=unit.name,
-        modules=unit.modules,
+        layer=group.layer,
+        group=group.name,
+        modules=group.modules,
         kl=kl,
-        quantized_bytes=unit.quantized_bytes,
-        dense_bytes=unit.dense_bytes,
+        quantized_bytes=group.quantized_bytes,
+        dense_bytes=group.dense_bytes,
     )
 
 
@@ -175,25 +180,25 @@ class Probe:
     """The original's answers on fixed text, and how far others are from them.
 
     Args:
-        original: with all its own units in place.
+        original: with all its own groups in place.
         windows: the text.
     """
 
     def __init__(self, original: LLM, windows: Windows) -> None:
         self._original, self._groups = original, list(batches(original, windows))
-        self._reference: list[list[Tensor]] = [logits(original, group) for group in self._groups]
+        self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
-    def measure(self, units: list[Unit]) -> Distances:
-        """The original with these units quantized."""
-        with swapped(units):
+    def measure(self, groups: list[FusedGroup]) -> Distances:
+        """The original with these groups quantized."""
+        with swapped(groups):
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:
         """Another model, or the original as it is now."""
-        return join(
+        return join_distances(
             [
                 distances(p, q)
                 for group, reference in zip(self._groups, self._reference, strict=True)
-                for p, q in zip(reference, logits(llm, group), strict=True)
+                for p, q in zip(reference, window_logits(llm, group), strict=True)
             ]
         )

@@ -43,15 +43,15 @@ def load_tasks(names: Sequence[str], source: TaskSource) -> list[Any]:
     """
     check_tasks(names, source)
     ours = _shipped_files()
-    found: list[Any] = []
+    tasks: list[Any] = []
     foreign: list[str] = []
     for name in _expanded(names, ours):
         path = _own(name, ours, source)
         if path is None:
             foreign.append(name)
         else:
-            found.append(_build(_own_config(name, path, source)))
-    return found + (_load_foreign(foreign, ours, source) if foreign else [])
+            tasks.append(_build(_own_config(name, path, source)))
+    return tasks + (_load_foreign(foreign, ours, source) if foreign else [])
 
 
 def check_tasks(names: Sequence[str], source: TaskSource) -> None:

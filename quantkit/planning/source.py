@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.amounts import human_count, parse_parameters
 from quantkit.checkpoints.folder import find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.links import check_links
@@ -22,6 +21,7 @@ from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
+from quantkit.quantities import parse_parameters, scaled_count
 from quantkit.untrusted import parse_yaml, read_text
 
 _MAX_JSON_BYTES = 1 << 26
@@ -88,7 +88,7 @@ def from_parameters(text: str) -> ModelShape:
     """
     total, active = parse_parameters(text)
     return ModelShape(
-        name=f"{human_count(total)} parameters",
+        name=f"{scaled_count(total)} parameters",
         family=None,
         model_type="unknown",
         counted_from="parameter count",

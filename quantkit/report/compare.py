@@ -9,22 +9,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.errors import ReportError
+from quantkit.quantities import byte_size, duration, number, percent
 from quantkit.report.html import render_page
 from quantkit.report.plots import pareto_plot
-from quantkit.report.sections import Section
-from quantkit.report.tables import Table
-from quantkit.report.words import MISSING, byte_size, duration, number, percent, recovery_text
-from quantkit.results import Report
-from quantkit.results.gates import measure
+from quantkit.report.sections import PageSection
+from quantkit.report.table import Column, Table
+from quantkit.report.words import recovery_text
+from quantkit.results import BenchmarkResult, Report
+from quantkit.results.gates import gate_numbers
 from quantkit.results.statistics import ALL_TASKS, median_interval
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ComparedCheckpoint:
     """One checkpoint in the comparison.
 
     Args:
@@ -49,7 +51,7 @@ class Entry:
     itl_s: float | None
     ttft_s: float | None
     held: bool | None
-    on_front: bool
+    on_front: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ class CheckpointComparison:
         warnings: why entries may not be comparable.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedCheckpoint, ...]
     quality: str
     quality_label: str
     higher_is_better: bool
@@ -83,15 +85,15 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     """
     if len(reports) < 2:
         raise ReportError(f"a comparison needs two reports or more, found {len(reports)}")
-    metrics = [measure(report) for report in reports]
+    metrics = [gate_numbers(report) for report in reports]
     quality, label, higher = next(
-        (choice for choice in QUALITIES if all(choice[0] in found for found in metrics)), QUALITIES[0]
+        (choice for choice in QUALITIES if all(choice[0] in values for values in metrics)), QUALITIES[0]
     )
     workload = _shared_workload(reports)
     names = _unique_names([report.model.name for report in reports])
     entries = [
-        _entry(report, found, name, quality, workload)
-        for report, found, name in zip(reports, metrics, names, strict=True)
+        _entry(report, values, name, quality, workload)
+        for report, values, name in zip(reports, metrics, names, strict=True)
     ]
     entries += _originals(reports, quality, workload)
     ranked = [_rank(entry, entries, higher) for entry in sorted(entries, key=lambda e: (e.num_bytes or 0, e.name))]
@@ -113,35 +115,42 @@ def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
     ]
 
 
-def comparison_table(found: CheckpointComparison) -> Table:
-    """The comparison as rows of text."""
-    columns = ("", "size", "bits", "recovery (95 %)", "perplexity", "KL", "ITL", "TTFT", "gates", "front")
-    rows = tuple(
-        (
-            f"{place} {entry.name}",
-            byte_size(entry.num_bytes),
-            number(entry.bits_per_weight),
-            entry.recovery_text,
-            MISSING if entry.perplexity_ratio is None else f"{number(entry.perplexity_ratio, 4)}x",
-            number(entry.kl),
-            duration(entry.itl_s),
-            duration(entry.ttft_s),
-            {None: MISSING, True: "held", False: "failed"}[entry.held],
-            "yes" if entry.on_front else "",
-        )
-        for place, entry in enumerate(found.entries, 1)
+def checkpoints_table(comparison: CheckpointComparison) -> Table:
+    """The comparison as a table."""
+    return Table(
+        title="Checkpoints, smallest first",
+        columns=(
+            *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
+            *(
+                Column("perplexity", _ratio_text, detail=True),
+                Column("KL", number, detail=True),
+            ),
+            *(Column("ITL", duration), Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
+        ),
+        rows=tuple(
+            (
+                *(f"{position} {entry.name}", entry.num_bytes, entry.bits_per_weight, entry.recovery_text),
+                *(entry.perplexity_ratio, entry.kl, entry.itl_s, entry.ttft_s),
+                {None: None, True: "held", False: "failed"}[entry.held],
+                "yes" if entry.on_front else "",
+            )
+            for position, entry in enumerate(comparison.entries, 1)
+        ),
+        note=f"ITL and TTFT are medians of {comparison.workload}." if comparison.workload else "",
     )
-    note = f"ITL and TTFT are medians of {found.workload}." if found.workload else ""
-    return Table(caption="Checkpoints, smallest first", columns=columns, rows=rows, note=note)
 
 
-def comparison_sentence(found: CheckpointComparison) -> str:
+def _ratio_text(ratio: float) -> str:
+    return f"{number(ratio, 4)}x"
+
+
+def comparison_sentence(comparison: CheckpointComparison) -> str:
     """Which entries are worth choosing, in one sentence."""
-    chosen = [entry.name for entry in found.entries if entry.on_front]
-    return f"{len(chosen)} of {len(found.entries)} are beaten by no other: {', '.join(chosen)}."
+    chosen = [entry.name for entry in comparison.entries if entry.on_front]
+    return f"{len(chosen)} of {len(comparison.entries)} are beaten by no other: {', '.join(chosen)}."
 
 
-def render_comparison(found: CheckpointComparison) -> str:
+def render_comparison(comparison: CheckpointComparison) -> str:
     """The comparison as a page.
 
     Raises:
@@ -150,92 +159,98 @@ def render_comparison(found: CheckpointComparison) -> str:
     drawn = [
         plot
         for plot in (
-            _plot(found, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
-            _plot(found, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
+            _plot(comparison, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
+            _plot(comparison, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
         )
         if plot is not None
     ]
     meaning = "A checkpoint is on the front when no other is as good in size, quality and speed and better in one."
     text = [
-        *found.warnings,
+        *comparison.warnings,
         meaning,
         "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
     ]
     return render_page(
         title="Checkpoints compared",
-        subtitle=", ".join(entry.name for entry in found.entries),
-        verdict=comparison_sentence(found),
+        subtitle=", ".join(entry.name for entry in comparison.entries),
+        verdict=comparison_sentence(comparison),
         held=None,
         sections=[
-            Section(
+            PageSection(
                 name="comparison",
                 title="Size, quality, speed",
                 text=text,
                 figures=drawn,
-                tables=[comparison_table(found)],
+                tables=[checkpoints_table(comparison)],
             )
         ],
     )
 
 
-def _plot(found: CheckpointComparison, name: str, x_label: str, cost: Callable[[Entry], float | None]) -> str | None:
+def _plot(
+    comparison: CheckpointComparison, name: str, x_label: str, cost: Callable[[ComparedCheckpoint], float | None]
+) -> str | None:
     """Quality against one cost, with the front of these two."""
     known = [
-        (place, entry.name, float(x), entry.quality)
-        for place, entry in enumerate(found.entries, 1)
+        (position, entry.name, float(x), entry.quality)
+        for position, entry in enumerate(comparison.entries, 1)
         if (x := cost(entry)) is not None and entry.quality is not None
     ]
-    best = front([(x, -y if found.higher_is_better else y) for _, _, x, y in known])
+    best = front([(x, -y if comparison.higher_is_better else y) for _, _, x, y in known])
     points = [(*point, chosen) for point, chosen in zip(known, best, strict=True)]
-    return pareto_plot(name, points, x_label=x_label, y_label=found.quality_label, higher=found.higher_is_better)
-
-
-def _entry(report: Report, found: dict[str, float], name: str, quality: str, workload: str) -> Entry:
-    benchmark = report.benchmark.find_run(workload) if report.benchmark else None
-    return Entry(
-        name=name,
-        num_bytes=report.model.num_bytes or None,
-        bits_per_weight=report.model.bits_per_weight,
-        quality=found.get(quality),
-        recovery_text=recovery_text(report.find_comparison(ALL_TASKS)),
-        perplexity_ratio=found.get("perplexity_ratio"),
-        kl=found.get("kl"),
-        itl_s=_median(benchmark.inter_token_s if benchmark else ()),
-        ttft_s=_median(benchmark.ttft_s if benchmark else ()),
-        held=report.held if report.gates else None,
-        on_front=False,
+    return pareto_plot(
+        name, points, x_label=x_label, y_label=comparison.quality_label, higher=comparison.higher_is_better
     )
 
 
-def _originals(reports: Sequence[Report], quality: str, workload: str) -> list[Entry]:
+def _entry(report: Report, values: dict[str, float], name: str, quality: str, workload: str) -> ComparedCheckpoint:
+    return ComparedCheckpoint(
+        name=name,
+        num_bytes=report.model.num_bytes or None,
+        bits_per_weight=report.model.bits_per_weight,
+        quality=values.get(quality),
+        recovery_text=recovery_text(report.find_comparison(ALL_TASKS)),
+        perplexity_ratio=values.get("perplexity_ratio"),
+        kl=values.get("kl"),
+        held=report.held if report.gates else None,
+        **_medians(report.benchmark, workload),
+    )
+
+
+def _originals(reports: Sequence[Report], quality: str, workload: str) -> list[ComparedCheckpoint]:
     """One entry for each original, measured in the first report that has it."""
-    found: dict[str, Entry] = {}
+    first: dict[str, Report] = {}
     for report in reports:
-        original = report.baseline_model
-        if original is None or original.name in found:
-            continue
-        benchmark = report.baseline_benchmark.find_run(workload) if report.baseline_benchmark else None
-        found[original.name] = Entry(
-            name=original.name,
-            num_bytes=original.num_bytes or None,
+        if report.baseline_model is not None:
+            first.setdefault(report.baseline_model.name, report)
+    return [
+        ComparedCheckpoint(
+            name=name,
+            num_bytes=(report.baseline_model and report.baseline_model.num_bytes) or None,
             bits_per_weight=None,
             quality={"recovery": 100.0, "perplexity_ratio": 1.0}.get(quality, 0.0),
             recovery_text=percent(100.0),
             perplexity_ratio=1.0,
             kl=0.0,
-            itl_s=_median(benchmark.inter_token_s if benchmark else ()),
-            ttft_s=_median(benchmark.ttft_s if benchmark else ()),
             held=None,
-            on_front=False,
+            **_medians(report.baseline_benchmark, workload),
         )
-    return list(found.values())
+        for name, report in first.items()
+    ]
 
 
-def _rank(entry: Entry, entries: Sequence[Entry], higher: bool) -> Entry:
+def _medians(benchmark: BenchmarkResult | None, workload: str) -> dict[str, Any]:
+    """Latencies of one workload, by the field that they belong in."""
+    run = benchmark.find_run(workload) if benchmark else None
+    samples = {"itl_s": run.inter_token_s if run else (), "ttft_s": run.ttft_s if run else ()}
+    return {name: median_interval(values)[0] if values else None for name, values in samples.items()}
+
+
+def _rank(entry: ComparedCheckpoint, entries: Sequence[ComparedCheckpoint], higher: bool) -> ComparedCheckpoint:
     """The entry, knowing whether it is on the front of those that have the same numbers."""
     timed = all(e.itl_s is not None for e in entries)
 
-    def costs(e: Entry) -> tuple[float, ...] | None:
+    def costs(e: ComparedCheckpoint) -> tuple[float, ...] | None:
         if e.num_bytes is None or e.quality is None:
             return None
         return (float(e.num_bytes), -e.quality if higher else e.quality, *([e.itl_s or 0.0] if timed else []))
@@ -243,10 +258,6 @@ def _rank(entry: Entry, entries: Sequence[Entry], higher: bool) -> Entry:
     points = [point for e in entries if (point := costs(e)) is not None]
     mine = costs(entry)
     return dataclasses.replace(entry, on_front=mine is not None and front(points)[points.index(mine)])
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median_interval(values)[0] if values else None
 
 
 def _shared_workload(reports: Sequence[Report]) -> str:
@@ -266,16 +277,18 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 def _warnings(reports: Sequence[Report]) -> list[str]:
     """Why the numbers may not be comparable, one sentence each."""
-    found = []
+    warnings = []
     originals = {report.baseline_model.name for report in reports if report.baseline_model}
     if len(originals) > 1:
-        found.append(f"The checkpoints have different originals: {', '.join(sorted(originals))}.")
+        warnings.append(f"The checkpoints have different originals: {', '.join(sorted(originals))}.")
     tasks = {tuple(sorted(c.subject for c in report.comparisons)) for report in reports}
     if len(tasks) > 1:
-        found.append("The checkpoints were not asked the same tasks, so their mean recovery is not of the same thing.")
+        warnings.append(
+            "The checkpoints were not asked the same tasks, so their mean recovery is not of the same thing."
+        )
     machines = {(report.environment.cpu, report.environment.device) for report in reports}
     if len(machines) > 1:
-        found.append("The checkpoints were timed on different machines, so their latencies cannot be compared.")
+        warnings.append("The checkpoints were timed on different machines, so their latencies cannot be compared.")
     if any(report.baseline_model is None for report in reports):
-        found.append("A report has no original beside it, so it has no recovery.")
-    return found
+        warnings.append("A report has no original beside it, so it has no recovery.")
+    return warnings

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.report.sections import Section, report_sections
+from quantkit.report.sections import PageSection, report_sections
 from quantkit.report.svg import INSTALL
 from quantkit.report.tables import key_figures
 from quantkit.report.words import headline, remedies
@@ -40,7 +40,7 @@ def render_page(
     subtitle: str,
     verdict: str,
     held: bool | None,
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     gates: Sequence[GateResult] = (),
     figures: Sequence[tuple[str, str, str]] = (),
 ) -> str:

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ReportError
-from quantkit.results import REPORT_VERSION, Report
-from quantkit.results._record import field_types, required_fields, union_members
-from quantkit.results.gates import METRICS, measure
+from quantkit.results import SCHEMA_VERSION, Report
+from quantkit.results._record import field_types, is_union, required_fields
+from quantkit.results.gates import METRICS, gate_numbers
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
 
 def dumps(report: Report) -> str:
     """A report as JSON text; equal reports give equal bytes."""
-    document = {**report.to_dict(), "metrics": measure(report)}
-    return json.dumps(finite(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    document = {**report.to_dict(), "metrics": gate_numbers(report)}
+    return json.dumps(json_ready(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 def read_report(path: Path | str) -> Report:
@@ -58,7 +58,7 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     _define(Report, definitions)
     report = definitions.pop("Report")
-    report["properties"]["schema_version"] = {"const": REPORT_VERSION}
+    report["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
     report["properties"]["metrics"] = {
         "type": "object",
         "description": "Numbers that gates can be about, by the name a gate uses: " + ", ".join(METRICS) + ".",
@@ -68,13 +68,13 @@ def schema() -> dict[str, Any]:
     return {"$schema": SCHEMA_URL, "title": "quantkit report", **report, "$defs": dict(sorted(definitions.items()))}
 
 
-def finite(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """The same with null for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list) else value
+        return {key: json_ready(item) for key, item in value.items()}
+    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _define(cls: type, definitions: dict[str, Any]) -> None:
@@ -98,10 +98,9 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
 def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if kind is Any:
         return {}
-    members = union_members(kind)
-    if members:
-        return {"anyOf": [_schema_of(member, definitions) for member in members]}
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        return {"anyOf": [_schema_of(member, definitions) for member in inner]}
     if origin is tuple and len(inner) == 2 and inner[1] is Ellipsis:
         return {"type": "array", "items": _schema_of(inner[0], definitions)}
     if origin is tuple:
@@ -123,13 +122,13 @@ def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 def _field_descriptions(cls: type) -> dict[str, str]:
     """What the docstring's Args say of each field."""
     text = (cls.__doc__ or "").partition("Args:\n")[2]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in text.splitlines():
         match = re.match(r"        (\w+(?:, \w+)*): (.*)", line)
         if match:
             names = match[1].split(", ")
-            found.update(dict.fromkeys(names, match[2]))
+            descriptions.update(dict.fromkeys(names, match[2]))
         elif line.strip() and names:
-            found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    return found
+            descriptions.update({name: f"{descriptions[name]} {line.strip()}" for name in names})
+    return descriptions

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from quantkit.report.words import VERDICTS, number, recovery_text
+from quantkit.quantities import number
+from quantkit.report.words import VERDICTS, recovery_text
 from quantkit.results import Report
 
 
@@ -39,8 +40,8 @@ def _gates(root: ElementTree.Element, report: Report) -> None:
 def _comparisons(root: ElementTree.Element, report: Report) -> None:
     count = str(len(report.comparisons))
     suite = ElementTree.SubElement(root, "testsuite", name="comparisons", tests=count, failures="0")
-    for found in report.comparisons:
-        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.comparisons", name=found.subject)
-        values = f"{found.metric}: {number(found.baseline, 4)} before, {number(found.value, 4)} now"
-        text = f"{values}; recovery {recovery_text(found)}; {VERDICTS[found.verdict]}"
+    for comparison in report.comparisons:
+        case = ElementTree.SubElement(suite, "testcase", classname="quantkit.comparisons", name=comparison.subject)
+        values = f"{comparison.metric}: {number(comparison.baseline, 4)} before, {number(comparison.value, 4)} now"
+        text = f"{values}; recovery {recovery_text(comparison)}; {VERDICTS[comparison.verdict]}"
         ElementTree.SubElement(case, "system-out").text = text

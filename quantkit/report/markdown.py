@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from quantkit.report import tables
-from quantkit.report.tables import Table
+from quantkit.report import speed_tables, tables
+from quantkit.report.table import Table
 from quantkit.report.words import gate_lines, headline
 from quantkit.results import Report
 
@@ -57,26 +57,27 @@ def render_markdown(report: Report) -> str:
         f"{model.scheme or model.format} version of {_linked(report, source)}, made with quantkit. {headline(report)}",
         _list("Gates", gate_lines(report.gates)),
         "## Results",
-        *[
-            _table(table)
-            for table in (
-                tables.comparison_table(report),
-                tables.length_table(report),
-                tables.fidelity_table(report),
-                tables.latency_table(report),
-                tables.throughput_table(report),
-                tables.memory_table(report),
-            )
-            if table is not None
-        ],
+        *(markdown_table(table) for table in _results(report) if table is not None),
         "" if report.evaluation or report.benchmark or report.fidelity else "Nothing was measured.",
         "## How it was made",
-        _table(tables.making_table(report)),
+        markdown_table(tables.making_table(report)),
         "## How to load it",
         *_loading(report),
         _license(report),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _results(report: Report) -> list[Table | None]:
+    runs = list(speed_tables.report_runs(report))
+    return [
+        tables.comparison_table(report.comparisons),
+        tables.length_table(report.comparisons),
+        tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        speed_tables.latency_table(runs),
+        speed_tables.throughput_table(runs),
+        speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
+    ]
 
 
 def _front_matter(report: Report) -> str:
@@ -106,11 +107,12 @@ def _list(title: str, items: Sequence[str]) -> str:
     return "\n".join([f"## {title}", "", *(f"- {item}" for item in items)]) if items else ""
 
 
-def _table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     """A table as GitHub's Markdown writes it."""
-    rows = [table.columns, tuple("---" for _ in table.columns), *table.rows]
+    rules = ("---" if column.is_text else "---:" for column in table.columns)
+    rows = [[column.title for column in table.columns], rules, *table.cells]
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-    return f"{table.caption}:\n\n{text}" + (f"\n\n{table.note}" if table.note else "")
+    return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
 
 
 def _loading(report: Report) -> list[str]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quantkit.quantities import byte_size, number, percent
 from quantkit.report.svg import BAD, HEAT, INK, LINE, MODEL, MUTED, ORIGINAL, drawing, new_figure, to_svg
-from quantkit.report.words import byte_size, number, percent
 from quantkit.results import BenchmarkResult, BenchmarkRun, Report, RooflineRecord, SensitivityMap
-from quantkit.results.statistics import fit, percentile
+from quantkit.results.statistics import fit_polynomial, percentile
 
 LEGEND: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "handlelength": 1.6, "columnspacing": 1.4}
 SIDES = (
@@ -45,30 +45,30 @@ def accuracy_plot(report: Report) -> str | None:
 
 
 def sensitivity_plot(sensitivity: SensitivityMap | None) -> str | None:
-    """A heat strip: units down, layers across, shade by KL on a logarithmic scale."""
+    """A heat strip: fused groups down, layers across, shade by KL on a logarithmic scale."""
     if sensitivity is None or not sensitivity.records:
         return None
-    units = list(dict.fromkeys(record.unit for record in sensitivity.records))
+    groups = list(dict.fromkeys(record.group for record in sensitivity.records))
     layers = max(record.layer for record in sensitivity.records) + 1
     edges = heat_edges([record.kl for record in sensitivity.records])
     with drawing():
         from matplotlib.patches import Patch, Rectangle
 
-        figure, axes = new_figure(5.2, 1.35 + 0.34 * len(units))
+        figure, axes = new_figure(5.2, 1.35 + 0.34 * len(groups))
         for record in sensitivity.records:
-            corner = (record.layer - 0.5, units.index(record.unit) - 0.5)
+            corner = (record.layer - 0.5, groups.index(record.group) - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
         axes.set_xlim(-0.5, layers - 0.5)
-        axes.set_ylim(len(units) - 0.5, -0.5)
-        axes.set_yticks(range(len(units)), units)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_yticks(range(len(groups)), groups)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("decoder layer")
         axes.grid(visible=False)
         patches = [Patch(facecolor=HEAT[i], edgecolor=LINE, label=text) for i, text in enumerate(heat_labels(edges))]
         figure.legend(handles=patches, **{**LEGEND, "handlelength": 1.2})
-        worst = "; ".join(f"layer {r.layer} {r.unit} {number(r.kl)}" for r in sensitivity.worst(5))
-        text = f"KL divergence when one unit is quantized alone, {layers} layers by {len(units)} units. Worst: {worst}."
-        return to_svg(figure, "sensitivity", "Sensitivity by layer and unit", text)
+        worst = "; ".join(f"layer {r.layer} {r.group} {number(r.kl)}" for r in sensitivity.worst(5))
+        text = f"KL divergence with one fused group quantized, {layers} layers by {len(groups)} groups. Worst: {worst}."
+        return to_svg(figure, "sensitivity", "Sensitivity by layer and fused group", text)
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:
@@ -129,7 +129,7 @@ def context_plot(report: Report) -> str | None:
     sides = []
     for label, run, style in _first_runs(report):
         points = [point for timing in run.requests for point in timing.context_gaps]
-        line = fit([p[0] for p in points], [p[1] for p in points])
+        line = fit_polynomial([p[0] for p in points], [p[1] for p in points])
         if line is not None:
             sides.append((label, points, line, style))
     if not sides:
@@ -163,16 +163,16 @@ def memory_plot(report: Report) -> str | None:
         ("model, observed", lambda p: _bytes(ours, p, "observed_bytes"), {"facecolor": MODEL, "edgecolor": MODEL}),
     ]
     if theirs is not None and theirs.memory:
-        look = {"facecolor": ORIGINAL, "edgecolor": ORIGINAL}
-        bars.insert(0, ("original, observed", lambda p: _bytes(theirs, p, "observed_bytes"), look))
+        fill = {"facecolor": ORIGINAL, "edgecolor": ORIGINAL}
+        bars.insert(0, ("original, observed", lambda p: _bytes(theirs, p, "observed_bytes"), fill))
     unit = 2**30 if max(r.observed_bytes or r.predicted_bytes or 0 for r in ours.memory) >= 2**30 else 2**20
     with drawing():
         figure, axes = new_figure(5.2, 0.9 + 0.62 * len(parts))
         height = 0.8 / len(bars)
-        for position, (label, read, look) in enumerate(bars):
+        for position, (label, read, fill) in enumerate(bars):
             offsets = [i + height * (position - (len(bars) - 1) / 2) for i in range(len(parts))]
             widths = [(read(part) or 0) / unit for part in parts]
-            axes.barh(offsets, widths, height * 0.86, label=label, linewidth=1.4, **look)
+            axes.barh(offsets, widths, height * 0.86, label=label, linewidth=1.4, **fill)
         axes.set_yticks(range(len(parts)), parts)
         axes.set_ylim(len(parts) - 0.45, -0.55)
         axes.grid(axis="y", visible=False)
@@ -196,18 +196,18 @@ def roofline_plot(report: Report) -> str | None:
     ]
     if not sides:
         return None
-    records = [record for _, found, _ in sides for record in found]
+    records = [record for _, steps, _ in sides for record in steps]
     with drawing():
         figure, axes = new_figure(5.2, 3.6)
         _draw_ceiling(axes, records)
-        for label, found, (colour, _, mark) in sides:
-            rates = [record.flops / record.seconds for record in found]
+        for label, steps, (colour, _, mark) in sides:
+            rates = [record.flops / record.seconds for record in steps]
             hollow = {"markerfacecolor": "none"} if label == "original" else {}
-            intensities = [record.intensity for record in found]
+            intensities = [record.intensity for record in steps]
             axes.plot(intensities, rates, mark, color=colour, label=label, markersize=7, markeredgewidth=1.6, **hollow)
-        for place, record in enumerate(sides[-1][1]):  # below each other where points lie close
+        for position, record in enumerate(sides[-1][1]):  # below each other where points lie close
             text = f"{record.phase} {record.batch if record.phase == 'decode' else record.num_tokens}"
-            spot, offset = (record.intensity, record.flops / record.seconds), (0, -16 - 12 * (place % 2))
+            spot, offset = (record.intensity, record.flops / record.seconds), (0, -16 - 12 * (position % 2))
             axes.annotate(text, spot, xytext=offset, textcoords="offset points", fontsize=10, color=INK, ha="center")
         _log_axes(axes)
         axes.set_xlabel("operations per byte moved")
@@ -247,8 +247,8 @@ def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: st
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         spoken = "; ".join(
-            f"{place} {label}: {number(x)}, {number(y)}{', on the front' if best else ''}"
-            for place, label, x, y, best in points
+            f"{position} {label}: {number(x)}, {number(y)}{', on the front' if best else ''}"
+            for position, label, x, y, best in points
         )
         side = "up and to the left" if higher else "down and to the left"
         return to_svg(figure, name, f"{y_label} against {x_label}", f"Better is {side}. {spoken}.")
@@ -259,13 +259,13 @@ def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
     width = max(p[2] for p in points) - min(p[2] for p in points) or 1.0
     height = max(p[3] for p in points) - min(p[3] for p in points) or 1.0
     groups: list[tuple[list[str], float, float]] = []
-    for place, _, x, y, _ in points:
+    for position, _, x, y, _ in points:
         near = (g for g in groups if abs(g[1] - x) < 0.05 * width and abs(g[2] - y) < 0.05 * height)
         group = next(near, None)
         if group is None:
-            groups.append(([str(place)], x, y))
+            groups.append(([str(position)], x, y))
         else:
-            group[0].append(str(place))
+            group[0].append(str(position))
     return [(", ".join(places), x, y) for places, x, y in groups]
 
 
@@ -275,8 +275,8 @@ def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, tuple[str, str,
         return []
     ours = report.benchmark.runs[0]
     theirs = report.baseline_benchmark.find_run(ours.workload.name) if report.baseline_benchmark else None
-    found = [("original", theirs, SIDES[0]), ("model", ours, SIDES[1])]
-    return [(label, run, style) for label, run, style in found if run is not None]
+    sides = [("original", theirs, SIDES[0]), ("model", ours, SIDES[1])]
+    return [(label, run, style) for label, run, style in sides if run is not None]
 
 
 def _bin_medians(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
@@ -287,8 +287,8 @@ def _bin_medians(points: Sequence[tuple[int, float]]) -> list[tuple[float, float
     for point in points:
         bins.setdefault(int((point[0] - low) / width), []).append(point)
     return [
-        (percentile([c for c, _ in found], 50), percentile([g for _, g in found], 50))
-        for _, found in sorted(bins.items())
+        (percentile([c for c, _ in members], 50), percentile([g for _, g in members], 50))
+        for _, members in sorted(bins.items())
     ]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from quantkit.report import plots, tables
-from quantkit.report.tables import Table
+from quantkit.report import plots, speed_tables, tables
+from quantkit.report.table import Table
 from quantkit.results import Report
 from quantkit.results.gates import describe_proposal
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 DEFINITIONS = (
     ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "
@@ -27,12 +27,14 @@ DEFINITIONS = (
     ("ITL", "Inter-token latency: every gap between successive tokens, pooled over requests. Its tail shows stalls."),
     ("TPOT", "Time per output token: (last - first token) / (tokens - 1), one number per request."),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
+    ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the copy bandwidth, and of the "
+     "rate of a large matrix product, that a step reached."),
     ("Floor", "The longer of bytes / copy bandwidth and operations / matrix-product rate, both measured in this run."),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
+class PageSection:
     """One part of a page.
 
     Args:
@@ -41,7 +43,7 @@ class Section:
         text: paragraphs above everything else.
         figures: `<svg>` elements.
         tables: shown.
-        more: tables folded away.
+        folded: tables to be unfolded.
         terms: a list of definitions.
         findings: (statement, evidence, advice) of a diagnosis.
         beside: narrow tables stand beside the figure where there is room.
@@ -52,41 +54,33 @@ class Section:
     text: Sequence[str] = ()
     figures: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    more: Sequence[Table] = ()
+    folded: Sequence[Table] = ()
     terms: Sequence[tuple[str, str]] = ()
     findings: Sequence[tuple[str, str, str]] = ()
     beside: bool = False
 
 
-def report_sections(report: Report) -> list[Section]:
+def report_sections(report: Report) -> list[PageSection]:
     """All sections that have something to say, in order."""
-    found = [
-        _accuracy(report),
-        _fidelity(report),
-        _sensitivity(report),
-        _diagnosis(report),
-        _speed(report),
-        _memory(report),
-    ]
-    found += [_roofline(report), _making(report), _definitions(report)]
-    return [section for section in found if section is not None]
+    builders = (_accuracy, _fidelity, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _definitions)
+    return _present(*(build(report) for build in builders))
 
 
-def _present(*things: Thing | None) -> list[Thing]:
-    return [thing for thing in things if thing is not None]
+def _present(*items: Item | None) -> list[Item]:
+    return [item for item in items if item is not None]
 
 
-def _accuracy(report: Report) -> Section | None:
-    table = tables.comparison_table(report)
+def _accuracy(report: Report) -> PageSection | None:
+    table = tables.comparison_table(report.comparisons)
     if table is None:
         return None
-    return Section(
+    return PageSection(
         name="accuracy",
         title="Accuracy",
         text=_missing_noise(report),
         figures=_present(plots.accuracy_plot(report)),
-        tables=_present(table, tables.length_table(report)),
-        more=[tables.verdict_table()],
+        tables=_present(table, tables.length_table(report.comparisons)),
+        folded=[tables.verdict_table()],
     )
 
 
@@ -96,30 +90,30 @@ def _missing_noise(report: Report) -> list[str]:
     return ["The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."]
 
 
-def _fidelity(report: Report) -> Section | None:
-    table = tables.fidelity_table(report)
-    return None if table is None else Section(name="fidelity", title="Closeness to the original", tables=[table])
+def _fidelity(report: Report) -> PageSection | None:
+    table = tables.fidelity_table(report.fidelity, report.noise_fidelity)
+    return None if table is None else PageSection(name="fidelity", title="Closeness to the original", tables=[table])
 
 
-def _sensitivity(report: Report) -> Section | None:
+def _sensitivity(report: Report) -> PageSection | None:
     sensitivity = report.sensitivity
     if sensitivity is None or not sensitivity.records:
         return None
-    text = ["Each unit was swapped alone into the original. Linears that engines fuse (q/k/v, gate/up) count as one."]
+    text = ["Each fused group (linears that engines fuse: q/k/v, gate/up) was quantized alone in the original."]
     if sensitivity.proposal is not None:
         text.append(f"To lose less: {describe_proposal(sensitivity.proposal)}.")
-    return Section(
+    return PageSection(
         name="sensitivity",
-        title="Where the sensitivity is",
+        title="Which parts are sensitive",
         text=text,
         figures=_present(plots.sensitivity_plot(sensitivity)),
-        tables=[tables.worst_sensitivity_table(sensitivity)],
+        tables=[tables.worst_groups_table(sensitivity)],
         beside=True,
-        more=[tables.sensitivity_table(sensitivity)],
+        folded=[tables.sensitivity_table(sensitivity)],
     )
 
 
-def _diagnosis(report: Report) -> Section | None:
+def _diagnosis(report: Report) -> PageSection | None:
     if report.diagnosis is None or not report.diagnosis.findings:
         return None
     findings = []
@@ -128,53 +122,55 @@ def _diagnosis(report: Report) -> Section | None:
         # The page ends each with a full stop of its own.
         advice = f"{finding.advice.rstrip('.')}{gain}" if finding.advice else ""
         findings.append((finding.statement.rstrip("."), finding.evidence.rstrip("."), advice.rstrip(".")))
-    return Section(name="diagnosis", title="What limits speed, and what to try", findings=findings)
+    return PageSection(name="diagnosis", title="What limits speed, and what to try", findings=findings)
 
 
-def _speed(report: Report) -> Section | None:
-    latency = tables.latency_table(report)
+def _speed(report: Report) -> PageSection | None:
+    runs = list(speed_tables.report_runs(report))
+    latency = speed_tables.latency_table(runs)
     if latency is None:
         return None
     drawn = _present(plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report))
     first = report.benchmark.runs[0].workload.name if report.benchmark else ""
-    return Section(
+    return PageSection(
         name="speed",
         title="Speed",
         text=[f"The plots show {first}; the tables show every workload."],
         figures=drawn,
-        tables=_present(latency, tables.throughput_table(report), tables.fit_table(report)),
+        tables=_present(latency, speed_tables.throughput_table(runs), speed_tables.fit_table(runs)),
     )
 
 
-def _memory(report: Report) -> Section | None:
-    table = tables.memory_table(report)
+def _memory(report: Report) -> PageSection | None:
+    table = speed_tables.memory_table(report.benchmark, report.baseline_benchmark)
     if table is None:
         return None
     drawn = _present(plots.memory_plot(report))
-    return Section(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
+    return PageSection(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
 
 
-def _roofline(report: Report) -> Section | None:
-    table = tables.roofline_table(report)
+def _roofline(report: Report) -> PageSection | None:
+    sides = (("original", report.baseline_benchmark), ("model", report.benchmark))
+    table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
     if table is None:
         return None
     text = ["Points on the line could not be faster on this machine. Decode is labelled by batch, prefill by tokens."]
     drawn = _present(plots.roofline_plot(report))
-    return Section(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
+    return PageSection(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
 
 
-def _making(report: Report) -> Section:
-    return Section(
+def _making(report: Report) -> PageSection:
+    return PageSection(
         name="making",
         title="How it was made and measured",
         text=report.notes,
         tables=[tables.making_table(report)],
-        more=[tables.environment_table(report)],
+        folded=[tables.environment_table(report)],
     )
 
 
-def _definitions(report: Report) -> Section:
+def _definitions(report: Report) -> PageSection:
     measured = report.benchmark is not None
-    speed = ("TTFT", "ITL", "TPOT", "p50, p90, p99", "Floor")
+    speed = ("TTFT", "ITL", "TPOT", "p50, p90, p99", "MBU, MFU", "Floor")
     terms = [term for term in DEFINITIONS if measured or term[0] not in speed]
-    return Section(name="terms", title="What the words mean", terms=terms)
+    return PageSection(name="terms", title="What the words mean", terms=terms)

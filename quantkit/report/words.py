@@ -1,10 +1,10 @@
-"""Numbers and verdicts in words, the same in HTML, Markdown and on the terminal."""
+"""Verdicts in words, the same in HTML, Markdown and on the terminal."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from quantkit.quantities import MISSING, interval, number, percent
 from quantkit.results import Comparison, GateResult, Report
 
 VERDICTS = {
@@ -13,29 +13,6 @@ VERDICTS = {
     "no difference seen": "no difference seen: what there is may be chance",
     "noise": "noise: no more than the original changes under other arithmetic",
 }
-MISSING = "-"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits, thousands separated; a dash for what is missing."""
-    if value is None or not math.isfinite(value):
-        return MISSING if value is None or math.isnan(value) else ("∞" if value > 0 else "-∞")
-    if value == 0:
-        return "0"
-    magnitude = math.floor(math.log10(abs(value)))
-    if magnitude < -4:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """A number that already is in per cent."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f} %"
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """A difference with its sign, rounded to so many places after the point."""
-    return MISSING if value is None or math.isnan(value) else f"{value:+.{digits}f}"
 
 
 def p_value(value: float | None) -> str:
@@ -43,31 +20,6 @@ def p_value(value: float | None) -> str:
     if value is None:
         return MISSING
     return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def byte_size(value: float | None) -> str:
-    """Bytes in the largest binary unit that leaves at least one."""
-    if value is None:
-        return MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
-
-
-def duration(seconds: float | None) -> str:
-    """A latency in milliseconds, or seconds from one second on."""
-    if seconds is None:
-        return MISSING
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"
-
-
-def interval(low: float | None, high: float | None, digits: int = 1) -> str:
-    """`98.7 to 100.9`; a dash when unknown."""
-    if low is None or high is None:
-        return MISSING
-    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def recovery_text(comparison: Comparison | None) -> str:

@@ -1,7 +1,9 @@
 """What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
-from quantkit.results.allocation import CandidateRecord, SearchResult, UnitChoice
+from quantkit.results._record import SCHEMA_VERSION
+from quantkit.results.allocation import CandidateRecord, GroupChoice, SearchResult
 from quantkit.results.benchmark import (
+    SWEEP_NAME,
     BenchmarkResult,
     BenchmarkRun,
     Diagnosis,
@@ -12,8 +14,8 @@ from quantkit.results.benchmark import (
     Workload,
 )
 from quantkit.results.compression import (
-    SCHEMA_VERSION,
     CacheRecord,
+    CheckpointDifference,
     CheckpointSummary,
     CompressionResult,
     LayerRecord,
@@ -21,7 +23,6 @@ from quantkit.results.compression import (
     ModuleSummary,
     describe_caches,
     describe_experts,
-    to_dict,
 )
 from quantkit.results.evaluation import (
     EvaluationResult,
@@ -35,7 +36,6 @@ from quantkit.results.evaluation import (
     Through,
 )
 from quantkit.results.report import (
-    REPORT_VERSION,
     Comparison,
     Environment,
     GateResult,
@@ -45,12 +45,13 @@ from quantkit.results.report import (
 )
 
 __all__ = [
-    "REPORT_VERSION",
     "SCHEMA_VERSION",
+    "SWEEP_NAME",
     "BenchmarkResult",
     "BenchmarkRun",
     "CacheRecord",
     "CandidateRecord",
+    "CheckpointDifference",
     "CheckpointSummary",
     "Comparison",
     "CompressionResult",
@@ -60,6 +61,7 @@ __all__ = [
     "FidelityResult",
     "Finding",
     "GateResult",
+    "GroupChoice",
     "LayerRecord",
     "LinearRecord",
     "MemoryRecord",
@@ -76,10 +78,8 @@ __all__ = [
     "SensitivityRecord",
     "TaskResult",
     "Through",
-    "UnitChoice",
     "Verdict",
     "Workload",
     "describe_caches",
     "describe_experts",
-    "to_dict",
 ]

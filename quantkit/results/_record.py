@@ -1,8 +1,11 @@
-"""What all newer records share: plain dicts out, checked dicts in, both driven by the types of the fields.
+"""What all records share: plain data out, checked data in, both driven by the types of the fields.
 
-Not a validation library: it knows the shapes that records use (records, tuples, dicts, None, numbers, text, flags) and
-refuses everything else, with the path of what is wrong.
+Knows the shapes that records use (records, tuples, dicts, None, numbers, text, flags) and refuses everything else, with
+the path of what is wrong. Documents of earlier versions are read as if this one had written them.
 """
+
+# Not pydantic, which was tried: it refuses the null that stands for a float JSON cannot say, has no suggestion for a
+# misspelt field, describes both differently in its schema, and costs `quantkit inspect` 0.2 s of import.
 
 from __future__ import annotations
 
@@ -17,6 +20,12 @@ from quantkit.errors import ReportError, suggestion
 
 RecordType = TypeVar("RecordType", bound="Record")
 
+SCHEMA_VERSION = 2
+"""Of every document that has one: quantkit.json, quantkit-run.json and report.json."""
+
+# Names of version 1, whatever record they stand in.
+_RENAMED = {"damage": "sensitivity", "left_alone": "ignored", "unit": "group", "units": "groups"}
+
 
 class Record:
     """Base of records that read themselves back; a subclass is a frozen, keyword-only, slotted dataclass."""
@@ -24,8 +33,8 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """This record as plain dicts and lists, ready for JSON."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        """This record as plain dicts and tuples, ready for JSON."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]  # every subclass is a dataclass
 
     @classmethod
     def from_dict(cls: type[RecordType], data: Mapping[str, Any], *, where: str = "") -> RecordType:
@@ -35,32 +44,21 @@ class Record:
             data: one entry per field; fields with a default may be absent.
             where: path of `data` in its document, for messages.
         Raises:
-            ReportError: a field is missing, unknown or of another type.
+            ReportError: a field is missing, unknown or of another type, or the document is of a later version.
         """
         where = where or cls.__name__
         if not isinstance(data, Mapping):
             raise ReportError(f"{where}: expected an object, found {type(data).__name__}")
         hints: dict[str, Any] = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
+        if "schema_version" in hints:
+            data = _as_current(data, where)  # before the fields are looked at, which may be others in a later version
         for name in data:
             if name not in hints:
                 raise ReportError(f"{where}: unknown field {name!r}{suggestion(name, hints)}")
         missing = [name for name in required_fields(cls) if name not in data]
         if missing:
             raise ReportError(f"{where}: field {missing[0]!r} is missing")
-        return cls(**{name: decode(hints[name], value, f"{where}.{name}") for name, value in data.items()})
-
-
-def _plain(value: Any) -> Any:
-    """Records, tuples and dicts as dicts and lists, all the way down."""
-    if isinstance(value, Record):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+        return cls(**{name: _decode(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
 @cache
@@ -78,67 +76,50 @@ def required_fields(cls: type) -> list[str]:
     ]
 
 
-def union_members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of `A | B | None`; the type itself when it is no union."""
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else ()
+def is_union(kind: Any) -> bool:
+    """Whether a type is `A | None`, the only union that records use."""
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
 
 
-def decode(kind: Any, value: Any, where: str) -> Any:
-    """One value as its field's type says.
+def _as_current(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A document of this version, made of one of this or the version before."""
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if version == 1:
+        return {**_renamed(data), "schema_version": SCHEMA_VERSION}
+    if version != SCHEMA_VERSION:
+        raise ReportError(
+            f"{where} has schema version {version}, this quantkit reads 1 to {SCHEMA_VERSION}; "
+            "run `quantkit verify` again with this version"
+        )
+    return data
 
-    Args:
-        kind: a resolved type: a record, tuple[...], dict[str, ...], Literal[...], a union, or a plain type.
-        value: as JSON gives it.
-        where: path of the value, for messages.
-    Raises:
-        ReportError: the value is of another type.
-    """
-    members = union_members(kind)
-    if members:
-        if value is None and type(None) in members:
-            return None
-        rest = [member for member in members if member is not type(None)]
-        return decode(rest[0], value, where) if len(rest) == 1 else _first_that_fits(rest, value, where)
-    origin = typing.get_origin(kind)
+
+def _renamed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        entries = {_RENAMED.get(key, key): _renamed(entry) for key, entry in value.items()}
+        return {**entries, "action": "ignore"} if entries.get("action") == "leave alone" else entries
+    return [_renamed(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """One value, as JSON gives it, as its field's type says."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        present = next(member for member in inner if member is not types.NoneType)
+        return None if value is None else _decode(present, value, where)
     if origin is tuple and isinstance(value, list | tuple):
-        return _decode_tuple(typing.get_args(kind), value, where)
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) != len(value):
+            raise ReportError(f"{where}: expected {len(kinds)} entries, found {len(value)}")
+        return tuple(_decode(kinds[i], entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
-        item = typing.get_args(kind)[1]
-        return {str(key): decode(item, entry, f"{where}.{key}") for key, entry in value.items()}
+        return {str(key): _decode(inner[1], entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(kind, type) and issubclass(kind, Record):
-        return value if isinstance(value, kind) else kind.from_dict(value, where=where)
-    if hasattr(kind, "from_dict") and isinstance(value, Mapping):
-        return kind.from_dict(dict(value))  # the records of a compression read themselves
-    return _decode_plain(kind, value, where)
-
-
-def _decode_tuple(items: tuple[Any, ...], value: list[Any] | tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    if len(items) == 2 and items[1] is Ellipsis:
-        return tuple(decode(items[0], entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if len(items) != len(value):
-        raise ReportError(f"{where}: expected {len(items)} entries, found {len(value)}")
-    return tuple(decode(kind, entry, f"{where}[{i}]") for i, (kind, entry) in enumerate(zip(items, value, strict=True)))
-
-
-def _first_that_fits(kinds: list[Any], value: Any, where: str) -> Any:
-    for kind in kinds[:-1]:
-        try:
-            return decode(kind, value, where)
-        except ReportError:
-            continue
-    return decode(kinds[-1], value, where)
-
-
-def _decode_plain(kind: Any, value: Any, where: str) -> Any:
-    if typing.get_origin(kind) is typing.Literal:
-        if value not in typing.get_args(kind):
-            raise ReportError(f"{where}: {value!r} is not one of {', '.join(map(repr, typing.get_args(kind)))}")
+        return kind.from_dict(value, where=where)
+    if origin is typing.Literal and value not in inner:
+        raise ReportError(f"{where}: {value!r} is not one of {', '.join(map(repr, inner))}")
+    if kind is float and (value is None or type(value) is int):
+        return float("nan" if value is None else value)  # the writer stores null for what JSON cannot say
+    if kind is Any or origin is typing.Literal or type(value) is kind:
         return value
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if kind is float and value is None:
-        return float("nan")  # JSON has no such number; the writer stores null for it
-    if kind is Any or (type(value) is kind and kind in (int, str, bool, float)):
-        return value
-    name = getattr(kind, "__name__", str(kind))
-    raise ReportError(f"{where}: expected {name}, found {value!r}")
+    raise ReportError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {value!r}")

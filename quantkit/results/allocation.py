@@ -1,4 +1,4 @@
-"""Record of a search for the bits of each unit: what was tried, what was chosen, expected and measured. Torch-free."""
+"""Record of a search for the bits of each fused group: what was tried, chosen, expected and measured. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class CandidateRecord(Record):
 
     Args:
         name: e.g. "int4:32", or "skip" for weights ignored.
-        bits_per_weight: stored bits, scales included, if every unit took it.
-        sum_kl: what the units do one at a time, added up.
+        bits_per_weight: stored bits, scales included, if every group took it.
+        sum_kl: what the groups do one at a time, added up.
     """
 
     name: str
@@ -23,21 +23,21 @@ class CandidateRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitChoice(Record):
-    """What one unit was given.
+class GroupChoice(Record):
+    """What one fused group was given.
 
     Args:
         layer: index of the decoder layer.
-        unit: e.g. "q/k/v", "o", "gate/up", "down".
+        group: e.g. "q/k/v", "o", "gate/up", "down".
         modules: full names of its linears.
         num_weights: in it.
         choice: name of the candidate.
         bits_per_weight: stored bits, scales included.
-        kl: mean KL to the original with only this unit stored so, nats per token.
+        kl: mean KL to the original with only this group stored so, nats per token.
     """
 
     layer: int
-    unit: str
+    group: str
     modules: tuple[str, ...]
     num_weights: int
     choice: str
@@ -56,13 +56,13 @@ class SearchResult(Record):
         target: e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
         reached: whether the measured model meets it.
         bits_per_weight: stored bits, scales and zero points included, over all linears that the search may change;
-            those it leaves alone count as stored.
+            those it ignores count as stored.
         output_bytes: of all tensors of the compressed model.
-        candidates: what each unit could be given.
-        units: what each was given.
+        candidates: what each fused group could be given.
+        groups: what each was given.
         data: name of the text.
         num_tokens: positions that sensitivities were measured on, and about as many for what was expected and measured.
-        sum_kl: of the units chosen, one at a time, added up.
+        sum_kl: of the groups as chosen, one at a time, added up.
         search_kl: of all of them together, on the tokens that they were chosen on: lower than on others.
         expected_kl: the same on tokens that the search has not used, before anything was compressed by the recipe.
         measured_kl: of the model compressed by the recipe, on the tokens of `expected_kl`.
@@ -79,7 +79,7 @@ class SearchResult(Record):
     bits_per_weight: float
     output_bytes: int
     candidates: tuple[CandidateRecord, ...]
-    units: tuple[UnitChoice, ...]
+    groups: tuple[GroupChoice, ...]
     data: str
     num_tokens: int
     sum_kl: float

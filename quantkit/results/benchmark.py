@@ -12,6 +12,9 @@ from typing import Literal
 
 from quantkit.results._record import Record
 
+SWEEP_NAME = "sweep"
+"""The run whose prompts differ in length: TTFT is fitted against prompt length, ITL against context."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1
+from quantkit.results._record import SCHEMA_VERSION, Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearRecord:
+class LinearRecord(Record):
     """How well one linear was quantized.
 
     Args:
@@ -35,7 +34,7 @@ class LinearRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheRecord:
+class CacheRecord(Record):
     """What the KV cache of one layer is to be.
 
     Args:
@@ -57,7 +56,7 @@ class CacheRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRecord:
+class LayerRecord(Record):
     """What happened to one decoder layer.
 
     Args:
@@ -75,29 +74,16 @@ class LayerRecord:
     index: int
     name: str
     linears: tuple[LinearRecord, ...]
-    output_snr_db: float | None
-    notes: tuple[str, ...]
+    output_snr_db: float | None = None
+    notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     kv_cache: CacheRecord | None = None
     tokens_per_expert: tuple[int, ...] = ()
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LayerRecord:
-        """Inverse of `to_dict` after a round trip through JSON."""
-        linears = tuple(
-            LinearRecord(**{**linear, "shape": (linear["shape"][0], linear["shape"][1])}) for linear in data["linears"]
-        )
-        kept = data.get("kv_cache")
-        if kept is not None:
-            scales = {name: tuple(kept[name]) for name in ("key_scale", "value_scale")}
-            kept = CacheRecord(**{**kept, **scales})
-        lists = {key: tuple(data.get(key, ())) for key in ("notes", "tokens_per_expert")}
-        return cls(**{**data, "linears": linears, "kv_cache": kept, **lists})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompressionResult:
+class CompressionResult(Record):
     """What `quantkit quantize` did, as printed by `--json` and kept in `quantkit.json`.
 
     Args:
@@ -134,17 +120,10 @@ class CompressionResult:
     resumed_layers: int
     schema_version: int = SCHEMA_VERSION
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> CompressionResult:
-        """Inverse of `to_dict` after a round trip through JSON."""
-        layers = tuple(LayerRecord.from_dict(layer) for layer in data["layers"])
-        lists = {key: tuple(data[key]) for key in ("ignored", "warnings")}
-        return cls(**{**data, **lists, "layers": layers})
-
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
         """The linears with the largest error, worst first, with their full names."""
-        found = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
-        return sorted(found, key=lambda pair: pair[1].error, reverse=True)[:count]
+        named = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
+        return sorted(named, key=lambda pair: pair[1].error, reverse=True)[:count]
 
 
 def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
@@ -175,13 +154,9 @@ def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
     if not counts:
         return None
     name, few = min(counts.items(), key=lambda item: min(item[1]))
-    under_calibrated = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
+    notes = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
     text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one: {min(few):,} ({name})"
-    return (
-        text
-        if not under_calibrated
-        else f"{text}; under_calibrated in {len(under_calibrated)} layers: {under_calibrated[0].rpartition('; ')[2]}"
-    )
+    return f"{text}; under-calibrated in {len(notes)} layers: {notes[0].rpartition('; ')[2]}" if notes else text
 
 
 def _describe_cache(record: CacheRecord) -> str:
@@ -194,7 +169,7 @@ def _describe_cache(record: CacheRecord) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleSummary:
+class ModuleSummary(Record):
     """One kind of module in a checkpoint: how many, how stored, how large."""
 
     kind: str
@@ -205,7 +180,7 @@ class ModuleSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSummary:
+class CheckpointSummary(Record):
     """What `quantkit inspect` found.
 
     Args:
@@ -232,10 +207,24 @@ class CheckpointSummary:
     schema_version: int = SCHEMA_VERSION
 
 
-def to_dict(record: Any) -> dict[str, Any]:
-    """A record as plain dicts and lists.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDifference(Record):
+    """What `quantkit inspect A B` found; every row is (what, in A, in B).
 
     Args:
-        record: an instance of any class of this package.
+        left, right: the checkpoints.
+        facts: of the whole.
+        modules: how modules of one kind are stored.
+        entries: of config.json, or of the metadata of GGUF files.
     """
-    return dataclasses.asdict(record)
+
+    left: str
+    right: str
+    facts: tuple[tuple[str, str, str], ...]
+    modules: tuple[tuple[str, str, str], ...]
+    entries: tuple[tuple[str, str, str], ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.facts or self.modules or self.entries)

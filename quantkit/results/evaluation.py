@@ -168,18 +168,18 @@ class FidelityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityRecord(Record):
-    """What one quantized unit, swapped alone into the original model, does.
+    """What one fused group does that is quantized alone in the original model.
 
     Args:
         layer: index of the decoder layer.
-        unit: modules that engines fuse count as one, e.g. "q/k/v", "o", "gate/up", "down".
+        group: the linears that engines fuse, e.g. "q/k/v", "o", "gate/up", "down".
         modules: full names of the linears in it.
         kl: mean KL to the original, nats per token.
-        quantized_bytes, dense_bytes: of the unit, as stored and in 16 bits.
+        quantized_bytes, dense_bytes: of the group, as stored and in 16 bits.
     """
 
     layer: int
-    unit: str
+    group: str
     modules: tuple[str, ...]
     kl: float
     quantized_bytes: int = 0
@@ -191,15 +191,15 @@ class SensitivityProposal(Record):
     """What to change in the recipe so that the model passes.
 
     Args:
-        action: "leave alone" the units, or give them "more bits".
-        units: (layer, unit) in the order of sensitivity per byte.
+        action: "ignore" the fused groups, or give them "more bits".
+        groups: (layer, fused group) in the order of sensitivity per byte.
         overrides: arguments for `quantkit quantize --set`, ready to paste.
         predicted_kl: of the model after the change, from the records' sum.
         extra_bytes: what the change costs on disk.
     """
 
-    action: Literal["leave alone", "more bits"]
-    units: tuple[tuple[int, str], ...]
+    action: Literal["ignore", "more bits"]
+    groups: tuple[tuple[int, str], ...]
     overrides: tuple[str, ...]
     predicted_kl: float
     extra_bytes: int = 0
@@ -207,13 +207,13 @@ class SensitivityProposal(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityMap(Record):
-    """Sensitivity by layer and unit.
+    """Sensitivity by layer and fused group.
 
     Args:
         data: name of the text.
         num_tokens: positions compared.
-        records: one per unit, in the order of the model.
-        total_kl: with every unit quantized at once; if the parts add up, about the sum of the records.
+        records: one per fused group, in the order of the model.
+        total_kl: with every group quantized at once; if the parts add up, about the sum of the records.
         proposal: what to change; None when nothing needs it.
     """
 
@@ -225,7 +225,7 @@ class SensitivityMap(Record):
 
     @property
     def sum_kl(self) -> float:
-        """Sum over the units."""
+        """Sum over the groups."""
         return math.fsum(record.kl for record in self.records)
 
     @property
@@ -234,5 +234,5 @@ class SensitivityMap(Record):
         return self.sum_kl / self.total_kl if self.total_kl > 0 else None
 
     def worst(self, count: int = 5) -> list[SensitivityRecord]:
-        """The units with the largest KL, worst first."""
+        """The groups with the largest KL, worst first."""
         return sorted(self.records, key=lambda record: record.kl, reverse=True)[:count]

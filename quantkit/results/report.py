@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quantkit.errors import ReportError
-from quantkit.results._record import Record
+from quantkit.results._record import SCHEMA_VERSION, Record
 from quantkit.results.benchmark import BenchmarkResult, Diagnosis
 from quantkit.results.compression import CompressionResult
 from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
-
-REPORT_VERSION = 1
 
 Verdict = Literal["better", "worse", "no difference seen", "noise"]
 
@@ -149,7 +146,7 @@ class Report(Record):
         comparisons: model beside original, computed from the three above; the first is the headline.
         fidelity: distance of the next-token distributions.
         noise_fidelity: the same of the original under other arithmetic.
-        sensitivity: which units hurt.
+        sensitivity: which parts lose most.
         benchmark, baseline_benchmark: speed and memory of both.
         diagnosis: what binds, in plain words.
         gates: promises and whether they were kept.
@@ -174,18 +171,12 @@ class Report(Record):
     gates: tuple[GateResult, ...] = ()
     environment: Environment = field(default_factory=Environment)
     notes: tuple[str, ...] = ()
-    schema_version: int = REPORT_VERSION
+    schema_version: int = SCHEMA_VERSION
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> Report:
-        """Inverse of `to_dict`; the version is checked before the fields are.
-
-        Raises:
-            ReportError: another version, or a field that does not fit.
-        """
-        if isinstance(data, Mapping) and "schema_version" in data:
-            check_version(data["schema_version"])
-        known = {key: value for key, value in data.items() if key != "metrics"}  # computed, written for readers of JSON
+        """See `Record`; `metrics` is computed, and written for readers of the JSON only."""
+        known = {key: value for key, value in data.items() if key != "metrics"}
         return super(Report, cls).from_dict(known, where=where)
 
     @property
@@ -197,12 +188,3 @@ class Report(Record):
         """The comparison of a subject (and metric), or None."""
         fits = (c for c in self.comparisons if c.subject == subject and metric in (None, c.metric))
         return next(fits, None)
-
-
-def check_version(version: object) -> None:
-    """Refuse a document of another version."""
-    if version != REPORT_VERSION:
-        raise ReportError(
-            f"report has schema version {version}, this quantkit reads {REPORT_VERSION}; "
-            "run `quantkit verify` again with this version"
-        )

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.amounts import parse_bytes
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import RequestError, first_line
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import kv_scheme, page_bytes
+from quantkit.quantities import parse_bytes
 from quantkit.runtime.cache.sizing import check_settings, pick_device
 from quantkit.runtime.engine import scoring
 from quantkit.runtime.engine.assembly import make_engine

@@ -53,7 +53,7 @@ def found(tiny_llama, options, work, tmp_path_factory):
 def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, tiny_llama, work):
     result, _ = found
     assert 4.7 < result.bits_per_weight <= 5.0
-    assert len({unit.choice for unit in result.units}) > 1
+    assert len({group.choice for group in result.groups}) > 1
     uniform = next(candidate for candidate in result.candidates if candidate.name == "int4:32")
     assert uniform.bits_per_weight == pytest.approx(4 + 32 / 32)  # the scales of a float32 model
     original, rounded = (load_llm(str(p), device="cpu", **ENGINE) for p in (tiny_llama, work / "int4-32"))
@@ -64,7 +64,7 @@ def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, ti
 
 def test_a_result_says_the_same_after_json(found):
     result, _ = found
-    assert [unit.unit for unit in result.units[:4]] == ["q/k/v", "o", "gate/up", "down"]
+    assert [group.group for group in result.groups[:4]] == ["q/k/v", "o", "gate/up", "down"]
     assert SearchResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
@@ -103,11 +103,11 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, t
         pass
 
     def counting(measure, limit):
-        def wrapped(probe, units):
-            calls.append(units)
+        def wrapped(probe, groups):
+            calls.append(groups)
             if len(calls) > limit:
                 raise Killed
-            return measure(probe, units)
+            return measure(probe, groups)
 
         return wrapped
 
@@ -121,7 +121,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, t
     lines = []
     again = search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
     assert any(line.startswith("13 numbers taken over") for line in lines)
-    same = ("units", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
+    same = ("groups", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
     assert not (tmp_path / "mine.yaml.search").exists()
 
@@ -138,7 +138,7 @@ def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work
     lines = []
     goal = Target(kl=2 * result.measured_kl)
     second = search(str(tiny_llama), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
-    assert not any("unit 1 of" in line for line in lines)
+    assert not any("group 1 of" in line for line in lines)
     assert second.reached
     assert second.measured_kl <= goal.kl
     assert second.expected_kl == pytest.approx(second.measured_kl, rel=1e-4)
@@ -167,14 +167,14 @@ def test_nothing_is_replaced_unasked(found, tiny_llama, options):
 
 
 def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(tiny_llama, options, work, tmp_path):
-    """The same choice, all units the first candidate, is another model where the first candidate is another."""
+    """The same choice, all groups the first candidate, is another model where the first candidate is another."""
     cheap = options(tmp_path / "cheap.yaml", work=work, candidates=("int3:32",))
     least = search(str(tiny_llama), Target(bits=4.01), cheap)
     dear = search(
         str(tiny_llama), Target(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",))
     )
-    assert {unit.choice for unit in least.units} == {"int3:32"}
-    assert {unit.choice for unit in dear.units} == {"int8:32"}
+    assert {group.choice for group in least.groups} == {"int3:32"}
+    assert {group.choice for group in dear.groups} == {"int8:32"}
     assert least.output_bytes < dear.output_bytes
     assert least.measured_kl > dear.measured_kl
 

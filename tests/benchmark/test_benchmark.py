@@ -12,8 +12,8 @@ from quantkit.benchmark.run import (
     check_target,
     find_ceilings,
     load_target,
-    measure,
     measure_against,
+    measure_model,
 )
 from quantkit.benchmark.steps import fit_itl, fit_ttft
 from quantkit.errors import ModelError, RequestError
@@ -63,7 +63,7 @@ def test_one_model(tiny_llama):
     options = BenchmarkOptions(concurrencies=(1, 3), rates=(200.0,), static=True, rounds=2, **SMALL)
     target = load_target(tiny_llama, options, ENGINE)
     told = []
-    result = measure(target, options, find_ceilings([target]), told.append)
+    result = measure_model(target, options, find_ceilings([target]), told.append)
     assert [run.workload.name for run in result.runs] == [
         *("closed-1", "closed-3", "static-1", "static-3", "poisson-200", "sweep")
     ]
@@ -84,7 +84,7 @@ def test_static_batches_get_the_same_requests_in_turns(tiny_llama):
     options = BenchmarkOptions(concurrencies=(2,), static=True, spread=0.9, rounds=2, **{**SMALL, "num_requests": 6})
     target = load_target(tiny_llama, options, ENGINE)
     told = []
-    result = measure(target, options, find_ceilings([target]), told.append)
+    result = measure_model(target, options, find_ceilings([target]), told.append)
     assert [text.split(":")[0] for text in told] == ["closed-2", "static-2", "static-2", "closed-2"]
     closed, static = ([(t.prompt_tokens, t.num_new_tokens) for t in run.requests] for run in result.runs)
     assert closed == static
@@ -118,7 +118,7 @@ def test_two_models_get_the_same_requests_in_turns(tiny_llama, tmp_path, monkeyp
 def test_what_transformers_runs(tiny_llama):
     options = BenchmarkOptions(concurrencies=(1,), **SMALL)
     target = load_target(tiny_llama, options, {"backend": "transformers", "threads": 1})
-    result = measure(target, options, find_ceilings([target]))
+    result = measure_model(target, options, find_ceilings([target]))
     parts = {record.part: record for record in result.memory}
     assert parts["weights"].observed_bytes == target.llm.model.num_bytes
     assert "kv pool" not in parts

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.benchmark.compare import compare_results, compare_runs, join_rounds, split_rounds, turns
-from quantkit.benchmark.workload import SWEEP_NAME
-from quantkit.results import BenchmarkResult, BenchmarkRun
+from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun
 from tests.benchmark.test_steps import timing, workload
 
 

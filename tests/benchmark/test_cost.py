@@ -8,9 +8,8 @@ import torch
 from quantkit.benchmark.ceilings import Ceilings
 from quantkit.benchmark.cost import Cost, LayerCost, linear_kinds, model_cost
 from quantkit.benchmark.roofline import break_even_rows, decode_record, prefill_record
-from quantkit.benchmark.workload import SWEEP_NAME
 from quantkit.kernels.layouts import kv_scheme
-from quantkit.results import BenchmarkRun
+from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload
 from tests.helpers import make_model

@@ -8,7 +8,6 @@ import pytest
 
 from quantkit.benchmark.cost import Cost, LayerCost
 from quantkit.benchmark.diagnosis import diagnose, diagnose_against
-from quantkit.benchmark.wording import count, megabytes, milliseconds, percent, times
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload
 from tests.benchmark.test_steps import timing
 
@@ -85,7 +84,7 @@ def about(found, words):
 def test_slow_to_stream():
     found = findings(run())[0]
     assert found.statement == "Slow to stream rather than to start: 91 % of a request is streaming."
-    assert "median TTFT 100 ms, then 1 s of streaming" in found.evidence
+    assert "median TTFT 100 ms, then 1.00 s of streaming" in found.evidence
 
 
 def test_slow_to_start_and_why():
@@ -165,7 +164,7 @@ def test_what_the_cache_weighs():
     assert found.expected_gain.startswith("1.3x at most")
 
 
-@pytest.mark.parametrize(("slope", "words"), [(1e-5, "ITL grows by 10 ms"), (-1e-5, "does not measurably grow")])
+@pytest.mark.parametrize(("slope", "words"), [(1e-5, "ITL grows by 10.0 ms"), (-1e-5, "does not measurably grow")])
 def test_what_context_costs(slope, words):
     gaps = [0.02 + slope * i + 1e-7 * (i % 3) for i in range(100)]
     alone = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
@@ -227,7 +226,7 @@ def test_a_queue():
 def test_goodput_names_the_limit_that_failed():
     limited = run(ttft_limit_s=0.05, tpot_limit_s=0.5)
     found = about(findings(limited), "Only 0 % of the requests of closed-1")
-    assert found.evidence == "TTFT above 50 ms in 4 of 4 requests"
+    assert found.evidence == "TTFT above 50.0 ms in 4 of 4 requests"
     assert not any("Only" in f.statement for f in findings(run(ttft_limit_s=0.2, tpot_limit_s=0.5)))
 
 
@@ -244,17 +243,3 @@ def test_two_models():
     assert "the roofline would allow 0.27" in stream.evidence
     about(found, "both start alike, within the noise")
     about(diagnose_against(theirs, ours).findings, "large streams 2.0x slower than small")
-
-
-def test_wording():
-    assert [milliseconds(x) for x in (0.00123, 0.045, 0.5, 1.234, 12.3)] == [
-        "1.23 ms",
-        "45 ms",
-        "500 ms",
-        "1.2 s",
-        "12 s",
-    ]
-    assert [megabytes(x) for x in (850e3, 12.34e6, 4.654e9)] == ["850 kB", "12.3 MB", "4.65 GB"]
-    assert [percent(x) for x in (0.0751, 0.5, 1.73)] == ["7.5 %", "50 %", "173 %"]
-    assert [times(x) for x in (1.61, 12.3)] == ["1.6x", "12x"]
-    assert [count(x) for x in (1.66, 12.3, 181.4, 14317)] == ["1.7", "12", "181", "14,300"]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.benchmark.memory import activation_bytes, cache_bytes, process_bytes, weight_bytes
+from quantkit.benchmark.memory import (
+    observed_activation_bytes,
+    observed_cache_bytes,
+    observed_weight_bytes,
+    process_bytes,
+)
 from quantkit.benchmark.predict import max_length, predict
-from quantkit.benchmark.run import BenchmarkOptions, find_ceilings, load_target, measure
+from quantkit.benchmark.run import BenchmarkOptions, find_ceilings, load_target, measure_model
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -21,7 +26,7 @@ CPU = torch.device("cpu")
 def check_weights(folder, **options):
     model = load_model(folder, **options)
     found = predict(folder, **options)
-    assert found.weight_bytes == weight_bytes(model) == model.num_bytes
+    assert found.weight_bytes == observed_weight_bytes(model) == model.num_bytes
     return found
 
 
@@ -90,7 +95,9 @@ def test_cache(family_models, family, kv_cache):
 
     layouts = model.layouts(kv_scheme(kv_cache), 32, kv_dtype(kv_cache, model.dtype))
     cache = KVCache(layouts, 5, 3, CPU)
-    assert cache_bytes(cache) == 5 * found.page_bytes + 3 * found.tail_bytes == cache.num_bytes + cache.tail_bytes
+    assert (
+        observed_cache_bytes(cache) == 5 * found.page_bytes + 3 * found.tail_bytes == cache.num_bytes + cache.tail_bytes
+    )
 
 
 def test_a_model_that_only_transformers_runs_has_no_prediction(tmp_path):
@@ -105,7 +112,7 @@ def test_the_whole_record(tiny_llama, which, kv_cache, quick_ceilings):
     # A pool of a few pages, so that the peak is not the pool alone.
     engine = {"kv_cache": kv_cache, "num_pages": 8, "threads": 1}
     target = load_target(None if which == "demo" else tiny_llama, options, engine)
-    result = measure(target, options, find_ceilings([target]))
+    result = measure_model(target, options, find_ceilings([target]))
     parts = {record.part: record for record in result.memory}
     for part in ("weights", "kv pool", *(["kv tails"] if kv_cache == "int4" else [])):
         assert parts[part].predicted_bytes == parts[part].observed_bytes > 0
@@ -129,7 +136,7 @@ def test_what_work_holds_is_what_it_made():
         del first, second
         kept.add_(third[0, 0])  # what was there before does not count
 
-    assert activation_bytes(work, CPU) == 4000 + 800 * 8
+    assert observed_activation_bytes(work, CPU) == 4000 + 800 * 8
 
 
 def test_what_is_freed_makes_room():
@@ -137,7 +144,7 @@ def test_what_is_freed_makes_room():
         for _ in range(5):
             torch.empty(1000)
 
-    assert activation_bytes(work, CPU) == 4000
+    assert observed_activation_bytes(work, CPU) == 4000
 
 
 def test_the_process_is_larger_than_what_it_just_took():

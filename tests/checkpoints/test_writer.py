@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from quantkit.amounts import human_bytes
 from quantkit.checkpoints import writer
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, OutputError, ResourceError
@@ -162,18 +161,3 @@ def test_other_failures_are_output_errors(tmp_path, code):
     assert isinstance(error, OutputError)
     assert os.strerror(code) in str(error)
     assert str(tmp_path / "a") in str(error)
-
-
-@pytest.mark.parametrize(
-    "num_bytes, text",
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (1048575, "1.0 MiB"),
-        (3 << 29, "1.5 GiB"),
-    ],
-)
-def test_human_bytes(num_bytes, text):
-    assert human_bytes(num_bytes) == text

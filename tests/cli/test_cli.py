@@ -22,13 +22,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from quantkit.cli import REGISTRY, main
-from quantkit.cli._output import Output, explain, human_seconds
+from quantkit.cli._output import Output, explain
 from quantkit.cli._progress import Bar, Log, Progressing, for_output
 from quantkit.compress import pipeline
 from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError, ModelError, ResourceError
-from quantkit.results import CompressionResult, LayerRecord, LinearRecord, to_dict
+from quantkit.results import CompressionResult, LayerRecord, LinearRecord
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
@@ -370,7 +370,7 @@ def test_a_misspelt_option_is_only_taken_for_one_like_it(run, args, meant):
 
 def test_json_is_the_result_and_nothing_else(run, calls):
     answer = run("quantize", "--recipe", "rtn-int4", "--json")
-    assert json.loads(answer.stdout) == json.loads(json.dumps(to_dict(result())))
+    assert json.loads(answer.stdout) == json.loads(json.dumps(result().to_dict()))
     assert answer.stderr == ""
 
 
@@ -455,14 +455,6 @@ def test_every_listener_has_every_method(kind):
     methods = {name for name in vars(Listener) if not name.startswith("_")}
     assert methods == {"plan", "layer_started", "phase", "layer_finished", "warning"}
     assert all(callable(getattr(kind, name)) for name in methods)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (42.3, "42 s"), (100, "1 min 40 s"), (7500, "2 h 5 min"), (3599.7, "1 h 0 min")],
-)
-def test_durations_read_well(seconds, text):
-    assert human_seconds(seconds) == text
 
 
 # ---- recipes

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from quantkit import allocation
 from quantkit.cli import main
 from quantkit.cli.search import search
-from quantkit.results import CandidateRecord, SearchResult, UnitChoice
+from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 
 
 def result(**changes):
@@ -23,10 +23,10 @@ def result(**changes):
         "bits_per_weight": 4.49,
         "output_bytes": 2_000_000,
         "candidates": (CandidateRecord(name="int4:32", bits_per_weight=4.5, sum_kl=0.004),),
-        "units": (
-            UnitChoice(
+        "groups": (
+            GroupChoice(
                 layer=0,
-                unit="q/k/v",
+                group="q/k/v",
                 modules=("a", "b", "c"),
                 num_weights=9,
                 choice="int5:32",

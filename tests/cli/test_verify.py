@@ -32,10 +32,10 @@ def test_gates_that_hold(run, checkpoint, models):
 def test_a_gate_that_fails_is_named_with_a_remedy(run, checkpoint, models, tmp_path):
     code, out, err = run("verify", checkpoint, *quickly(models), "--gate", "kl<=0.0005", "-o", tmp_path / "new")
     assert code == 3
-    assert "worst units, each alone" in out
+    assert "Most sensitive fused groups, each quantized alone" in out
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: 1 of 1 gates did not hold: kl<=0.0005 (kl is 0.00")
-    assert "Nearest remedy: leave alone layer" in last
+    assert "Nearest remedy: ignore layer" in last
     assert "--set 'ignore=[" in last
     assert "report.json" not in {path.name for path in checkpoint.iterdir()}
     assert not read_report(tmp_path / "new").held
@@ -83,13 +83,13 @@ def text_only(monkeypatch):
 
     from quantkit.cli import _verify
 
-    make = _verify.make_options
+    options_of = _verify.verify_options
 
     def small(asked, engine, **options):
         few = {**asked, "suite": "none", "tasks": "demo_facts", "limit": 3, "text": "demo"}
-        return replace(make(few, {**engine, "threads": 1}, **options), bench=None, noise=False)
+        return replace(options_of(few, {**engine, "threads": 1}, **options), bench=None, noise=False)
 
-    monkeypatch.setattr(_verify, "make_options", small)
+    monkeypatch.setattr(_verify, "verify_options", small)
 
 
 def compress(run, output, *args):

@@ -11,7 +11,7 @@ import quantkit
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate import fidelity as module
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import batches, distances, fidelity, fixed_windows, join, logits
+from quantkit.evaluate.fidelity import batches, distances, fidelity, fixed_windows, join_distances, window_logits
 from tests.helpers import TEXT, make_model
 
 
@@ -91,8 +91,8 @@ def test_numbers_are_those_of_the_logits(llm, rounded):
     found = fidelity(rounded, llm, windows, greedy_tokens=0)
     expected = []
     for ids in windows:  # one at a time, in double precision
-        p = logits(llm, (ids,))[0].double().log_softmax(-1)
-        q = logits(rounded, (ids,))[0].double().log_softmax(-1)
+        p = window_logits(llm, (ids,))[0].double().log_softmax(-1)
+        q = window_logits(rounded, (ids,))[0].double().log_softmax(-1)
         expected.append((p.exp() * (p - q)).sum(-1))
     assert found.mean_kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-3)
     assert found.window_kl == pytest.approx([float(part.mean()) for part in expected], rel=1e-2, abs=1e-7)
@@ -121,7 +121,7 @@ def test_windows_run_together_as_far_as_a_step_goes(llm):
 
 def test_joined_positions_are_in_order():
     parts = [distances(torch.randn(n, 3), torch.randn(n, 3)) for n in (2, 3)]
-    assert torch.equal(join(parts).kl, torch.cat([parts[0].kl, parts[1].kl]))
+    assert torch.equal(join_distances(parts).kl, torch.cat([parts[0].kl, parts[1].kl]))
 
 
 def test_another_vocabulary_is_refused(llm, tmp_path):

@@ -17,7 +17,7 @@ from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
 from quantkit.evaluate.pairing import check_same_language, other_arithmetic
-from quantkit.evaluate.run import EvaluationOptions, check, evaluate
+from quantkit.evaluate.run import EvaluationOptions, check_evaluation, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics import compare_evaluations
@@ -138,7 +138,7 @@ def test_bad_input_is_one_line(demo, changes, message):
         evaluate(demo, EvaluationOptions(**changes))
     if changes:
         with pytest.raises(DataError, match=message):
-            check(EvaluationOptions(**changes))
+            check_evaluation(EvaluationOptions(**changes))
 
 
 def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monkeypatch):

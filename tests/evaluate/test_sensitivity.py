@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import quantkit
 from quantkit.errors import InputError, ModelError
 from quantkit.evaluate import sensitivity as module
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, logits
-from quantkit.evaluate.fused_groups import Unit, find_units, swapped
+from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, window_logits
+from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
 from quantkit.evaluate.sensitivity import Goal, propose, sensitivity_map
 from quantkit.results import SensitivityMap, SensitivityRecord
 from tests.helpers import TEXT, make_model
@@ -56,7 +57,7 @@ def smoothed(tiny_llama, text_file, tmp_path_factory):
 
 def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
     found = sensitivity_map(coarse, original, windows, data="here")
-    assert [(record.layer, record.unit) for record in found.records] == [(i, name) for i in range(2) for name in NAMES]
+    assert [(record.layer, record.group) for record in found.records] == [(i, name) for i in range(2) for name in NAMES]
     first = found.records[0]
     assert first.modules == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
     assert first.dense_bytes == 2 * 64 * (64 + 32 + 32)
@@ -67,18 +68,18 @@ def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
 
 
 def test_the_whole_is_the_checkpoint_and_all_units_together_are_the_whole(coarse, original, windows):
-    reference = [logits(original, (ids,))[0] for ids in windows]
-    with swapped(find_units(coarse, original)):
-        together = [logits(original, (ids,))[0] for ids in windows]
-    own = [logits(coarse, (ids,))[0] for ids in windows]
+    reference = [window_logits(original, (ids,))[0] for ids in windows]
+    with swapped(find_fused_groups(coarse, original)):
+        together = [window_logits(original, (ids,))[0] for ids in windows]
+    own = [window_logits(coarse, (ids,))[0] for ids in windows]
     for a, b in zip(together, own, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    after = [logits(original, (ids,))[0] for ids in windows]
+    after = [window_logits(original, (ids,))[0] for ids in windows]
     assert all(torch.equal(a, b) for a, b in zip(reference, after, strict=True))
 
 
 def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, tmp_path):
-    """The same as a checkpoint in which only that unit was quantized."""
+    """The same as a checkpoint in which only that group was quantized."""
     rest = ["*.layers.0.*", "*.self_attn.*", "*.gate_proj", "*.up_proj"]
     alone = compress(
         tiny_llama,
@@ -89,31 +90,31 @@ def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, t
         f"ignore={json.dumps(rest)}",
     )
     found = sensitivity_map(coarse, original, windows)
-    expected = [distances(logits(original, (w,))[0], logits(alone, (w,))[0]).kl for w in windows]
-    record = next(r for r in found.records if (r.layer, r.unit) == (1, "down"))
+    expected = [distances(window_logits(original, (w,))[0], window_logits(alone, (w,))[0]).kl for w in windows]
+    record = next(r for r in found.records if (r.layer, r.group) == (1, "down"))
     assert record.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
 
 
 def test_the_original_is_restored_when_something_fails(coarse, original):
-    units = find_units(coarse, original)
-    kept = [getattr(*unit.part) for unit in units]
-    with pytest.raises(KeyError), swapped(units):
-        assert all(getattr(*unit.part) is unit.replacement for unit in units)
+    groups = find_fused_groups(coarse, original)
+    kept = [getattr(*group.part) for group in groups]
+    with pytest.raises(KeyError), swapped(groups):
+        assert all(getattr(*group.part) is group.replacement for group in groups)
         raise KeyError
-    assert all(getattr(*unit.part) is value for unit, value in zip(units, kept, strict=True))
+    assert all(getattr(*group.part) is value for group, value in zip(groups, kept, strict=True))
 
 
 def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
-    """Without that a single AWQ unit in the original would be nonsense, and the parts would not add up."""
+    """Without that a single AWQ group in the original would be nonsense, and the parts would not add up."""
     found = sensitivity_map(smoothed, original, windows)
     assert 0.5 < found.additivity < 2
-    raw = find_units(smoothed, original)
-    bare = [unit for unit in raw if not hasattr(unit.replacement, "_linear")]
+    raw = find_fused_groups(smoothed, original)
+    bare = [group for group in raw if not hasattr(group.replacement, "_linear")]
     assert len(bare) < len(raw)
-    unit = raw[0]
-    plain = Unit(**{name: getattr(unit, name) for name in Unit.__slots__} | {"replacement": unit.replacement._linear})
+    group = raw[0]
+    plain = replace(group, replacement=group.replacement._linear)
     with swapped([plain]):
-        wrong = distances(logits(original, (windows[0],))[0], logits(smoothed, (windows[0],))[0]).mean
+        wrong = distances(window_logits(original, (windows[0],))[0], window_logits(smoothed, (windows[0],))[0]).mean
     assert wrong > 3 * found.records[0].kl
 
 
@@ -123,22 +124,22 @@ def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, par
     model = make_model(tmp_path / "model", "stablelm", use_parallel_residual=parallel)
     sizes = [f"calibration.data={json.dumps(str(text_file))}", "weights.group_size=32", *CALIBRATED]
     made, plain = compress(model, tmp_path / "awq", "awq-int4", *sizes), load(model)
-    units = find_units(made, plain)
-    assert all(hasattr(unit.replacement, "_linear") for unit in units if unit.name in ("q/k/v", "gate/up"))
+    groups = find_fused_groups(made, plain)
+    assert all(hasattr(group.replacement, "_linear") for group in groups if group.name in ("q/k/v", "gate/up"))
     assert 0.5 < sensitivity_map(made, plain, fixed_windows(plain, TEXT, window=64, max_tokens=200)).additivity < 2
 
 
 def test_what_was_ignored_is_no_unit(tiny_llama, original, windows, tmp_path):
     llm = compress(tiny_llama, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
     found = sensitivity_map(llm, original, windows)
-    assert [(r.layer, r.unit) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
+    assert [(r.layer, r.group) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
 
 
 def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, tiny_llama, windows, tmp_path):
     total = sensitivity_map(coarse, original, windows).total_kl
     goal = Goal(kl=total / 2)
     proposal = sensitivity_map(coarse, original, windows, goal=goal, ignored=("*.nothing",)).proposal
-    assert 0 < len(proposal.units) < 8
+    assert 0 < len(proposal.groups) < 8
     assert proposal.predicted_kl <= module.MARGIN * goal.kl
     assert proposal.extra_bytes > 0
     patterns = json.loads(proposal.overrides[0].removeprefix("ignore="))
@@ -151,7 +152,7 @@ def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, ti
         "weights.group_size=32",
         f"ignore={json.dumps(patterns[1:])}",
     )
-    found = [distances(logits(original, (w,))[0], logits(mended, (w,))[0]).kl for w in windows]
+    found = [distances(window_logits(original, (w,))[0], window_logits(mended, (w,))[0]).kl for w in windows]
     assert float(torch.cat(found).mean()) == pytest.approx(proposal.predicted_kl, rel=1e-3)
 
 
@@ -161,7 +162,7 @@ def test_a_goal_that_is_reached_needs_no_proposal(coarse, original, windows):
 
 def fake_units(costs):
     parts = [
-        Unit(
+        FusedGroup(
             layer=index,
             name="o",
             modules=(f"m{index}",),
@@ -173,49 +174,49 @@ def fake_units(costs):
         )
         for index, (_, size) in enumerate(costs)
     ]
-    records = tuple(SensitivityRecord(layer=i, unit="o", modules=(f"m{i}",), kl=kl) for i, (kl, _) in enumerate(costs))
+    records = tuple(SensitivityRecord(layer=i, group="o", modules=(f"m{i}",), kl=kl) for i, (kl, _) in enumerate(costs))
     total = sum(kl for kl, _ in costs)
     return parts, SensitivityMap(data="", num_tokens=1, records=records, total_kl=total)
 
 
-def exact(units, found):
+def exact(groups, found):
     """A model whose parts add up."""
     kl = {f"m{r.layer}": r.kl for r in found.records}
 
     def measure(chosen):
-        value = torch.tensor([sum(kl[unit.modules[0]] for unit in chosen)])
+        value = torch.tensor([sum(kl[group.modules[0]] for group in chosen)])
         return Distances(kl=value, agrees=torch.tensor([bool(value < 0.05)]))
 
     return measure
 
 
 def test_bytes_are_spent_where_they_mend_most():
-    units, found = fake_units([(0.1, 1000), (0.08, 100), (0.01, 100), (0.05, 50)])
-    proposal = propose(units, found, exact(units, found), Goal(kl=0.2))
-    assert proposal.units == ((3, "o"), (1, "o"))  # 0.24 in all, 0.16 may stay, 0.11 does
+    groups, found = fake_units([(0.1, 1000), (0.08, 100), (0.01, 100), (0.05, 50)])
+    proposal = propose(groups, found, exact(groups, found), Goal(kl=0.2))
+    assert proposal.groups == ((3, "o"), (1, "o"))  # 0.24 in all, 0.16 may stay, 0.11 does
     assert proposal.extra_bytes == 150
     assert proposal.predicted_kl == pytest.approx(0.11)
 
 
 def test_a_prediction_that_does_not_hold_is_followed_by_another_unit():
-    units, found = fake_units([(0.1, 100), (0.09, 100), (0.01, 100)])
+    groups, found = fake_units([(0.1, 100), (0.09, 100), (0.01, 100)])
 
     def twice(chosen):
-        return Distances(kl=2 * exact(units, found)(chosen).kl, agrees=torch.tensor([True]))
+        return Distances(kl=2 * exact(groups, found)(chosen).kl, agrees=torch.tensor([True]))
 
-    assert propose(units, found, exact(units, found), Goal(kl=0.15)).units == ((0, "o"),)
-    assert propose(units, found, twice, Goal(kl=0.15)).units == ((0, "o"), (1, "o"))
+    assert propose(groups, found, exact(groups, found), Goal(kl=0.15)).groups == ((0, "o"),)
+    assert propose(groups, found, twice, Goal(kl=0.15)).groups == ((0, "o"), (1, "o"))
 
 
 def test_other_gates_count_too():
-    units, found = fake_units([(0.1, 100), (0.04, 100), (0.03, 100)])
-    assert propose(units, found, exact(units, found), Goal(top1=0.9)).units == ((0, "o"), (1, "o"))
-    assert propose(units, found, exact(units, found), Goal(kl_p99=0.08)).units == ((0, "o"),)
+    groups, found = fake_units([(0.1, 100), (0.04, 100), (0.03, 100)])
+    assert propose(groups, found, exact(groups, found), Goal(top1=0.9)).groups == ((0, "o"), (1, "o"))
+    assert propose(groups, found, exact(groups, found), Goal(kl_p99=0.08)).groups == ((0, "o"),)
 
 
 def test_leaving_everything_alone_is_no_proposal():
-    units, found = fake_units([(0.1, 100), (0.1, 100)])
-    assert propose(units, found, exact(units, found), Goal(kl=0.01)) is None
+    groups, found = fake_units([(0.1, 100), (0.1, 100)])
+    assert propose(groups, found, exact(groups, found), Goal(kl=0.01)) is None
 
 
 def test_refusals(coarse, original, tiny_llama, tmp_path):
@@ -223,7 +224,7 @@ def test_refusals(coarse, original, tiny_llama, tmp_path):
         sensitivity_map(coarse, original, ())
     half = load_llm(str(tiny_llama), dtype="bfloat16", device="cpu", threads=1)
     with pytest.raises(ModelError, match="differ in arithmetic or layers"):
-        find_units(coarse, half)
+        find_fused_groups(coarse, half)
     foreign = load_llm(str(tiny_llama), dtype="float32", device="cpu", threads=1, backend="transformers")
     with pytest.raises(ModelError, match="runs by transformers"):
-        find_units(foreign, original)
+        find_fused_groups(foreign, original)

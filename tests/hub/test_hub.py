@@ -14,7 +14,7 @@ import yaml
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
 from quantkit.errors import InputError, ModelError, OutputError
-from quantkit.hub import Origin, find_origin, make_card, push
+from quantkit.hub import Origin, find_origin, hub_card, push
 from tests.helpers import make_model
 
 CARD = """---
@@ -142,7 +142,7 @@ def test_a_gguf_file_is_pushed_beside_its_card(hub, made):
 
 
 def test_no_licence_is_made_up(made):
-    card = make_card(made / "q", "me/it", Origin(base_model=None, entries={}))
+    card = hub_card(made / "q", "me/it", Origin(base_model=None, entries={}))
     assert "license" not in yaml.safe_load(card.split("---")[1])
     assert find_origin(None) == find_origin("demo") == Origin(base_model=None, entries={})
 

@@ -8,15 +8,6 @@ import sys
 
 import pytest
 
-from quantkit.amounts import (
-    human_count,
-    human_time,
-    parse_bytes,
-    parse_flops,
-    parse_parameters,
-    parse_rate,
-    parse_tokens,
-)
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
 from quantkit.errors import InputError, ModelError, RecipeError
@@ -36,6 +27,13 @@ from quantkit.planning.source import KEYS, from_parameters, from_shape_file
 from quantkit.planning.weights import BF16 as BF16_WEIGHTS
 from quantkit.planning.weights import INT3, WeightForm
 from quantkit.planning.weights import INT4 as INT4_WEIGHTS
+from quantkit.quantities import (
+    parse_bytes,
+    parse_flops,
+    parse_parameters,
+    parse_rate,
+    parse_tokens,
+)
 from tests.planning.shapes import MODELS, shape_of
 
 GIB = 2**30
@@ -177,13 +175,6 @@ def test_other_amounts_are_refused_with_an_example(call, text):
     with pytest.raises(InputError, match=r"write (it|them) as") as caught:
         call(text)
     assert repr(text) in str(caught.value)
-
-
-def test_amounts_for_people():
-    assert [human_count(x) for x in (8.03e9, 37e9, 671e9, 1.6e12, 12, 3.4e6)] == [
-        *("8.03 B", "37.0 B", "671 B", "1.60 T", "12", "3.40 M"),
-    ]
-    assert [human_time(x) for x in (0.00197, 1.234, 3.1e-6, 0.0421)] == ["1.97 ms", "1.23 s", "3.1 us", "42.1 ms"]
 
 
 def recipe_of(**changes):

@@ -36,7 +36,7 @@ from quantkit.results.statistics import compare_evaluations
 GATES = ("recovery>=98.9", "perplexity_ratio<=1.05", "kl<=0.02", "top1>=0.97", "itl_ratio<=0.6", "memory_ratio<=0.35")
 TASKS = {"hellaswag": (1000, 0.58), "piqa": (800, 0.76), "arc_easy": (600, 0.71), "demo_facts": (240, 0.93)}
 LAYERS = 24
-UNITS = {
+GROUPS = {
     "q/k/v": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate/up": ("gate_proj", "up_proj"),
@@ -170,22 +170,22 @@ def sensitivity(scale: float = 1.0) -> SensitivityMap:
     rng = random.Random(7)
     records = []
     for layer in range(LAYERS):
-        for unit, names in UNITS.items():
+        for group, names in GROUPS.items():
             kl = scale * 10 ** rng.gauss(-3.7, 0.25)
-            if unit == "down" and layer in (1, LAYERS - 1):
+            if group == "down" and layer in (1, LAYERS - 1):
                 kl *= 14  # as in real models: the first and last down projections see massive activations
-            block = "mlp" if unit in ("gate/up", "down") else "self_attn"
+            block = "mlp" if group in ("gate/up", "down") else "self_attn"
             modules = tuple(f"model.layers.{layer}.{block}.{name}" for name in names)
             records.append(
                 SensitivityRecord(
-                    layer=layer, unit=unit, modules=modules, kl=kl, quantized_bytes=540_000, dense_bytes=2_097_152
+                    layer=layer, group=group, modules=modules, kl=kl, quantized_bytes=540_000, dense_bytes=2_097_152
                 )
             )
     total = sum(record.kl for record in records) * 1.07
     worst = sorted(records, key=lambda r: r.kl, reverse=True)[:2]
     proposal = SensitivityProposal(
-        action="leave alone",
-        units=tuple((record.layer, record.unit) for record in worst),
+        action="ignore",
+        groups=tuple((record.layer, record.group) for record in worst),
         overrides=(f"ignore=[{', '.join(m for record in worst for m in record.modules)}]",),
         predicted_kl=total - sum(record.kl for record in worst),
         extra_bytes=2 * 1_557_152,

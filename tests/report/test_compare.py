@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from quantkit.cli import main
 from quantkit.errors import ReportError
 from quantkit.report import compare_reports, render_comparison, write_report
-from quantkit.report.compare import comparison_table, front
+from quantkit.report.compare import checkpoints_table, front
 from quantkit.report.plots import grouped_labels
 from quantkit.results import Report
 from tests.report.synthetic import make_report
@@ -47,7 +47,7 @@ def test_entries_are_sorted_by_size_with_the_original_once(reports):
 
 
 def test_the_order_of_reports_does_not_matter(reports):
-    tables = {comparison_table(compare_reports(list(order))) for order in itertools.permutations(reports)}
+    tables = {checkpoints_table(compare_reports(list(order))) for order in itertools.permutations(reports)}
     assert len(tables) == 1
 
 

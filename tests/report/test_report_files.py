@@ -140,7 +140,7 @@ def test_the_card_says_how_to_load_as_the_format_allows(report, name, there, abs
 def test_the_card_of_a_failed_checkpoint_says_so_and_gives_each_remedy_once(broken):
     text = render_markdown(broken)
     assert "4 of 6 gates did not hold: recovery>=98.9" in text
-    assert text.count("- to do: leave alone layer 23 down") == 1
+    assert text.count("- to do: ignore layer 23 down") == 1
     for line in text.splitlines():
         if line.startswith("| ") and "---" not in line:
             assert line.count("|") >= 3
@@ -158,7 +158,7 @@ def test_junit_has_a_test_per_gate_and_comparison(broken):
     gates = root.find("testsuite[@name='gates']")
     failed = [case.get("name") for case in gates if case.find("failure") is not None]
     assert failed == [gate.gate for gate in broken.gates if not gate.held]
-    assert "leave alone" in gates[0].find("failure").text
+    assert "ignore layer 23" in gates[0].find("failure").text
     assert "worse than the original" in root.find("testsuite[@name='comparisons']")[0].find("system-out").text
 
 

@@ -33,7 +33,7 @@ def test_a_report_survives_json(report):
 
 
 def test_a_report_of_another_version_is_refused_before_its_fields_are_looked_at():
-    with pytest.raises(ReportError, match=r"schema version 9, this quantkit reads 1; run `quantkit verify`"):
+    with pytest.raises(ReportError, match=r"schema version 9, this quantkit reads 1 to 2; run `quantkit verify`"):
         Report.from_dict({"schema_version": 9, "novel": 1})
 
 
@@ -57,9 +57,9 @@ WRONG = [
     (put(["model", "num_byte"], 1), r"report\.model: unknown field 'num_byte' \(did you mean 'num_bytes'\?\)"),
     (put(["sensitivity", "records", 0, "kl"], None), None),  # null stands for what is not finite
     (put(["sensitivity", "records", 0, "modules"], "q"), r"sensitivity\.records\[0\]\.modules: expected .*found 'q'"),
-    (put(["sensitivity", "proposal", "action"], "pray"), r"action: 'pray' is not one of 'leave alone', 'more bits'"),
+    (put(["sensitivity", "proposal", "action"], "pray"), r"action: 'pray' is not one of 'ignore', 'more bits'"),
     (put(["gates", 1, "held"], 1), r"report\.gates\[1\]\.held: expected bool, found 1"),
-    (put(["sensitivity", "proposal", "units", 0], [1]), r"units\[0\]: expected 2 entries, found 1"),
+    (put(["sensitivity", "proposal", "groups", 0], [1]), r"groups\[0\]: expected 2 entries, found 1"),
     (put(["evaluation"], [1]), r"report\.evaluation: expected an object, found list"),
     (lambda data: data["fidelity"].pop("mean_kl"), r"report\.fidelity: field 'mean_kl' is missing"),
 ]
@@ -143,7 +143,7 @@ def test_a_perplexity_beyond_floats_is_infinite():
 
 
 def test_a_sensitivity_map_adds_up():
-    records = tuple(SensitivityRecord(layer=i, unit="o", modules=("m",), kl=kl) for i, kl in enumerate((0.1, 0.3)))
+    records = tuple(SensitivityRecord(layer=i, group="o", modules=("m",), kl=kl) for i, kl in enumerate((0.1, 0.3)))
     sensitivity = SensitivityMap(data="x", num_tokens=1, records=records, total_kl=0.5)
     assert sensitivity.additivity == pytest.approx(0.8)
     assert [r.layer for r in sensitivity.worst(1)] == [1]

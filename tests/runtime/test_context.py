@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.amounts import parse_bytes
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
+from quantkit.quantities import parse_bytes
 from quantkit.runtime.cache import sizing as context
 from quantkit.runtime.cache.sizing import check_settings, pick_device, size_pool
 

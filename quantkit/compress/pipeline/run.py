@@ -41,7 +41,7 @@ from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.compress.pipeline.state import RunState, identity_digest, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.results import CompressionResult, LayerRecord, to_dict
+from quantkit.results import CompressionResult, LayerRecord
 
 
 def quantize(
@@ -335,8 +335,8 @@ class _Run:
     def _write_manifest(self, result: CompressionResult, digests: dict[str, str]) -> None:
         """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
         folder = self.state.checkpoint
-        write_json(folder / "quantkit-run.json", to_dict(result))
-        steady = to_dict(result)
+        write_json(folder / "quantkit-run.json", result.to_dict())
+        steady = result.to_dict()
         for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
             del steady[key]
         for layer in steady["layers"]:

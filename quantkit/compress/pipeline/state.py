@@ -18,8 +18,8 @@ from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
-from quantkit.errors import ResumeError
-from quantkit.results import LayerRecord, to_dict
+from quantkit.errors import ReportError, ResumeError
+from quantkit.results import LayerRecord
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class RunState:
         """Write `progress.json` atomically."""
         content = {
             "identity": self.identity,
-            "records": [to_dict(record) for record in self.records],
+            "records": [record.to_dict() for record in self.records],
             "shards": self.shards,
             "weight_map": self.weight_map,
             "activations": self.activations,
@@ -130,7 +130,7 @@ def _read(path: Path, identity: dict[str, Any]) -> RunState:
     try:
         saved = json.loads(path.read_text())
         records = [LayerRecord.from_dict(record) for record in saved["records"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ReportError) as error:
         raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
     found = list(differences(saved["identity"], json.loads(json.dumps(identity))))
     if found:

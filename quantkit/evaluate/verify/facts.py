@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import first_line
+from quantkit.errors import ReportError, first_line
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.inspection import inspect
 from quantkit.results import CompressionResult, Environment, ModelFacts
@@ -27,17 +27,17 @@ def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
         name: as it should be printed.
         hub_id: of the model on the hub, or None.
     """
-    found = inspect(path)
-    linears = [row for row in found.modules if row.kind not in ("embedding", "norms", "head")]
+    summary = inspect(path)
+    linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
     return ModelFacts(
         name=name,
         path=str(path),
-        format=found.format,
-        num_parameters=found.num_parameters,
-        num_bytes=found.num_bytes,
-        bits_per_weight=found.bits_per_weight,
-        architecture=found.architecture,
+        format=summary.format,
+        num_parameters=summary.num_parameters,
+        num_bytes=summary.num_bytes,
+        bits_per_weight=summary.bits_per_weight,
+        architecture=summary.architecture,
         scheme="" if largest is None else largest.stored_as,
         hub_id=hub_id,
         license=_license(path),
@@ -54,7 +54,7 @@ def compression(pair: Pair) -> CompressionResult | None:
     """How the checkpoint was made; None when it does not say, or another version wrote it."""
     try:
         return CompressionResult.from_dict(pair.made)
-    except (TypeError, KeyError, IndexError):
+    except ReportError:
         return None
 
 
@@ -93,13 +93,13 @@ def _sha(text: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu() -> str:

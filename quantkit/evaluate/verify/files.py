@@ -12,7 +12,7 @@ from quantkit.report import write_report
 from quantkit.results import Report
 
 
-def write(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
+def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
     """All files of a report.
 
     Args:

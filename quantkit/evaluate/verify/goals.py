@@ -46,13 +46,13 @@ def _share(report: Report, gate: GateResult) -> float | None:
         return _ratio(100 - gate.limit, 100 - gate.value)
     if gate.metric == "perplexity_ratio":
         return _ratio(_log(gate.limit), _log(gate.value))
-    found = next((c for c in report.comparisons if c.value == gate.value and _is_about(gate, c.metric)), None)
-    if found is None:
+    comparison = next((c for c in report.comparisons if c.value == gate.value and _is_about(gate, c.metric)), None)
+    if comparison is None:
         return None
     if gate.metric == "score":
-        return _ratio(found.baseline - gate.limit, found.baseline - gate.value)
+        return _ratio(comparison.baseline - gate.limit, comparison.baseline - gate.value)
     if gate.metric == "perplexity":
-        return _ratio(_log(gate.limit / found.baseline), _log(gate.value / found.baseline))
+        return _ratio(_log(gate.limit / comparison.baseline), _log(gate.value / comparison.baseline))
     return None
 
 

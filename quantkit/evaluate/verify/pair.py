@@ -50,8 +50,8 @@ class Pair:
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns that the recipe ignores."""
-        found = _section(self.manifest, "recipe").get("ignore")
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        patterns = _section(self.manifest, "recipe").get("ignore")
+        return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
 
 def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Iterable[str] | None = None) -> Pair:
@@ -188,8 +188,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = data.get(name)
-    return found if isinstance(found, dict) else {}
+    section = data.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def check_output(path: Path) -> None:

@@ -29,8 +29,7 @@ from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.pairing import other_arithmetic
-from quantkit.evaluate.run import EXTRA, EvaluationOptions, evaluate
-from quantkit.evaluate.run import check as check_evaluation
+from quantkit.evaluate.run import EXTRA, EvaluationOptions, check_evaluation, evaluate
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
@@ -56,7 +55,7 @@ class VerifyOptions:
         text: that distributions are compared on, a name as for perplexity; None = the first text of the evaluation.
         noise: whether the original is run in another arithmetic, to know what is noise.
         bench: what is timed; None = nothing.
-        sensitivity: whether to map which units hurt; None = when a gate about accuracy fails.
+        sensitivity: whether to map which parts are sensitive; None = when a gate about accuracy fails.
         engine: keywords of `LLM`, for both models; KV cache, head and speculation only for the checkpoint.
         command: as given, for the record.
     """
@@ -79,7 +78,7 @@ class _Text:
     note: str = ""
 
 
-def check(options: VerifyOptions) -> None:
+def check_options(options: VerifyOptions) -> None:
     """Refuse what can be refused before anything is compressed or loaded.
 
     Raises:
@@ -96,7 +95,7 @@ def check(options: VerifyOptions) -> None:
         raise DataError(f"{EXTRA} ({first_line(error)})") from error
 
 
-def verify(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
+def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
     """Compare a checkpoint with its original and judge it.
 
     Args:
@@ -109,7 +108,7 @@ def verify(pair: Pair, options: VerifyOptions | None = None, *, progress: Progre
         ModelError: a model cannot be run, or the vocabularies differ.
     """
     options = options or VerifyOptions()
-    check(options)
+    check_options(options)
     bench = None if options.bench is None else _fitting(pair, options)
     report, text = _answers(pair, options, progress)
     gc.collect()
@@ -140,7 +139,7 @@ def verify_checkpoint(
     progress: Progress = lambda _: None,
 ) -> Report:
     """`check_pair` and `verify`."""
-    return verify(check_pair(checkpoint, baseline, gates), options, progress=progress)
+    return verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
 
 
 def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Report, _Text]:
@@ -153,7 +152,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
     text = _find_text(original, options)
     windows = fixed_windows(original, text.content)
     progress(f"distributions on {text.name}, {sum(map(len, windows)):,} tokens")
-    found = fidelity(llm, original, windows, data=text.name)
+    distances = fidelity(llm, original, windows, data=text.name)
     baseline = _evaluate(original, options, "original", progress)
     ours = _evaluate(llm, options, "checkpoint", progress)
     noise, noise_fidelity = _noise(pair, options, original, windows, text, progress)
@@ -165,7 +164,7 @@ def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Re
         baseline=baseline,
         noise=noise,
         comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
-        fidelity=found,
+        fidelity=distances,
         noise_fidelity=noise_fidelity,
         notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
     )
@@ -236,7 +235,7 @@ def _sensitivity(
     if not (bool(failed_accuracy(report)) if options.sensitivity is None else options.sensitivity):
         return report
     try:
-        found = sensitivity_map(
+        measured = sensitivity_map(
             llm,
             original,
             windows,
@@ -249,7 +248,7 @@ def _sensitivity(
         if options.sensitivity:
             raise
         return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
-    return replace(report, sensitivity=found)
+    return replace(report, sensitivity=measured)
 
 
 def _fitting(pair: Pair, options: VerifyOptions) -> BenchmarkOptions:

@@ -2,7 +2,7 @@
 
 from quantkit.results.gates.judge import evaluate_gates
 from quantkit.results.gates.language import Gate, parse_gate, parse_gates
-from quantkit.results.gates.metrics import METRICS, Metric, measure
+from quantkit.results.gates.metrics import METRICS, Metric, gate_numbers
 from quantkit.results.gates.remedies import describe_proposal, remedy
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Metric",
     "describe_proposal",
     "evaluate_gates",
-    "measure",
+    "gate_numbers",
     "parse_gate",
     "parse_gates",
     "remedy",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.errors import GateError, suggestion
+from quantkit.quantities import interval
 from quantkit.results import GateResult, Report
 from quantkit.results.gates.language import OPERATORS, Gate, parse_gate
 from quantkit.results.gates.metrics import METRICS, WORST_COUNTS, Values
@@ -68,12 +69,12 @@ def _pick(gate: Gate, values: Values) -> float | None:
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
     """That the interval includes the limit, if it does."""
     subject = gate.subject or next(iter(values), "")
-    found = report.find_comparison(subject) if gate.metric == "recovery" else None
-    if found is None or found.recovery_low is None or found.recovery_high is None:
+    comparison = report.find_comparison(subject) if gate.metric == "recovery" else None
+    if comparison is None or comparison.recovery_low is None or comparison.recovery_high is None:
         return ""
-    if found.recovery_low <= gate.limit <= found.recovery_high:
+    if comparison.recovery_low <= gate.limit <= comparison.recovery_high:
         return (
-            f"; its 95 % interval, {found.recovery_low:.1f} to {found.recovery_high:.1f}, includes the limit: "
+            f"; its 95 % interval, {interval(comparison.recovery_low, comparison.recovery_high)}, includes the limit: "
             "more samples would tell"
         )
     return ""

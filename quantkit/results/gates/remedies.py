@@ -30,21 +30,21 @@ def _accuracy_remedy(report: Report) -> str:
     if sensitivity is not None and sensitivity.proposal is not None:
         return describe_proposal(sensitivity.proposal)
     if sensitivity is not None and sensitivity.records:
-        names = ", ".join(f"layer {r.layer} {r.unit}" for r in sensitivity.worst(3))
-        return f"the largest sensitivity is in {names}: leave these alone or give them more bits"
+        names = ", ".join(f"layer {r.layer} {r.group}" for r in sensitivity.worst(3))
+        return f"the most sensitive parts are {names}: ignore them or give them more bits"
     if report.compression is not None and report.compression.layers:
         names = ", ".join(name for name, _ in report.compression.worst_linears(3))
-        return f"the largest errors are in {names}: leave these alone, or use smaller groups or more bits"
+        return f"the largest errors are in {names}: ignore these, or use smaller groups or more bits"
     return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
 
 
 def describe_proposal(proposal: SensitivityProposal) -> str:
     """A proposal as one line, with the override to paste."""
-    units = ", ".join(f"layer {layer} {unit}" for layer, unit in proposal.units)
-    verb = "leave alone" if proposal.action == "leave alone" else "give more bits to"
+    groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups)
+    verb = "ignore" if proposal.action == "ignore" else "give more bits to"
     options = " ".join(f"--set '{override}'" for override in proposal.overrides)
     cost = f", {proposal.extra_bytes / 2**20:.1f} MiB more" if proposal.extra_bytes else ""
-    text = f"{verb} {units} (predicted KL {proposal.predicted_kl:.3g}{cost})"
+    text = f"{verb} {groups} (predicted KL {proposal.predicted_kl:.3g}{cost})"
     return f"{text}: quantkit quantize ... {options}" if options else text
 
 

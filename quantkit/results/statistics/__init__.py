@@ -10,21 +10,28 @@ from quantkit.results.statistics.comparison import (
     compare_task,
 )
 from quantkit.results.statistics.paired import PairedResult, compare_pairs, mcnemar
-from quantkit.results.statistics.summary import Fit, Quantiles, fit, median_interval, percentile, quantiles
+from quantkit.results.statistics.summary import (
+    PolynomialFit,
+    Quantiles,
+    fit_polynomial,
+    median_interval,
+    percentile,
+    quantiles,
+)
 
 __all__ = [
     "ALL_TASKS",
     "ANSWER_LENGTH",
     "LENGTH_BAND",
-    "Fit",
     "PairedResult",
+    "PolynomialFit",
     "Quantiles",
     "compare_evaluations",
     "compare_lengths",
     "compare_pairs",
     "compare_perplexity",
     "compare_task",
-    "fit",
+    "fit_polynomial",
     "mcnemar",
     "median_interval",
     "percentile",

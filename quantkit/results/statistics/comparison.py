@@ -39,7 +39,7 @@ def compare_evaluations(
         for task in value.tasks
         if (other := baseline.find_task(task.task)) is not None
     ]
-    found = [compare_task(*triple) for triple in shared]
+    tasks = [compare_task(*triple) for triple in shared]
     lengths = [compare_lengths(task, other) for task, other, _ in shared]
     texts = [
         compare_perplexity(text, original, None if noise is None else _find_text(noise, text))
@@ -47,7 +47,7 @@ def compare_evaluations(
         if (original := _find_text(baseline, text)) is not None
     ]
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
-    return (*([mean] if mean else []), *found, *texts, *(length for length in lengths if length))
+    return (*([mean] if mean else []), *tasks, *texts, *(length for length in lengths if length))
 
 
 def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | None = None) -> Comparison:
@@ -189,34 +189,24 @@ def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | N
 def _comparison(
     result: PairedResult, subject: str, metric: str, *, floor: float | None, higher_is_better: bool
 ) -> Comparison:
-    recovery = _recovery(result.ratio, result.ratio_low, result.ratio_high, higher_is_better=higher_is_better)
+    ratios = result.ratio, result.ratio_low, result.ratio_high
+    if not higher_is_better:
+        ratios = _upside_down(result.ratio), _upside_down(result.ratio_high), _upside_down(result.ratio_low)
+    shared = {name: getattr(result, name) for name in _SHARED}
     return Comparison(
         subject=subject,
         metric=metric,
-        baseline=result.baseline,
-        value=result.value,
-        difference=result.difference,
-        low=result.low,
-        high=result.high,
-        p_value=result.p_value,
-        num_samples=result.num_samples,
         verdict=_verdict(result.difference, result.p_value, floor, higher_is_better=higher_is_better),
-        recovery=recovery[0],
-        recovery_low=recovery[1],
-        recovery_high=recovery[2],
+        recovery=_percent(ratios[0]),
+        recovery_low=_percent(ratios[1]),
+        recovery_high=_percent(ratios[2]),
         noise_floor=floor,
         higher_is_better=higher_is_better,
-        method=result.method,
+        **shared,
     )
 
 
-def _recovery(
-    ratio: float | None, low: float | None, high: float | None, *, higher_is_better: bool
-) -> tuple[float | None, float | None, float | None]:
-    """Per cent of the original; the ratio upside down where lower is better."""
-    if higher_is_better:
-        return _percent(ratio), _percent(low), _percent(high)
-    return _percent(_upside_down(ratio)), _percent(_upside_down(high)), _percent(_upside_down(low))
+_SHARED = ("baseline", "value", "difference", "low", "high", "p_value", "num_samples", "method")
 
 
 def _percent(ratio: float | None) -> float | None:
@@ -232,24 +222,20 @@ def _compare_unpaired(value: TaskResult, baseline: TaskResult) -> Comparison:
     difference = value.value - baseline.value
     error = None if None in (value.stderr, baseline.stderr) else math.hypot(value.stderr or 0, baseline.stderr or 0)
     reach = None if error is None else error * NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)
-    p_value = None if not error else 2 * NORMAL.cdf(-abs(difference) / error)
-    ratio = value.value / baseline.value if baseline.value else None
-    recovery, _, _ = _recovery(ratio, None, None, higher_is_better=value.higher_is_better)
-    return Comparison(
-        subject=value.task,
-        metric=value.metric,
+    result = PairedResult(
         baseline=baseline.value,
         value=value.value,
         difference=difference,
         low=None if reach is None else difference - reach,
         high=None if reach is None else difference + reach,
-        p_value=p_value,
+        p_value=None if not error else 2 * NORMAL.cdf(-abs(difference) / error),
+        ratio=value.value / baseline.value if baseline.value else None,
+        ratio_low=None,
+        ratio_high=None,
         num_samples=min(value.num_samples, baseline.num_samples),
-        verdict=_verdict(difference, p_value, None, higher_is_better=value.higher_is_better),
-        recovery=recovery,
-        higher_is_better=value.higher_is_better,
         method="standard errors, unpaired: samples were not kept",
     )
+    return _comparison(result, value.task, value.metric, floor=None, higher_is_better=value.higher_is_better)
 
 
 def _verdict(difference: float, p_value: float | None, floor: float | None, *, higher_is_better: bool) -> Verdict:

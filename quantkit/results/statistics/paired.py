@@ -37,7 +37,7 @@ class PairedResult:
     Args:
         baseline, value: means over items (and then over tasks).
         difference, low, high: value - baseline and its 95 % interval.
-        p_value: two-sided, of no difference.
+        p_value: two-sided, of no difference; like the interval None where no error is known.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None when baseline is 0.
         num_samples: pairs.
         method: names of interval and test.
@@ -46,9 +46,9 @@ class PairedResult:
     baseline: float
     value: float
     difference: float
-    low: float
-    high: float
-    p_value: float
+    low: float | None
+    high: float | None
+    p_value: float | None
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None

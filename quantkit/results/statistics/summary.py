@@ -69,7 +69,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class PolynomialFit:
     """y = sum of coefficients[i] * x^i by least squares.
 
     Args:
@@ -91,7 +91,9 @@ class Fit:
         return math.fsum(c * x**i for i, c in enumerate(self.coefficients))
 
 
-def fit(x: Sequence[float], y: Sequence[float], *, degree: int = 1, drop_stalls: bool = True) -> Fit | None:
+def fit_polynomial(
+    x: Sequence[float], y: Sequence[float], *, degree: int = 1, drop_stalls: bool = True
+) -> PolynomialFit | None:
     """Fit a polynomial, e.g. ITL = a + b * context (degree 1) or TTFT against prompt length (degree 2).
 
     Args:
@@ -116,7 +118,7 @@ def fit(x: Sequence[float], y: Sequence[float], *, degree: int = 1, drop_stalls:
     return _least_squares(chosen, [y[i] for i in kept], degree, num_dropped=len(x) - len(kept))
 
 
-def _least_squares(x: Sequence[float], y: Sequence[float], degree: int, *, num_dropped: int = 0) -> Fit:
+def _least_squares(x: Sequence[float], y: Sequence[float], degree: int, *, num_dropped: int = 0) -> PolynomialFit:
     size, scale = degree + 1, max(abs(v) for v in x) or 1.0
     powers = [[(v / scale) ** i for i in range(size)] for v in x]  # scaled, so that the normal equations stay tame
     normal = [[math.fsum(row[i] * row[j] for row in powers) for j in range(size)] for i in range(size)]
@@ -128,7 +130,7 @@ def _least_squares(x: Sequence[float], y: Sequence[float], degree: int, *, num_d
         for row, value in zip(powers, y, strict=True)
     )
     variance = squares / (len(x) - size)
-    return Fit(
+    return PolynomialFit(
         coefficients=tuple(c / scale**i for i, c in enumerate(scaled)),
         standard_errors=tuple(math.sqrt(variance * max(0.0, inverse[i][i])) / scale**i for i in range(size)),
         residual=math.sqrt(variance),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit.amounts import human_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ResourceError
+from quantkit.quantities import byte_size
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,7 +34,7 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
     needed, available = sum(sizes) + max(sizes, default=0), free_bytes(device) if memory is None else memory
     if needed > available:
         raise ResourceError(
-            f"{reader.path}: loading needs {human_bytes(needed)} on {device}, {human_bytes(available)} are available; "
+            f"{reader.path}: loading needs {byte_size(needed)} on {device}, {byte_size(available)} are available; "
             "use a smaller or more strongly quantized model, or free memory"
         )
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.amounts import human_bytes
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import KVLayout, page_bytes, pages_for_budget, tail_bytes
+from quantkit.quantities import byte_size
 from quantkit.runtime.cache.memory import free_bytes
 
 _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
@@ -98,8 +98,8 @@ def size_pool(
             needed = least * page_bytes(layouts) + tail_bytes(layouts, max_sequences)
             what = f"one sequence of {asked_length} tokens" if asked_length is not None else "one page"
             raise RequestError(
-                f"a KV pool of {human_bytes(budget)} is too small for {what}, which needs {human_bytes(needed)} "
-                f"(pages of {page_size} tokens, {human_bytes(page_bytes(layouts))} each); "
+                f"a KV pool of {byte_size(budget)} is too small for {what}, which needs {byte_size(needed)} "
+                f"(pages of {page_size} tokens, {byte_size(page_bytes(layouts))} each); "
                 "give more memory, a smaller max_length or max_sequences, or a smaller KV type"
             )
     return num_pages

@@ -13,7 +13,15 @@ from quantkit.benchmark.run import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.run import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal
-from quantkit.evaluate.verify import VerifyOptions, check_gates, check_pair, set_aside, verify, verify_checkpoint, write
+from quantkit.evaluate.verify import (
+    VerifyOptions,
+    check_gates,
+    check_pair,
+    set_aside,
+    verify_checkpoint,
+    verify_pair,
+    write_files,
+)
 from quantkit.evaluate.verify.goals import repair_goal
 from quantkit.report import read_report
 from quantkit.results import Report
@@ -65,11 +73,11 @@ def test_gates_judge_it_and_a_failed_one_has_a_remedy(report):
     assert report.sensitivity is not None  # because accuracy failed
     assert len(report.sensitivity.records) == 8
     remedy = next(gate.remedy for gate in report.gates if not gate.held)
-    assert "leave" in remedy
+    assert "ignore" in remedy
 
 
 def test_it_survives_the_file(report, tmp_path):
-    files, problem = write(report, tmp_path / "new")
+    files, problem = write_files(report, tmp_path / "new")
     assert set(files) >= {"json", "junit", "card"}
     assert problem == "" or "html" not in files
     assert read_report(tmp_path / "new").to_dict() == report.to_dict()
@@ -84,12 +92,12 @@ def test_gates_are_the_recipes_unless_given(models):
 
 def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
     pair = check_pair(models / "out", None, ["kl<=0.0000001"])
-    quiet = verify(pair, options(models, sensitivity=False, noise=False))
+    quiet = verify_pair(pair, options(models, sensitivity=False, noise=False))
     assert (quiet.sensitivity, quiet.noise, quiet.noise_fidelity, quiet.held) == (None, None, None, False)
-    held = verify(check_pair(models / "out", None, ["kl<=50"]), options(models, noise=False))
+    held = verify_pair(check_pair(models / "out", None, ["kl<=50"]), options(models, noise=False))
     assert held.held
     assert held.sensitivity is None
-    asked = verify(check_pair(models / "out", None, []), options(models, sensitivity=True, noise=False))
+    asked = verify_pair(check_pair(models / "out", None, []), options(models, sensitivity=True, noise=False))
     assert len(asked.sensitivity.records) == 8
     assert asked.sensitivity.proposal is None
 
@@ -97,21 +105,23 @@ def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
 def test_without_questions_only_distributions_are_compared(models):
     pair = check_pair(models / "out", None, ["kl<=50"])
     evaluation = EvaluationOptions()
-    found = verify(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
+    found = verify_pair(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
     assert (found.evaluation, found.comparisons) == (None, ())
     assert found.fidelity.num_tokens > 100
     assert found.held
 
 
 def test_without_a_text_the_shipped_one_is_used_and_said_so(models):
-    found = verify(check_pair(models / "out", None, []), options(models, evaluation=EvaluationOptions(), noise=False))
+    found = verify_pair(
+        check_pair(models / "out", None, []), options(models, evaluation=EvaluationOptions(), noise=False)
+    )
     assert any("calibration text" in note for note in found.notes)
 
 
 def test_a_quantized_cache_belongs_to_the_checkpoint_only(models):
     pair = check_pair(models / "out", None, [])
-    plain = verify(pair, options(models, noise=False))
-    int8 = verify(pair, options(models, noise=False, engine={**ENGINE, "kv_cache": "int8"}))
+    plain = verify_pair(pair, options(models, noise=False))
+    int8 = verify_pair(pair, options(models, noise=False, engine={**ENGINE, "kv_cache": "int8"}))
     assert int8.baseline.settings["KV cache"] == "auto"
     assert int8.evaluation.settings["KV cache"] == "int8"
     assert int8.baseline.perplexity == plain.baseline.perplexity
@@ -212,7 +222,7 @@ def test_what_is_timed_must_fit_before_anything_is_loaded(models, monkeypatch):
     monkeypatch.setattr("quantkit.evaluate.verify.run.load_llm", lambda *_, **__: pytest.fail("loaded"))
     long = dataclasses.replace(BENCH, prompt_tokens=5000)
     with pytest.raises(RequestError, match="5000"):
-        verify(check_pair(models / "out", None, []), options(models, bench=long))
+        verify_pair(check_pair(models / "out", None, []), options(models, bench=long))
 
 
 def test_a_failed_checkpoint_gets_another_name_and_replaces_an_earlier_failure(report, checkpoint):

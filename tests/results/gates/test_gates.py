@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates import METRICS, evaluate_gates, measure, parse_gate, parse_gates
+from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate, parse_gates
 from tests.report.synthetic import GATES, make_report
 
 
@@ -64,17 +64,17 @@ def test_gates_are_judged_in_order(report):
     assert results[2].explanation == "kl is 0.0131, asked for <= 0.02"
 
 
-def test_failed_gates_name_the_modules_to_leave_alone(broken):
+def test_failed_gates_name_the_modules_to_ignore(broken):
     failed = [result for result in evaluate_gates(broken, GATES) if not result.held]
     assert [result.metric for result in failed] == ["recovery", "perplexity_ratio", "kl", "top1"]
     for result in failed:
-        assert result.remedy.startswith("leave alone layer 23 down, layer 1 down (predicted KL")
+        assert result.remedy.startswith("ignore layer 23 down, layer 1 down (predicted KL")
         assert "--set 'ignore=[model.layers.23.mlp.down_proj, model.layers.1.mlp.down_proj]'" in result.remedy
 
 
-def test_without_a_proposal_the_worst_units_are_named_then_the_worst_linears(broken):
+def test_without_a_proposal_the_worst_groups_are_named_then_the_worst_linears(broken):
     no_proposal = dataclasses.replace(broken, sensitivity=dataclasses.replace(broken.sensitivity, proposal=None))
-    assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the largest sensitivity is in layer 23 down")
+    assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the most sensitive parts are layer 23 down")
     no_map = dataclasses.replace(broken, sensitivity=None)
     worst = broken.compression.worst_linears(1)[0][0]
     assert f"the largest errors are in {worst}" in evaluate_gates(no_map, ["kl<=0.02"])[0].remedy
@@ -140,7 +140,7 @@ def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(n
 
 
 def test_all_numbers_are_listed_by_the_names_gates_use(report):
-    found = measure(report)
+    found = gate_numbers(report)
     assert found["recovery"] == found["recovery[all tasks]"]
     assert found["memory_ratio"] == pytest.approx(331 / 988)
     for name in found:
@@ -148,4 +148,4 @@ def test_all_numbers_are_listed_by_the_names_gates_use(report):
 
 
 def test_memory_is_of_weights_in_memory_or_else_on_disk(report):
-    assert measure(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)
+    assert gate_numbers(dataclasses.replace(report, benchmark=None))["memory_ratio"] == pytest.approx(331 / 988)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quantkit.results.statistics import fit, median_interval, percentile, quantiles
+from quantkit.results.statistics import fit_polynomial, median_interval, percentile, quantiles
 from quantkit.results.statistics.distributions import binomial_cdf, student_cdf, student_quantile
 
 
@@ -45,7 +45,7 @@ def test_a_line_is_recovered_within_its_standard_errors():
     inside = [0, 0]
     for _ in range(500):
         x = [rng.uniform(100, 4000) for _ in range(60)]
-        line = fit(x, [0.02 + 1e-6 * v + rng.gauss(0, 1e-3) for v in x], drop_stalls=False)
+        line = fit_polynomial(x, [0.02 + 1e-6 * v + rng.gauss(0, 1e-3) for v in x], drop_stalls=False)
         for i, truth in enumerate((0.02, 1e-6)):
             inside[i] += abs(line.coefficients[i] - truth) <= 2.0 * line.standard_errors[i]
     assert all(abs(n / 500 - 0.95) < 0.03 for n in inside)
@@ -56,22 +56,22 @@ def test_stalls_are_left_out_and_counted():
     y = [1.0 + 0.01 * v + 0.001 * ((i * 7) % 11) for i, v in enumerate(x)]
     y[50] += 5
     y[190] += 9
-    line = fit(x, y)
+    line = fit_polynomial(x, y)
     assert (line.num_points, line.num_dropped) == (198, 2)
     assert line.coefficients[1] == pytest.approx(0.01, rel=1e-2)
-    assert fit(x, y, drop_stalls=False).coefficients[1] > 0.0105
+    assert fit_polynomial(x, y, drop_stalls=False).coefficients[1] > 0.0105
 
 
 def test_a_parabola_is_recovered():
     x = [128.0, 512.0, 1024.0, 2048.0, 4096.0]
-    curve = fit(x, [0.01 + 1e-4 * v + 2e-9 * v * v for v in x], degree=2)
+    curve = fit_polynomial(x, [0.01 + 1e-4 * v + 2e-9 * v * v for v in x], degree=2)
     assert curve.coefficients == pytest.approx((0.01, 1e-4, 2e-9), rel=1e-6)
     assert curve.at(256.0) == pytest.approx(0.01 + 1e-4 * 256 + 2e-9 * 256**2)
 
 
 @pytest.mark.parametrize(("x", "y"), [([], []), ([1.0, 2.0], [1.0, 2.0]), ([3.0] * 9, [1.0] * 9), ([1.0], [])])
 def test_too_few_points_have_no_fit(x, y):
-    assert fit(x, y) is None
+    assert fit_polynomial(x, y) is None
 
 
 # From tables of Student's distribution.

@@ -1,0 +1,183 @@
+"""Amounts for people: the one way in which numbers, shares, bytes and times are written, and in which they are read.
+
+What is not known is written as a dash. What may be read: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from quantkit.errors import InputError
+
+MISSING = "-"
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """So many significant digits, thousands separated: `0.0123`, `12.0`, `1,234`."""
+    if value is None or not math.isfinite(value):
+        return MISSING if value is None or math.isnan(value) else ("∞" if value > 0 else "-∞")
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    if magnitude < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """`number` without zeros at its end: `12`, `3.5`, `1,234`."""
+    text = number(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A number that already is in per cent: `98.9 %`."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.{digits}f} %"
+
+
+def as_percent(share: float) -> str:
+    """A share of 1 in two digits: `7.5 %` or `76 %`."""
+    return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """A difference with its sign and so many digits after the point: `-0.013`."""
+    return MISSING if value is None or math.isnan(value) else f"{value:+.{digits}f}"
+
+
+def interval(low: float | None, high: float | None, digits: int = 1) -> str:
+    """`98.7 to 100.9`."""
+    return MISSING if low is None or high is None else f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def times(ratio: float) -> str:
+    """`1.6x` or `12x`."""
+    return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:.0f}x"
+
+
+def byte_size(num_bytes: float | None) -> str:
+    """In the largest binary unit that keeps it at one or more: `1.5 GiB`, `12 bytes`."""
+    if num_bytes is None:
+        return MISSING
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}"
+    power = 1
+    # 1023.96 would be printed as 1024.0, which is one of the next unit.
+    while round(num_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY_UNITS):
+        power += 1
+    return f"{num_bytes / 1024**power:.1f} {_BINARY_UNITS[power - 1]}"
+
+
+def decimal_bytes(num_bytes: float) -> str:
+    """`850 kB`, `12.3 MB` or `4.65 GB`, decimal like the bandwidths beside them."""
+    size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= pair[0]), (1e3, "kB"))
+    return f"{short(num_bytes / size)} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """A latency in three digits: `31.0 us`, `0.310 ms`, `42.1 ms`, `1.25 s`."""
+    if seconds is None:
+        return MISSING
+    if abs(seconds) >= 1 or seconds == 0:
+        return f"{number(seconds)} s"
+    return f"{number(1e3 * seconds)} ms" if abs(seconds) >= 1e-4 else f"{number(1e6 * seconds)} us"
+
+
+def elapsed(seconds: float) -> str:
+    """How long something took or will take: `4.2 s`, `42 s`, `3 min 20 s` or `2 h 5 min`."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def scaled_count(count: float) -> str:
+    """`8.03 B`, `37.0 B`, `671 B`, `1.20 M`."""
+    for size, unit in _COUNTS:
+        if count >= size:
+            return f"{number(count / size)} {unit}"
+    return f"{count:.0f}"
+
+
+def rounded_count(count: float) -> str:
+    """`12` or `14,300`: three digits of something counted."""
+    if count < 100:
+        return f"{count:.0f}" if count >= 10 else f"{count:.2g}"
+    digits = len(str(int(count))) - 3
+    return f"{round(count, -digits):,.0f}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
+
+    Raises:
+        InputError: not an amount of at least one byte.
+    """
+    units, text = {**_DECIMAL, **_BINARY}, "" if isinstance(size, bool) else str(size)
+    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", units, "memory", "24GiB or 24GB"))
+    if amount < 1:
+        raise InputError(f"memory {size!r} is less than a byte; write it as 24GiB or 24GB")
+    return amount
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second: `4.3TB/s`; the `/s` may be left out.
+
+    Raises:
+        InputError: not a rate.
+    """
+    units = {**_DECIMAL, **_BINARY}
+    return _amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?(?:/s)?", units, "bandwidth", "4.3TB/s or 40GB/s")
+
+
+def parse_flops(text: str) -> float:
+    """Operations per second: `780TFLOP/s`, `780T`.
+
+    Raises:
+        InputError: not a rate.
+    """
+    return _amount(text, r"(?i)([kmgtp]?)(?:flops?|flop/s|ops)?", _DECIMAL, "peak", "780TFLOP/s")
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens; here `32k` is 32 * 1024, as context lengths are called.
+
+    Raises:
+        InputError: not a positive number of tokens.
+    """
+    tokens = _amount(text, r"(?i)([km]?)", {"": 1, "k": 2**10, "m": 2**20}, "context", "4096, 32k or 1M")
+    if tokens < 1 or tokens != int(tokens):
+        raise InputError(f"context {text!r} is not a whole number of tokens above zero; write it as 4096, 32k or 1M")
+    return int(tokens)
+
+
+def parse_parameters(text: str) -> tuple[float, float]:
+    """Parameters in total and per token: `7B` is (7e9, 7e9), `30B-A3B` is (30e9, 3e9).
+
+    Raises:
+        InputError: not a number of parameters, or more active than there are.
+    """
+    total, dash, active = text.partition("-")
+    if dash and active[:1] not in ("a", "A"):
+        raise InputError(f"parameters {text!r} are not a number of parameters; write them as 7B or 30B-A3B")
+    numbers = [
+        _amount(part, r"(?i)([kmbt]?)", _PARAMETERS, "parameters", "7B, 350M or 30B-A3B")
+        for part in ([total, active[1:]] if dash else [total])
+    ]
+    if numbers[0] < 1 or numbers[-1] > numbers[0] or numbers[-1] < 1:
+        raise InputError(f"parameters {text!r}: {numbers[-1]:g} active of {numbers[0]:g}; write them as 7B or 30B-A3B")
+    return numbers[0], numbers[-1]
+
+
+def _amount(text: str, unit: str, factors: dict[str, int], noun: str, examples: str) -> float:
+    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(.*?)\s*", text)
+    found = re.fullmatch(unit, number[2]) if number else None
+    if number is None or found is None:
+        raise InputError(f"{noun} {text!r} is not an amount; write it as {examples}")
+    return float(number[1]) * factors[found[1].lower()]

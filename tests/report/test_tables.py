@@ -1,0 +1,85 @@
+"""One table, three drawings: the same rows on a terminal, in Markdown and in the page."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from quantkit.report import render_html
+from quantkit.report.markdown import markdown_table
+from quantkit.report.speed_tables import latency_table, memory_table, report_runs, roofline_table, throughput_table
+from quantkit.report.table import Column, Table, facts
+from quantkit.report.tables import comparison_table, fidelity_table, layer_table, making_table, worst_groups_table
+from quantkit.report.terminal import terminal_table
+from tests.report.synthetic import make_report
+
+TABLE = Table(
+    title="Sizes",
+    columns=(Column("name"), Column("bytes", "{:,}".format), Column("share", "{:.0%}".format, detail=True)),
+    rows=(("a|b", 1234, 0.5), ("c", None, 1.0)),
+    note="Measured.",
+)
+
+
+def drawn(table: Table, width: int = 80) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, markup=False, highlight=False)
+    console.print(terminal_table(table, console))
+    return stream.getvalue()
+
+
+def test_values_are_written_by_their_column_and_unknown_ones_are_a_dash():
+    assert TABLE.cells == [["a|b", "1,234", "50%"], ["c", "-", "100%"]]
+    assert markdown_table(TABLE) == (
+        "Sizes:\n\n| name | bytes | share |\n| --- | ---: | ---: |\n"
+        "| a\\|b | 1,234 | 50% |\n| c | - | 100% |\n\nMeasured."
+    )
+
+
+def test_a_terminal_leaves_details_out_where_it_is_narrow():
+    wide, narrow = drawn(TABLE, 80), drawn(TABLE, 18)
+    assert [line.split() for line in wide.splitlines()[:3]] == [
+        ["Sizes"],
+        ["name", "bytes", "share"],
+        ["a|b", "1,234", "50%"],
+    ]
+    assert "share" not in narrow
+    assert "1,234" in narrow
+    assert "Measured." in narrow
+
+
+def test_facts_have_no_header_and_leave_out_what_is_not_known():
+    table = facts([("model", "demo"), ("recipe", None), ("format", "")])
+    assert table.cells == [["model", "demo"]]
+    assert drawn(table).split() == ["model", "demo"]
+
+
+def test_layers_stand_below_each_other_and_groups_beside():
+    table = layer_table("", {(1, "o"): 0.5, (0, "o"): 0.25, (0, "down"): 0.125}, str)
+    assert [column.title for column in table.columns] == ["layer", "o", "down"]
+    assert table.cells == [["0", "0.25", "0.125"], ["1", "0.5", "-"]]
+
+
+def report_tables():
+    report = make_report(broken=True)
+    runs = list(report_runs(report))
+    yield report, comparison_table(report.comparisons)
+    yield report, fidelity_table(report.fidelity, report.noise_fidelity)
+    yield report, worst_groups_table(report.sensitivity)
+    yield report, latency_table(runs)
+    yield report, throughput_table(runs)
+    yield report, memory_table(report.benchmark, report.baseline_benchmark)
+    yield report, roofline_table(("model", record) for record in report.benchmark.roofline)
+    yield report, making_table(report)
+
+
+@pytest.mark.parametrize(("report", "table"), list(report_tables()), ids=lambda value: getattr(value, "title", None))
+def test_page_card_and_terminal_show_the_same_cells(report, table):
+    page, card, terminal = render_html(report).replace("\u00a0", " "), markdown_table(table), drawn(table, 200)
+    for row in table.cells:
+        for cell in row:
+            assert cell in card
+            assert cell in terminal
+            assert cell.replace("<", "&lt;") in page
