@@ -7,8 +7,10 @@ import torch
 
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
-from quantkit.runtime.cache import sizing as context
-from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device, size_pool
+from quantkit.runtime.cache import sizing
+from quantkit.runtime.cache.sizing import size_pool
+from quantkit.runtime.config import EngineConfig, parse_bytes
+from quantkit.runtime.devices import pick_device
 
 
 @pytest.mark.parametrize(
@@ -48,12 +50,9 @@ def layouts(kind="auto"):
     ]
 
 
-def pool(kind="auto", **changes):
-    settings = {
-        "page_size": 16, "max_sequences": 4, "max_length": 100, "asked_length": None, "num_pages": None,
-        "memory": None, "device": torch.device("cpu"),
-    }  # fmt: skip
-    return size_pool(layouts(kind), **{**settings, **changes})
+def pool(kind="auto", **settings):
+    config = EngineConfig(**{"page_size": 16, "max_sequences": 4, **settings})
+    return size_pool(layouts(kind), config, 100, torch.device("cpu"))
 
 
 def test_enough_for_everybody_unless_told_otherwise():
@@ -62,13 +61,13 @@ def test_enough_for_everybody_unless_told_otherwise():
 
 
 def test_free_memory_is_a_limit(monkeypatch):
-    monkeypatch.setattr(context, "free_bytes", lambda device: 20 * page_bytes(layouts()))
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 20 * page_bytes(layouts()))
     assert pool() == 10
     assert pool(max_sequences=1) == 7
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4"])
-def test_a_budget_buys_what_fits_beside_the_tails(kind):
+def test_a_budget_buys_what_fits_beside_the_residual_windows(kind):
     made = layouts(kind)
     budget = 9 * page_bytes(made) + tail_bytes(made, 4)
     assert pool(kind, memory=budget) == 9
@@ -81,18 +80,15 @@ def test_too_small_for_one_sequence_says_what_it_takes():
     with pytest.raises(
         RequestError, match=r"too small for one sequence of 100 tokens, which needs 42\.0 KiB"
     ) as caught:
-        pool(memory=budget, asked_length=100)
+        pool(memory=budget, max_length=100)
     assert "\n" not in str(caught.value)
     with pytest.raises(RequestError, match="too small for one page"):
         pool(memory=10)
 
 
 def test_a_model_with_its_own_cache_only_counts():
-    made = size_pool(
-        [], page_size=16, max_sequences=4, max_length=100, asked_length=None, num_pages=None, memory=1,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    assert made == 28
+    config = EngineConfig(page_size=16, max_sequences=4, memory=1)
+    assert size_pool([], config, 100, torch.device("cpu")) == 28
 
 
 @pytest.mark.parametrize(
@@ -107,6 +103,5 @@ def test_a_model_with_its_own_cache_only_counts():
     ],
 )
 def test_contradictions_are_found_before_loading(settings, said):
-    fine = {"max_length": None, "num_pages": None, "page_size": 16, "max_sequences": 4, "token_budget": 64}
     with pytest.raises(RequestError, match=said):
-        check_settings(**{**fine, **settings})
+        EngineConfig(**{"page_size": 16, "max_sequences": 4, "token_budget": 64, **settings})
