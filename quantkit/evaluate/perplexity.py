@@ -64,11 +64,13 @@ def perplexity(
     if not 2 <= window <= capacity:
         raise DataError(f"window is {window} tokens; it must be 2 to {capacity}, the context of {llm.path}")
     bos = _bos(llm, add_bos)
-    room = window - len(bos)
-    stride = room if stride is None else stride
-    if not 1 <= stride <= room:
-        raise DataError(f"stride is {stride}; it must be 1 to {room}, the tokens of the text in a window of {window}")
-    windows = make_windows(_ids(llm, text), room=room, stride=stride, bos=bos)[:max_windows]
+    num_text = window - len(bos)
+    stride = num_text if stride is None else stride
+    if not 1 <= stride <= num_text:
+        raise DataError(
+            f"stride is {stride}; it must be 1 to {num_text}, the tokens of the text in a window of {window}"
+        )
+    windows = cut_windows(_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
     if not windows:
         raise DataError(f"the text {data!r} is too short to score: give at least two tokens")
     scores = llm.score_tokens(windows, chunk_size=_CHUNKS[through], progress=progress)
@@ -82,19 +84,19 @@ def perplexity(
     )
 
 
-def make_windows(ids: Sequence[int], *, room: int, stride: int, bos: tuple[int, ...] = ()) -> list[ScoredText]:
+def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[int, ...] = ()) -> list[ScoredText]:
     """Cut a text as the module says.
 
     Args:
         ids: tokens of the text.
-        room: tokens of the text in one window.
-        stride: from one window's beginning to the next; at most `room`.
+        num_text: tokens of the text in one window.
+        stride: from one window's beginning to the next; at most `num_text`.
         bos: what every window begins with: one token or none.
     """
     windows = []
     scored = 0  # tokens before this one have been scored, or never can be
     for start in range(0, len(ids), stride):
-        end = min(start + room, len(ids))
+        end = min(start + num_text, len(ids))
         first = max(scored, start if bos else start + 1)
         if end > first:
             windows.append(ScoredText(ids=(*bos, *ids[start:end]), num_scored=end - first))

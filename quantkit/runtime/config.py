@@ -52,11 +52,7 @@ class EngineConfig:
         "auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES
     )
     memory: int | str | None = _setting(
-        None,
-        "Memory for the KV cache, e.g. 4GiB.",
-        flag="--kv-memory",
-        metavar="SIZE",
-        shown="what the model can use",
+        None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory", metavar="SIZE", shown="what the model can use"
     )
     max_length: int | None = _setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"

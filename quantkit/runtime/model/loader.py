@@ -70,10 +70,8 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            architecture = find_native(reader)
-            config = read_config(reader.config, architecture)
-            format_, scheme = find_format(reader)
-            return load_native(reader, config, format_, scheme, dtype=dtype, device=device, head_dtype=head_dtype)
+            config = read_config(reader.config, find_native(reader))
+            return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
             if backend == "native":
                 raise
@@ -91,8 +89,6 @@ def load_model(
 def load_native(
     reader: CheckpointReader,
     config: ModelConfig,
-    format_: Format | None,
-    scheme: Scheme | None,
     *,
     dtype: str | torch.dtype,
     device: torch.device,
@@ -103,11 +99,12 @@ def load_native(
     Args:
         reader: of the checkpoint.
         config: what to compute.
-        format_, scheme: how quantized linears are stored; None = there are none.
         dtype, device, head_dtype: see `load_model`.
     Raises:
+        NotNative: its linears are in a format that is not decoded here.
         CheckpointError, ResourceError: see `load_model`.
     """
+    format_, scheme = find_format(reader)
     manifest = make_manifest(config, reader)
     tied = head_name(config.architecture, reader) if config.tied else None
     check_tensors(manifest, reader, scheme, tied)

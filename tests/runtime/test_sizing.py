@@ -5,42 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.errors import InputError, RequestError
+from quantkit.errors import RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
 from quantkit.runtime.cache import sizing
 from quantkit.runtime.cache.sizing import size_pool
-from quantkit.runtime.config import EngineConfig, parse_bytes
-from quantkit.runtime.devices import pick_device
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("4GiB", 4 * 2**30),
-        ("512 MB", 512_000_000),
-        ("1.5g", 1_500_000_000),
-        ("2ki", 2048),
-        ("7B", 7),
-    ],
-)
-def test_sizes_are_read(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "0", "4 XiB", "4GiB more", True, 0, "nan"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(InputError, match="give bytes, or a size such as"):
-        parse_bytes(text)
-
-
-def test_devices():
-    assert pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="unknown device 'tpu'"):
-        pick_device("tpu")
-    with pytest.raises(InputError, match="device 'cuda:99' is not there"):
-        pick_device("cuda:99")
+from quantkit.runtime.config import EngineConfig
 
 
 def layouts(kind="auto"):
@@ -89,19 +58,3 @@ def test_too_small_for_one_sequence_says_what_it_takes():
 def test_a_model_with_its_own_cache_only_counts():
     config = EngineConfig(page_size=16, max_sequences=4, memory=1)
     assert size_pool([], config, 100, torch.device("cpu")) == 28
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"max_length": 0}, "max_length is 0"),
-        ({"num_pages": -1}, "num_pages is -1"),
-        ({"page_size": 1.5}, "page_size is 1.5"),
-        ({"max_sequences": 0}, "max_sequences is 0"),
-        ({"token_budget": 3}, "token_budget is 3 for 4 sequences"),
-        ({"max_length": 100, "num_pages": 6}, "6 pages of 16 tokens hold 96.*use 7 pages or more"),
-    ],
-)
-def test_contradictions_are_found_before_loading(settings, said):
-    with pytest.raises(RequestError, match=said):
-        EngineConfig(**{"page_size": 16, "max_sequences": 4, "token_budget": 64, **settings})
