@@ -91,7 +91,7 @@ class Scheduler:
         preempted = self.num_preemptions
         work, prefills, budget = self._decodes()
         if self.waiting:
-            prefills = sorted([*prefills, *self._admit(prefills, budget)], key=_age)
+            prefills += self._admit(prefills, budget)
         if prefills:
             self._prefill(work, prefills, budget)
         if preempted != self.num_preemptions:  # an older prompt may have taken a younger decode's pages
