@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
+from itertools import accumulate
 from operator import index
 from typing import Any
 
@@ -205,22 +206,20 @@ class Engine:
 
     def _accept(self, work: Work, chunks: list[ScheduledChunk], logits: Logits, outputs: list[StepOutput]) -> int:
         """Choose tokens and give each sequence its own; how many were chosen."""
+        counts = [_num_drawn(sequence, count) for sequence, count in work]
         rows: Rows = []
-        drawn: list[int] = []  # their numbers among the logits, where other rows were only scored
-        end = 0
-        for (sequence, count), chunk in zip(work, chunks, strict=True):
-            end += chunk.num_logits
-            num_drawn = _num_drawn(sequence, count)
-            rows.extend([(sequence, ahead) for ahead in range(num_drawn)])
-            drawn.extend(range(end - num_drawn, end))
-        if 0 < len(rows) < end:
-            logits = select_rows(logits, drawn)
+        for (sequence, _), num_drawn in zip(work, counts, strict=True):
+            if num_drawn == 1:
+                rows.append((sequence, 0))
+            else:
+                rows.extend((sequence, ahead) for ahead in range(num_drawn))
+        if 0 < len(rows) < sum([chunk.num_logits for chunk in chunks]):  # others were only scored
+            logits = select_rows(logits, _last_rows(chunks, counts))
         tokens = sample(logits, rows) if rows else []
         logprobs = log_probabilities(logits.values, rows, tokens) if rows else []
         now = time.perf_counter()
         at = 0
-        for sequence, count in work:
-            num_drawn = _num_drawn(sequence, count)
+        for (sequence, count), num_drawn in zip(work, counts, strict=True):
             if num_drawn == 0:  # a prompt that goes on, or of which nothing more is asked
                 sequence.num_computed += count
                 self.prefix.publish(sequence)
@@ -324,9 +323,17 @@ def _num_drawn(sequence: Sequence, count: int) -> int:
     return 1 + len(sequence.drafts) if ends else 0
 
 
+def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
+    """Numbers, among the rows of all chunks, of so many last rows of each."""
+    ends = accumulate(chunk.num_logits for chunk in chunks)
+    return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+
+
 def _chunk(sequence: Sequence, count: int) -> ScheduledChunk:
     """The tokens of a sequence's next step, drafts last."""
     start = sequence.num_computed
     end = start + count
-    tokens = sequence.ids[start : end - len(sequence.drafts)] + sequence.drafts
+    tokens = sequence.ids[start : end - len(sequence.drafts)]
+    if sequence.drafts:
+        tokens += sequence.drafts
     return ScheduledChunk(sequence, tokens, start, max(0, end - max(start, sequence.first_row)))
