@@ -42,6 +42,7 @@ def test_statistics_go_to_stderr(run):
     assert "TTFT" not in out
     for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s", "CPU kernels", "threads"):
         assert word in err
+    assert "Table(" not in err  # drawn, not its repr
 
 
 def test_json_has_the_text_and_the_numbers(run):
