@@ -19,7 +19,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
 from quantkit.kernels.gpu import configs, tuned
-from quantkit.runtime.cache.sizing import pick_device
+from quantkit.runtime.devices import pick_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

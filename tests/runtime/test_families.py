@@ -87,7 +87,7 @@ class Case:
         self.config = read_config(self.reader.config, find(self.reader.config))
 
     def load(self, config: ModelConfig | None = None):
-        return load_native(self.reader, config or self.config, None, None, dtype="float32", device=torch.device("cpu"))
+        return load_native(self.reader, config or self.config, dtype="float32", device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +144,7 @@ def test_wavelengths_that_depend_on_the_length(tmp_path, family, changes, chunk)
     assert model.max_length >= 150
     assert difference(run(model, sequences, chunk), expected) < CLOSE
     default = dataclasses.replace(model.config, layers=with_rope(model.config, kind="default", attention_factor=1.0))
-    plain = load_native(CheckpointReader(folder), default, None, None, dtype="float32", device=torch.device("cpu"))
+    plain = load_native(CheckpointReader(folder), default, dtype="float32", device=torch.device("cpu"))
     assert difference(run(plain, sequences, chunk), expected) > FAR
 
 

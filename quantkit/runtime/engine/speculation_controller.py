@@ -35,7 +35,7 @@ class _Record:
     turn: int = 0
 
 
-class Governor:
+class SpeculationController:
     """Chooses the number of drafts of each step. *Mutable*: learns from every step.
 
     Args:
