@@ -6,6 +6,7 @@ Every import statement counts, also those inside functions; those under TYPE_CHE
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def read_package(root: Path = ROOT) -> Sources:
     return sources
 
 
+parse = functools.cache(ast.parse)  # of the same text each check asks again
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
@@ -93,7 +97,7 @@ def imported(name: str, sources: Sources) -> set[str]:
     """Modules that module `name` imports: ours by their exact name, foreign ones as written."""
     base = name.split(".") if any(other.startswith(f"{name}.") for other in sources) else name.split(".")[:-1]
     found = set()
-    for node in walk_running(ast.parse(sources[name])):
+    for node in walk_running(parse(sources[name])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -184,7 +188,7 @@ def too_long(sources: Sources) -> list[str]:
         if len(text.splitlines()) > MAX_FILE_LINES
     ]
     for name, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 lines = (node.end_lineno or 0) - start + 1
@@ -201,7 +205,7 @@ def undocumented(sources: Sources) -> list[str]:
     used = {name for module in sources for name in imported_names(module, sources)}
     found = []
     for name, text in sources.items():
-        tree = ast.parse(text)
+        tree = parse(text)
         if text.strip() and not ast.get_docstring(tree):
             found.append(name)
         for node in public_definitions(tree):
@@ -215,7 +219,7 @@ def imported_names(name: str, sources: Sources) -> set[str]:
     """Full names of what a module takes from others with `from ... import`."""
     return {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(sources[name]))
+        for node in ast.walk(parse(sources[name]))
         if isinstance(node, ast.ImportFrom) and node.module and not node.level
         for alias in node.names
     }
