@@ -53,33 +53,33 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return values
 
 
-def _places(bits: int) -> tuple[int, int]:
-    """Values and words of the smallest piece that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
+def _period(bits: int) -> tuple[int, int]:
+    """Values and words of the shortest run that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
     values = 32 // math.gcd(32, bits)
     return values, values * bits // 32
 
 
 def _pack(values: Tensor, bits: int) -> Tensor:
-    per, count = _places(bits)
-    pieces = values.to(torch.int64).view(values.shape[0], -1, per)  # (R, P, per)
-    words = torch.zeros(*pieces.shape[:2], count, dtype=torch.int64, device=values.device)
-    for place in range(per):
-        word, offset = divmod(place * bits, 32)
-        words[..., word] |= pieces[..., place] << offset & _WORD - 1
+    per, count = _period(bits)
+    runs = values.to(torch.int64).view(values.shape[0], -1, per)  # (R, P, per)
+    words = torch.zeros(*runs.shape[:2], count, dtype=torch.int64, device=values.device)
+    for index in range(per):
+        word, offset = divmod(index * bits, 32)
+        words[..., word] |= runs[..., index] << offset & _WORD - 1
         if offset + bits > 32:
-            words[..., word + 1] |= pieces[..., place] >> 32 - offset
+            words[..., word + 1] |= runs[..., index] >> 32 - offset
     words = torch.where(words >= _WORD >> 1, words - _WORD, words)
     return words.to(torch.int32).view(values.shape[0], -1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    per, count = _places(bits)
-    pieces = (words.to(torch.int64) & _WORD - 1).view(words.shape[0], -1, count)  # (R, P, count)
-    values = torch.empty(*pieces.shape[:2], per, dtype=torch.int16, device=words.device)
-    for place in range(per):
-        word, offset = divmod(place * bits, 32)
-        value = pieces[..., word] >> offset
+    per, count = _period(bits)
+    runs = (words.to(torch.int64) & _WORD - 1).view(words.shape[0], -1, count)  # (R, P, count)
+    values = torch.empty(*runs.shape[:2], per, dtype=torch.int16, device=words.device)
+    for index in range(per):
+        word, offset = divmod(index * bits, 32)
+        value = runs[..., word] >> offset
         if offset + bits > 32:
-            value = value | pieces[..., word + 1] << 32 - offset
-        values[..., place] = (value & (1 << bits) - 1).to(torch.int16)
+            value = value | runs[..., word + 1] << 32 - offset
+        values[..., index] = (value & (1 << bits) - 1).to(torch.int16)
     return values.view(words.shape[0], -1)

@@ -22,9 +22,12 @@ from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkp
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.convert.gguf import write_gguf
-from quantkit.compress.convert.source import DENSE, Source, open_source
+from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
 from quantkit.errors import AuditError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
@@ -84,7 +87,8 @@ def convert(
     """
     source, place = open_source(Path(checkpoint)), Path(output)
     check_apart(place, source.reader.path)
-    if to == "gguf":
+    format_: Format = FORMATS.load(to)
+    if format_.suffix:
         return _to_gguf(source, place, type_name, importance, overwrite, progress)
     if type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
@@ -97,9 +101,9 @@ def convert(
         stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
     return Conversion(
         source=str(checkpoint),
-        source_format=source.name,
+        source_format=source.format.name,
         output=str(output),
-        format=target.name,
+        format=target.format.name,
         num_linears=len(target.linears),
         source_bytes=source.reader.num_bytes,
         output_bytes=size,
@@ -121,9 +125,9 @@ def _to_gguf(
         stage.promote(file)
     return Conversion(
         source=str(source.reader.path),
-        source_format=source.name,
+        source_format=source.format.name,
         output=str(place),
-        format="gguf",
+        format=GGUF.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -156,21 +160,6 @@ def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Pr
     return size
 
 
-def check_equal(module: str, found: QuantizedTensor, expected: QuantizedTensor) -> None:
-    """Codes, scales, zero points and group order are the same, bit for bit.
-
-    Raises:
-        AuditError: names what differs.
-    """
-    for name in ("codes", "scale", "zero_point", "group_index"):
-        left, right = getattr(found, name), getattr(expected, name)
-        same = (left is None) == (right is None)
-        if same and left is not None:
-            same = left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-        if not same:
-            raise AuditError(f"{module}: {name} read back from the output differs from the source")
-
-
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
     """One file per layer, and one for the rest; file name by tensor name."""
     weight_map: dict[str, str] = {}
@@ -191,8 +180,10 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
 
 def _write_unit(source: Source, target: Target, modules: list[str], path: Path) -> list[str]:
     """Write one layer and compare what is read back; names of its tensors."""
+    from safetensors import safe_open
+
     tensors: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedTensor] = {}
+    weights: dict[str, tuple[QuantizedTensor, dict[str, Tensor]]] = {}
     for module in modules:
         if module not in target.linears:
             tensors |= {
@@ -206,34 +197,22 @@ def _write_unit(source: Source, target: Target, modules: list[str], path: Path) 
             local = _encode(source, target, module, weight)
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
-        weights[module] = weight
+        weights[module] = weight, local
         if "bias" in source.modules[module]:
             local["bias"] = source.reader.tensor(f"{module}.bias")
         tensors |= {f"{module}.{name}": tensor for name, tensor in local.items()}
     write_shard(path, tensors)
-    _compare(target, weights, tensors, path)
+    with safe_open(path, framework="pt") as file:
+        for module, (weight, local) in weights.items():
+            target.format.check_stored(module, weight, target.linears[module], local, file.get_tensor)
     return sorted(tensors)
 
 
 def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.name != DENSE:
+    if target.format.keeps_codes:
         return target.format.encode(weight, target.linears[module])
     # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
     return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
-
-
-def _compare(target: Target, weights: dict[str, QuantizedTensor], tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for module, weight in weights.items():
-            local = [name.removeprefix(f"{module}.") for name in tensors if name.startswith(f"{module}.")]
-            found = {name: file.get_tensor(f"{module}.{name}") for name in local}
-            for name, tensor in found.items():
-                if not torch.equal(_bits(tensor), _bits(tensors[f"{module}.{name}"])):
-                    raise AuditError(f"{module}.{name} in {path.name} differs from what was written")
-            if target.format.keeps_codes:
-                check_equal(module, target.format.decode(found, target.linears[module]), weight)
 
 
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
@@ -266,13 +245,13 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
         manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
-        manifest["result"]["format"] = target.name
+        manifest["result"]["format"] = target.format.name
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        manifest = {"result": {"format": target.name}}
+        manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # of the source's shards
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
-    write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
+    write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
 
 
 def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
@@ -284,7 +263,3 @@ def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
 
 def _full(module: str, local: str) -> str:
     return f"{module}.{local}" if module else local
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

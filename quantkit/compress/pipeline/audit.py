@@ -11,40 +11,9 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import AuditError
-from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LayerRecord
-
-
-def check_written(
-    reader: CheckpointReader, prefix: str, weight: QuantizedTensor, scheme: LinearScheme, format_: Format
-) -> None:
-    """The tensors of one linear, read back from its shard, decode to exactly what calibration computed with.
-
-    Args:
-        reader: of the shard.
-        prefix: full module name of the linear.
-        weight: the codes in memory.
-        scheme: of the linear.
-        format_: that wrote it.
-    """
-    expected = format_.encode(weight, scheme)
-    found = {name: reader.tensor(f"{prefix}.{name}") for name in expected}
-    for name, tensor in expected.items():
-        if found[name].dtype != tensor.dtype or not torch.equal(_bytes(found[name]), _bytes(tensor)):
-            raise AuditError(f"{prefix}.{name} in {reader.files[0].name} differs from what was written")
-    if format_.keeps_codes:
-        decoded = format_.decode(found, scheme)
-        if not torch.equal(decoded.dequantize(), weight.dequantize().cpu()):
-            raise AuditError(f"{prefix} decodes to other values than calibration used")
-        expected_scale, scale = weight.input_scale, decoded.input_scale
-        if (scale is None) != (expected_scale is None):
-            raise AuditError(
-                f"{prefix} has a scale of its input where there should be none, or none where there should"
-            )
-        if scale is not None and expected_scale is not None and not torch.equal(scale, expected_scale.cpu()):
-            raise AuditError(f"{prefix}: the scale of its input differs from what calibration found")
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
@@ -144,7 +113,3 @@ def _check_format(plan: Plan, folder: Path) -> None:
     for name in plan.ignored:
         if scheme.find(name) is not None:
             raise AuditError(f"config.json does not leave {name} alone")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -30,8 +30,8 @@ from quantkit.compress.convert.source import open_source
 from quantkit.compress.convert.target import make_target
 from quantkit.errors import QuantkitError
 from quantkit.formats import REGISTRY
+from quantkit.formats._gguf_blocks import dequantize_blocks
 from quantkit.formats._gguf_file import read_gguf
-from quantkit.formats.gguf import decode_values
 from quantkit.inspection import inspect
 from tests.formats.schemes import linear, random_tensor
 
@@ -133,7 +133,7 @@ def read_file(path: Path) -> None:
     inspect(path)
     file = read_gguf(path)
     for name, info in file.tensors.items():
-        decode_values(info.block, torch.tensor(list(file.read(name)), dtype=torch.uint8), info.shape)
+        dequantize_blocks(info.block, torch.tensor(list(file.read(name)), dtype=torch.uint8), info.shape)
 
 
 def mutate_json(data: Any, rng: random.Random) -> Any:
