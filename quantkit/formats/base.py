@@ -51,6 +51,8 @@ class Format(ABC):
     # Whether config.json has an entry for the KV cache, and one that names calibrated scales.
     describes_cache: ClassVar[bool] = True
     holds_cache_scales: ClassVar[bool] = False
+    # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
+    decode_key: ClassVar[str] = ""
     # What scales can be stored in; the first is taken when a model's own dtype is none of them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
@@ -175,10 +177,13 @@ class Format(ABC):
         """
         if not self.is_written:
             raise self._read_only()
-        return {"quantization_config": self.section(linears, ignored, group_order)} if linears else {}
+        section = self.section(linears, ignored, group_order) if linears else {}
+        if section and decode_at_load and self.decode_key:
+            section[self.decode_key] = True
+        return {"quantization_config": section} if section else {}
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
-        """The `quantization_config` of at least one quantized linear; see `config`."""
+        """The `quantization_config` of at least one quantized linear, if it is to have one; see `config`."""
         raise self._read_only()
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:

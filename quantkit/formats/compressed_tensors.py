@@ -54,6 +54,7 @@ class CompressedTensorsFormat(Format):
     method: ClassVar[str] = "compressed-tensors"
     holds_activations: ClassVar[bool] = True
     holds_cache_scales: ClassVar[bool] = True
+    decode_key: ClassVar[str] = "dequantize"
     package: ClassVar[str] = "compressed-tensors"
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
@@ -94,19 +95,6 @@ class CompressedTensorsFormat(Format):
         if scheme.activation is None or not scheme.activation.is_calibrated:
             return weight
         return replace(weight, input_scale=_input_scale(tensors, _input_name(scheme.activation)))
-
-    def config(
-        self,
-        linears: Mapping[str, LinearScheme],
-        ignored: Sequence[str],
-        *,
-        group_order: bool = False,
-        decode_at_load: bool = False,
-    ) -> dict[str, Any]:
-        entries = super().config(linears, ignored)
-        if entries and decode_at_load:
-            entries["quantization_config"]["dequantize"] = True
-        return entries
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         return compressed_tensors_section(linears, ignored)

@@ -36,13 +36,8 @@ class DenseFormat(Format):
             "or write with --format compressed-tensors"
         )
 
-    def config(
-        self,
-        linears: Mapping[str, LinearScheme],
-        ignored: Sequence[str],
-        *,
-        group_order: bool = False,
-        decode_at_load: bool = False,
+    def section(
+        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool
     ) -> dict[str, Any]:
         return {}
 

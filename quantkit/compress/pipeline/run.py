@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.model_reader import ModelReader
@@ -255,7 +254,7 @@ class _Run:
         """Write and read back one layer's shard; its name, SHA-256 and tensor names."""
         plan = self.plan
         scales = {f"{layer.name}.{key}": value for key, value in layer.cache_scales.items()}
-        tensors, encoded = dict(scales), dict[str, dict[str, Tensor]]()
+        tensors, encoded = dict(scales), dict[str, dict[str, torch.Tensor]]()
         for linear, weight in layer.quantized.items():
             prefix = f"{layer.name}.{linear}"
             check_weight(prefix, weight)
