@@ -140,11 +140,11 @@ def _literal(name: str) -> str:
 
 def _pack(values: Tensor) -> Tensor:
     """Signed int4 values (R, N) to words (R, N / 8) in AWQ's order."""
-    unsigned = (values.to(torch.int16) + _HALF).reshape(values.shape[0], -1, 8)  # (R, N / 8, 8)
-    return pack_words(unsigned[..., _ORDER.to(values.device)].reshape(values.shape), 4)
+    eights = values.reshape(values.shape[0], -1, 8)  # (R, N / 8, 8)
+    return pack_words(eights[..., _ORDER.to(values.device)].reshape(values.shape), 4, _HALF)
 
 
 def _unpack(words: Tensor) -> Tensor:
     """Inverse of `_pack`, transposed: (N, R) int8."""
-    values = unpack_words(words, 4).view(words.shape[0], -1, 8)[..., _INVERSE.to(words.device)]
-    return (values.reshape(words.shape[0], -1).t() - _HALF).to(torch.int8).contiguous()
+    eights = unpack_words(words, 4, _HALF).view(words.shape[0], -1, 8)[..., _INVERSE.to(words.device)]
+    return eights.reshape(words.shape[0], -1).t().contiguous()

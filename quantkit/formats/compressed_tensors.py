@@ -8,7 +8,8 @@
     mxfp8-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale (uint8, exponents)
 
 Inputs with a calibrated scale have it as input_scale, or input_global_scale for nvfp4, (1,) each.
-Configuration classes and bit packing are the library's own; what is ours is the choice between them and the checks.
+Configuration classes are the library's own; what is ours is the choice between them, the checks, and the packing, which
+is that of GPTQ along the other dimension (tests hold its bytes equal to the library's).
 Not handled: mxfp6, asymmetric activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
@@ -30,16 +31,15 @@ from quantkit.formats._compressed_tensors_config import compressed_tensors_secti
 from quantkit.formats._compressed_tensors_layout import PACKED, find_layout
 from quantkit.formats._compressed_tensors_loaders import check_compressed_model
 from quantkit.formats._microscaling import decode_microscaling, encode_microscaling
+from quantkit.formats._packing import pack_words, unpack_words
 from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.formats.base import Format, matrix_shape
+from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from quantkit.models.families import Architecture
-
-# Codes packed at once: the library widens them to int32 several times over.
-_BLOCK_CODES = 1 << 22
 
 _NO_GROUP_ORDER = (
     "groups in activation order cannot be stored: compressed-tensors removed them; "
@@ -148,12 +148,12 @@ def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
     if layout != PACKED:
         return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
     tensors = {
-        "weight_packed": _pack_rows(weight.codes, scheme.dtype.bits),  # (N, ceil(K * bits / 32))
+        "weight_packed": pack_words(weight.codes, scheme.dtype.bits, _half(scheme.dtype)),  # (N, ceil(K * bits / 32))
         "weight_scale": weight.scale.contiguous(),
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
     if weight.zero_point is not None:
-        packed = _pack_rows(weight.zero_point.t().contiguous(), scheme.dtype.bits)
+        packed = pack_words(weight.zero_point.t(), scheme.dtype.bits, _half(scheme.dtype))
         tensors["weight_zero_point"] = packed.t().contiguous()  # (ceil(N * bits / 32), G)
     return tensors
 
@@ -172,45 +172,25 @@ def _decode_weight(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Quant
         scale = take(tensors, "weight_scale", (rows, groups))
     zero_point = None
     if not scheme.symmetric and packed:
-        zero_point = _packed_zero_point(tensors, scheme.dtype.bits, (rows, groups))
+        zero_point = _packed_zero_point(tensors, scheme.dtype, (rows, groups))
     elif not scheme.symmetric:
         zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
     return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme)
 
 
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """`pack_to_int32` along K (N, K), a few rows at a time; the result is the same."""
-    from compressed_tensors.compressors import pack_to_int32
-
-    step = max(1, _BLOCK_CODES // max(1, codes.shape[1]))
-    packed = torch.empty(codes.shape[0], math.ceil(codes.shape[1] * bits / 32), dtype=torch.int32)
-    for row in range(0, codes.shape[0], step):
-        packed[row : row + step] = pack_to_int32(codes[row : row + step], bits)
-    return packed
-
-
-def _unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-    """Inverse of `_pack_rows`: int8 codes of this shape (N, K)."""
-    from compressed_tensors.compressors import unpack_from_int32
-
-    step = max(1, _BLOCK_CODES // max(1, shape[1]))
-    codes = torch.empty(shape, dtype=torch.int8)
-    for row in range(0, shape[0], step):
-        block = packed[row : row + step]
-        codes[row : row + step] = unpack_from_int32(block, bits, torch.Size((block.shape[0], shape[1])))
-    return codes
-
-
-def _packed_zero_point(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
+def _packed_zero_point(tensors: Mapping[str, Tensor], dtype: DType, shape: tuple[int, int]) -> Tensor:
     """Zero points (N, G), which are packed along N."""
-    packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * bits / 32), shape[1]))
-    # The library's own packed_dim=0 fails on a single row of words: transposed, its strides are not those it expects.
-    turned = packed.t().clone(memory_format=torch.contiguous_format)  # (G, words)
-    return _unpack_rows(turned, bits, (shape[1], shape[0])).t().contiguous()
+    packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * dtype.bits / 32), shape[1]))
+    return unpack_words(packed.t(), dtype.bits, _half(dtype), shape[0]).t().contiguous()
 
 
 def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
     """Codes (N, K) from `weight_packed` and `weight_shape`."""
     rows, width = take(tensors, "weight_shape", (2,)).tolist()
     packed = take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
-    return _unpack_rows(packed, scheme.dtype.bits, (rows, width))
+    return unpack_words(packed, scheme.dtype.bits, _half(scheme.dtype), width)
+
+
+def _half(dtype: DType) -> int:
+    """What makes codes unsigned."""
+    return -int(dtype.minimum)

@@ -36,9 +36,7 @@ class DenseFormat(Format):
             "or write with --format compressed-tensors"
         )
 
-    def section(
-        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool
-    ) -> dict[str, Any]:
+    def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         return {}
 
 

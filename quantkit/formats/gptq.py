@@ -72,7 +72,6 @@ class GPTQFormat(Format):
         bits, half = weight.scheme.dtype.bits, -int(weight.scheme.dtype.minimum)
         check_scale(weight.scale)
         rows, width = weight.shape
-        codes = weight.codes.to(torch.int16) + half  # (N, K)
         zero = torch.full((rows, weight.scale.shape[1]), half, dtype=torch.int16)
         if weight.zero_point is not None:
             zero = weight.zero_point.to(torch.int16) + half
@@ -86,7 +85,7 @@ class GPTQFormat(Format):
         if group is None:
             group = torch.arange(width) // (width // weight.scale.shape[1])
         return {
-            "qweight": pack_words(codes, bits).t().contiguous(),  # (K * b / 32, N)
+            "qweight": pack_words(weight.codes, bits, half).t().contiguous(),  # (K * b / 32, N)
             "qzeros": pack_words(stored.t(), bits),  # (G, N * b / 32)
             "scales": weight.scale.t().contiguous(),  # (G, N)
             "g_idx": group.to(torch.int32),
@@ -99,11 +98,10 @@ class GPTQFormat(Format):
             raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows of words, which {bits} bits do not fill")
         width, rows = words.shape[0] * 32 // bits, words.shape[1]
         groups = scheme.weight.num_groups(width)
-        codes = (unpack_words(words.t().contiguous(), bits) - half).to(torch.int8)  # (N, K)
         packed = take(tensors, "qzeros", (groups, rows * bits // 32))
         zero = unpack_words(packed.to(torch.int32), bits).t() + (self.zero_offset - half)  # (N, G)
         return QuantizedTensor(
-            codes=codes,
+            codes=unpack_words(words.t(), bits, half),  # (N, K)
             scale=take(tensors, "scales", (groups, rows)).t().contiguous(),
             zero_point=_zero_point(zero, scheme.weight),
             scheme=scheme.weight,
