@@ -74,7 +74,7 @@ def cache_only_config() -> dict[str, Any]:
 
 
 def _section(
-    groups: dict[str, QuantizationScheme], layout: str, ignored: list[str] | None, more: dict[str, Any]
+    groups: dict[str, QuantizationScheme], layout: str, ignored: list[str] | None, decode: dict[str, Any]
 ) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -84,7 +84,7 @@ def _section(
     fields = config.model_dump(mode="json")
     # Known to newer versions only and without meaning here, so older readers need not meet it.
     fields.pop("moe_sparsity_config", None)
-    return {**fields, **more, "version": library_version(), "sparsity_config": {}, "transform_config": {}}
+    return {**fields, **decode, "version": library_version(), "sparsity_config": {}, "transform_config": {}}
 
 
 def fp8_cache_args(strategy: str) -> dict[str, Any]:

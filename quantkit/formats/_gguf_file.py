@@ -120,7 +120,7 @@ def read_gguf(path: Path) -> GGUFFile:
     Args:
         path: of the file.
     Raises:
-        CheckpointError: missing, not GGUF, truncated or inconsistent; names the place.
+        CheckpointError: missing, not GGUF, truncated or inconsistent; names the byte.
     """
     try:
         with path.open("rb") as file:

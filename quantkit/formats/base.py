@@ -182,6 +182,26 @@ class Format(ABC):
             section[self.decode_key] = True
         return {"quantization_config": section} if section else {}
 
+    def check_config(
+        self, config: Mapping[str, Any], linears: Mapping[str, LinearScheme], ignored: Iterable[str]
+    ) -> None:
+        """A config.json as a loader will read it gives each linear the scheme that it was written with.
+
+        Raises:
+            AuditError: names the linear of which it says something else.
+        """
+        scheme = self.recognise(config)
+        if scheme is None:
+            if self.keeps_codes and linears:
+                raise AuditError("config.json does not describe the format it was written in")
+            return
+        for name, linear in linears.items():
+            if scheme.find(name) != linear:
+                raise AuditError(f"config.json describes {name} differently from how it was quantized")
+        for name in ignored:
+            if scheme.find(name) is not None:
+                raise AuditError(f"config.json does not ignore {name}")
+
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         """The `quantization_config` of at least one quantized linear, if it is to have one; see `config`."""
         raise self._read_only()

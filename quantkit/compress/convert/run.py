@@ -23,8 +23,8 @@ from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.convert.gguf import write_gguf
 from quantkit.compress.convert.source import Source, open_source
-from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
-from quantkit.errors import AuditError, SchemeError
+from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
+from quantkit.errors import SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.formats.gguf import FORMAT as GGUF
@@ -85,15 +85,15 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output is taken or cannot be written.
     """
-    source, place = open_source(Path(checkpoint)), Path(output)
-    check_apart(place, source.reader.path)
+    source, path = open_source(Path(checkpoint)), Path(output)
+    check_apart(path, source.reader.path)
     format_: Format = FORMATS.load(to)
     if format_.suffix:
-        return _to_gguf(source, place, type_name, importance, overwrite, progress)
+        return _to_gguf(source, path, type_name, importance, overwrite, progress)
     if type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
-    target = make_target(source, to)
-    with _stage(place, overwrite) as stage:
+    target = target_for(source, format_)
+    with _stage(path, overwrite) as stage:
         size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
         stage.promote(stage.work.checkpoint)
     stored: dict[str, int] = {}
@@ -113,20 +113,20 @@ def convert(
 
 def _to_gguf(
     source: Source,
-    place: Path,
+    path: Path,
     type_name: str | None,
     importance: Mapping[str, Tensor] | None,
     overwrite: bool,
     progress: Progress,
 ) -> Conversion:
-    with _stage(place, overwrite, check_gguf) as stage:
-        file = stage.work.path / place.name
+    with _stage(path, overwrite, check_gguf) as stage:
+        file = stage.work.path / path.name
         written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
         stage.promote(file)
     return Conversion(
         source=str(source.reader.path),
         source_format=source.format.name,
-        output=str(place),
+        output=str(path),
         format=GGUF.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
@@ -137,9 +137,9 @@ def _to_gguf(
 
 
 @contextmanager
-def _stage(place: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+def _stage(path: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(place, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+    with open_stage(path, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
             yield stage
         except OSError as error:
@@ -156,7 +156,7 @@ def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Pr
     for path in source.reader.metadata_files():
         shutil.copyfile(path, folder / path.name)
     _write_manifest(source, target, folder)
-    _check_config(target, CheckpointReader(folder))
+    target.format.check_config(CheckpointReader(folder).config, target.linears, target.ignored)
     return size
 
 
@@ -217,8 +217,8 @@ def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor
 
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
     name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
@@ -228,17 +228,6 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
     if scales is not None and "quantization_config" in described:
         described["quantization_config"]["kv_cache_scheme"] = scales
     return {**kept, **described}
-
-
-def _check_config(target: Target, reader: CheckpointReader) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was written with."""
-    scheme = target.format.recognise(reader.config)
-    for name, linear in target.linears.items() if target.format.keeps_codes else ():
-        if scheme is None or scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was written")
-    for name in target.ignored if scheme is not None else ():
-        if scheme is not None and scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")
 
 
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:

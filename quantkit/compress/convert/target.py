@@ -37,16 +37,15 @@ class Target:
     group_order: bool
 
 
-def make_target(source: Source, name: str) -> Target:
+def target_for(source: Source, format_: Format) -> Target:
     """Check a checkpoint against a format.
 
     Args:
         source: the checkpoint, quantized.
-        name: of the format.
+        format_: to write.
     Raises:
         SchemeError: the format would lose something; says what, for which module, and which formats would not.
     """
-    format_: Format = REGISTRY.load(name)
     if not source.linears:
         raise SchemeError(
             f"{source.reader.path} is not quantized, so it has no codes to convert; use `quantkit quantize`, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -42,7 +41,7 @@ def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
             raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
     _check_tied(plan, reader)
-    _check_format(plan, folder)
+    plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
 def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerRecord]) -> None:
@@ -98,18 +97,3 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
             raise AuditError(f"{name} is not what it was in the source")
     if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
         raise AuditError("tie_word_embeddings changed")
-
-
-def _check_format(plan: Plan, folder: Path) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was quantized with."""
-    scheme = plan.format.recognise(json.loads((folder / "config.json").read_text()))
-    if scheme is None:
-        if plan.format.keeps_codes and plan.linears:
-            raise AuditError("config.json does not describe the format it was written in")
-        return
-    for name, linear in plan.linears.items():
-        if scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was quantized")
-    for name in plan.ignored:
-        if scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")

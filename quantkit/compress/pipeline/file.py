@@ -48,8 +48,8 @@ def write_file(
     kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
         check_model(open_source(folder))
-        codes, made = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
+        codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = run(model, recipe, codes, overwrite=True)
-        written = convert(codes, recipe.format, made, overwrite=True)
-        stage.promote(made)
+        written = convert(codes, recipe.format, whole, overwrite=True)
+        stage.promote(whole)
     return dataclasses.replace(result, output=str(file), output_bytes=written.output_bytes)
