@@ -12,6 +12,7 @@ Source: ggml `docs/gguf.md`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import struct
@@ -72,13 +73,6 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def read(self, name: str) -> bytearray:
-        """The bytes of one tensor; see `chunks`."""
-        data = bytearray()
-        for chunk in self.chunks(name):
-            data += chunk
-        return data
-
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of one tensor, a few MiB at a time.
 
@@ -130,57 +124,53 @@ def read_gguf(path: Path) -> GGUFFile:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
 
 
-class GGUFStream:
-    """Writes one file: the gguf package writes the header, and the bytes of each tensor follow in its order.
+def write_gguf_file(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[Block, Sequence[int]]],
+    contents: Iterable[Iterable[bytes | memoryview]],
+) -> dict[str, str]:
+    """Write one file as a stream.
 
-    The package would take a tensor as one array; an embedding of gigabytes comes in pieces here.
+    The gguf package writes the header. It would take a tensor as one array; an embedding of gigabytes comes in pieces
+    here.
 
     Args:
         path: of the file, replaced if it is there.
         metadata: bool, int (u32), float (f32), str, or a non-empty list of one of them (ints become i32); begins with
             general.architecture.
-        tensors: type and shape (outermost first) by name, in the order in which their bytes follow.
+        tensors: type and shape (outermost first) by name.
+        contents: the bytes of each tensor, in their order.
+    Returns:
+        SHA-256 of each tensor's bytes by name.
     Raises:
         CheckpointError: a name or shape that the format has no room for.
     """
-
-    def __init__(
-        self, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Block, Sequence[int]]]
-    ) -> None:
-        self._writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
-        self._expected = [(name, num_bytes(block, shape)) for name, (block, shape) in reversed(tensors.items())]
-        for key, value in metadata.items():
-            kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
-            self._writer.add_key_value(key, value, kind)
-        for name, (block, shape) in tensors.items():
-            if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
-                raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
-            size = num_bytes(block, shape)
-            self._writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=block)
-
-    def __enter__(self) -> GGUFStream:
-        self._writer.write_header_to_file()
-        self._writer.write_kv_data_to_file()
-        self._writer.write_ti_data_to_file()
-        self._file = (self._writer.fout or [])[0]
-        self._writer.write_padding(self._file, self._file.tell())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._writer.close()
-
-    def tensor(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write the bytes of the next tensor.
-
-        Args:
-            name: that of the header's order.
-            pieces: its bytes.
-        """
-        expected, size = self._expected.pop()
-        assert name == expected, f"{name} comes where the header has {expected}"
-        written = sum(self._file.write(piece) for piece in pieces)
-        assert written == size, f"{name} has {written} bytes, its header says {size}"
-        self._writer.write_padding(self._file, size)
+    writer, digests = gguf.GGUFWriter(path, str(metadata["general.architecture"])), dict[str, str]()
+    for key, value in metadata.items():
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    for name, (block, shape) in tensors.items():
+        if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
+            raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes(block, shape), raw_dtype=block)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        file = (writer.fout or [])[0]
+        writer.write_padding(file, file.tell())
+        for (name, (block, shape)), pieces in zip(tensors.items(), contents, strict=True):
+            digest, written, size = hashlib.sha256(), 0, num_bytes(block, shape)
+            for piece in pieces:
+                digest.update(piece)
+                written += file.write(piece)
+            assert written == size, f"{name} has {written} bytes, its header says {size}"
+            writer.write_padding(file, size)
+            digests[name] = digest.hexdigest()
+    finally:
+        writer.close()
+    return digests
 
 
 class _Cursor:

@@ -38,6 +38,7 @@ class AWQFormat(Format):
 
     name: ClassVar[str] = "awq"
     method: ClassVar[str] = "awq"
+    scale_name: ClassVar[str] = "scales"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     package: ClassVar[str] = "gptqmodel"
 

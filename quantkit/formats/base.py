@@ -53,6 +53,9 @@ class Format(ABC):
     holds_cache_scales: ClassVar[bool] = False
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""
+    # Local names of the scales, and of the group of each input; "" = there is no such tensor.
+    scale_name: ClassVar[str] = "weight_scale"
+    order_name: ClassVar[str] = ""
     # What scales can be stored in; the first is taken when a model's own dtype is none of them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 

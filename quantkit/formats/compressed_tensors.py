@@ -54,6 +54,7 @@ class CompressedTensorsFormat(Format):
     method: ClassVar[str] = "compressed-tensors"
     holds_activations: ClassVar[bool] = True
     holds_cache_scales: ClassVar[bool] = True
+    order_name: ClassVar[str] = "weight_g_idx"
     decode_key: ClassVar[str] = "dequantize"
     package: ClassVar[str] = "compressed-tensors"
 

@@ -28,9 +28,10 @@ class FineGrainedFP8(Format):
     name: ClassVar[str] = "fp8"
     method: ClassVar[str] = "fp8"
     is_written: ClassVar[bool] = False
+    scale_name: ClassVar[str] = "weight_scale_inv"
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        return decode_fp8_blocks(tensors, scheme.weight, "weight_scale_inv")
+        return decode_fp8_blocks(tensors, scheme.weight, self.scale_name)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         block = section.get("weight_block_size", [128, 128])

@@ -40,6 +40,8 @@ class GPTQFormat(Format):
     version: ClassVar[str] = "gptq"
     zero_offset: ClassVar[int] = 1
     holds_group_index: ClassVar[bool] = True
+    scale_name: ClassVar[str] = "scales"
+    order_name: ClassVar[str] = "g_idx"
     holds_transposed: ClassVar[bool] = True
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     package: ClassVar[str] = "gptqmodel"

@@ -32,6 +32,7 @@ class TorchAO(Format):
     name: ClassVar[str] = "torchao"
     method: ClassVar[str] = "torchao"
     is_written: ClassVar[bool] = False
+    scale_name: ClassVar[str] = "_weight_scale"
     package: ClassVar[str] = "torchao"
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._gguf_blocks import Block, dequantize_blocks, num_bytes, round_to_blocks
-from quantkit.formats._gguf_file import GGUFStream, is_gguf, read_gguf
+from quantkit.formats._gguf_file import is_gguf, read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT
 from tests.formats.schemes import linear, random_tensor
 
@@ -189,22 +190,23 @@ def test_a_file_of_the_library_is_read(tmp_path):
     norm, embedding = found.tensors["output_norm.weight"], found.tensors["token_embd.weight"]
     assert (norm.block, norm.shape) == (Block.F32, (5,))
     assert (embedding.block, embedding.shape) == (Block.Q4_0, (4, 64))
-    assert bytes(found.read("token_embd.weight")).hex() == GOLDEN["encoded"]["Q4_0"]
+    assert b"".join(found.chunks("token_embd.weight")).hex() == GOLDEN["encoded"]["Q4_0"]
 
 
 def test_our_bytes_are_those_of_the_library(tmp_path):
     golden = read_gguf(make_file(tmp_path / "a.gguf"))
     tensors = {name: (info.block, info.shape) for name, info in golden.tensors.items()}
-    with GGUFStream(tmp_path / "b.gguf", golden.metadata, tensors) as file:
-        for name in tensors:
-            data = golden.read(name)
-            file.tensor(name, [data[:7], memoryview(data)[7:]])
+    data = [b"".join(golden.chunks(name)) for name in tensors]
+    digests = write_gguf_file(
+        tmp_path / "b.gguf", golden.metadata, tensors, ([one[:7], memoryview(one)[7:]] for one in data)
+    )
+    assert list(digests.values()) == [hashlib.sha256(one).hexdigest() for one in data]
     assert (tmp_path / "b.gguf").read_bytes().hex() == GOLDEN["file"]
 
 
 def test_names_that_gguf_has_no_room_for(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit into GGUF"):
-        GGUFStream(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))})
+        write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"x" * 64: (Block.F32, (1,))}, [])
 
 
 def test_damaged_files_are_refused_with_the_place(tmp_path):

@@ -36,7 +36,7 @@ from quantkit.formats._gguf_blocks import (
     num_bytes,
     round_to_blocks,
 )
-from quantkit.formats._gguf_file import GGUFStream, read_gguf
+from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.gguf import FORMAT
 
@@ -96,17 +96,16 @@ def write_gguf(
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {p.name: (block, p.shape) for p, block in plan}
     if factors is not None:
         tensors["rope_freqs.weight"] = (Block.F32, tuple(factors.shape))
-    digests: dict[str, str] = {}
-    with GGUFStream(path, metadata, tensors) as file:
+
+    def contents() -> Iterator[Iterator[memoryview]]:
         for number, (piece, block) in enumerate(plan):
             progress(number, len(plan), piece.module)
-            digest = hashlib.sha256()
-            data = _bytes(source, piece, block, family.norm_offset, importance or {})
-            file.tensor(piece.name, _hashed(data, digest.update))
-            digests[piece.name] = digest.hexdigest()
+            yield _bytes(source, piece, block, family.norm_offset, importance or {})
         if factors is not None:
-            file.tensor("rope_freqs.weight", [factors.numpy().tobytes()])
-    progress(len(plan), len(plan), "done")
+            yield iter([factors.numpy().data])
+        progress(len(plan), len(plan), "done")
+
+    digests = write_gguf_file(path, metadata, tensors, contents())
     _read_back(path, tensors, digests)
     stored = Counter(block.name for piece, block in plan if len(piece.shape) == 2)
     carried = sum(piece.local == "weight" and piece.module in source.linears for piece, _ in plan)
@@ -242,12 +241,6 @@ def _encode(source: Source, piece: Piece) -> tuple[Block, Tensor]:
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
         raise AuditError(f"{piece.module}: {block.name} blocks hold other values than the source")
     return block, data
-
-
-def _hashed(data: Iterator[memoryview], update: Callable[[memoryview], None]) -> Iterator[memoryview]:
-    for chunk in data:
-        update(chunk)
-        yield chunk
 
 
 def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]], digests: Mapping[str, str]) -> None:

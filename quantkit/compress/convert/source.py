@@ -22,8 +22,6 @@ from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-_SCALES = ("weight_scale", "scales", "weight_scale_inv")
-_ORDERS = ("g_idx", "weight_g_idx")
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks|layer)\.(\d+)\.")
 
 
@@ -61,17 +59,17 @@ class Source:
             raise type(error)(f"{self.reader.path}: {module}: {error}") from error
 
     def scale(self, module: str) -> Tensor | None:
-        """The stored scales of a quantized linear in whatever shape; None when it has none under a usual name."""
-        return self._first(module, _SCALES)
+        """The stored scales of a quantized linear in whatever shape; None when they have no tensor of their own."""
+        return self._tensor(module, self.format.scale_name)
 
     def scale_dtype(self, module: str) -> torch.dtype | None:
         """Dtype of `scale`, from the header."""
-        name = next((name for name in _SCALES if name in self.modules[module]), None)
-        return None if name is None else self.reader.info(f"{module}.{name}").dtype
+        name = self.format.scale_name
+        return self.reader.info(f"{module}.{name}").dtype if name in self.modules[module] else None
 
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""
-        index = self._first(module, _ORDERS)
+        index = self._tensor(module, self.format.order_name)
         return index is not None and bool((index.diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
@@ -84,9 +82,8 @@ class Source:
         yield from layers.items()
         yield "", rest
 
-    def _first(self, module: str, names: tuple[str, ...]) -> Tensor | None:
-        name = next((name for name in names if name in self.modules[module]), None)
-        return None if name is None else self.reader.tensor(f"{module}.{name}")
+    def _tensor(self, module: str, name: str) -> Tensor | None:
+        return self.reader.tensor(f"{module}.{name}") if name in self.modules[module] else None
 
 
 def open_source(path: Path) -> Source:

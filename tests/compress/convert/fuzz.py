@@ -133,7 +133,7 @@ def read_file(path: Path) -> None:
     inspect(path)
     file = read_gguf(path)
     for name, info in file.tensors.items():
-        dequantize_blocks(info.block, torch.tensor(list(file.read(name)), dtype=torch.uint8), info.shape)
+        dequantize_blocks(info.block, torch.tensor(list(b"".join(file.chunks(name))), dtype=torch.uint8), info.shape)
 
 
 def mutate_json(data: Any, rng: random.Random) -> Any:

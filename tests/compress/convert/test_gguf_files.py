@@ -29,7 +29,9 @@ def model(tmp_path_factory):
 def values(path, name):
     file = read_gguf(path)
     info = file.tensors[name]
-    return dequantize_blocks(info.block, torch.frombuffer(file.read(name), dtype=torch.uint8), info.shape)
+    return dequantize_blocks(
+        info.block, torch.frombuffer(bytearray().join(file.chunks(name)), dtype=torch.uint8), info.shape
+    )
 
 
 def test_interleaving_puts_the_halves_of_a_head_side_by_side():
@@ -47,7 +49,7 @@ def test_codes_of_a_whole_model(model, tmp_path, symmetric):
     source, file = open_source(tmp_path / "q"), read_gguf(tmp_path / "q.gguf")
     for ours, theirs, heads in [("self_attn.q_proj", "attn_q", 4), ("mlp.down_proj", "ffn_down", 0)]:
         weight, info = source.weight(f"model.layers.1.{ours}"), file.tensors[f"blk.1.{theirs}.weight"]
-        data = torch.frombuffer(file.read(f"blk.1.{theirs}.weight"), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray().join(file.chunks(f"blk.1.{theirs}.weight")), dtype=torch.uint8)
         assert torch.equal(dequantize_blocks(info.block, data, info.shape), interleave(weight.dequantize(), heads))
     embedding = load_tensors(tmp_path / "q")["model.embed_tokens.weight"]
     assert torch.equal(values(tmp_path / "q.gguf", "token_embd.weight"), embedding)
