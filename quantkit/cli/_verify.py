@@ -169,11 +169,12 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
     """
     from quantkit.errors import RecipeError
     from quantkit.evaluate.verify import VerifyOptions, check_gates, check_options
+    from quantkit.formats import REGISTRY as FORMATS
 
-    if recipe.format == "gguf":
+    if FORMATS.load(recipe.format).suffix:
         raise RecipeError(
-            "a GGUF file is not run by quantkit, so --verify cannot run it; verify the same recipe as "
-            "compressed-tensors and convert that with `quantkit convert --to gguf`"
+            f"a {recipe.format} file is not run by quantkit, so --verify cannot run it; verify the same recipe as "
+            f"compressed-tensors and convert that with `quantkit convert --to {recipe.format}`"
         )
     check_gates(recipe.gates if gates is None else gates)
     check_options(VerifyOptions())

@@ -61,9 +61,10 @@ def convert(
     from pathlib import Path
 
     from quantkit.compress.convert import convert as run
+    from quantkit.formats import REGISTRY as FORMATS
 
-    name = Path(checkpoint).resolve().name
-    target = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
+    name, suffix = Path(checkpoint).resolve().name, FORMATS.load(to).suffix
+    target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
     result = run(
         checkpoint,
         to,

@@ -22,9 +22,12 @@ from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkp
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.convert.gguf import write_gguf
-from quantkit.compress.convert.source import DENSE, Source, open_source
-from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
-from quantkit.errors import AuditError, SchemeError
+from quantkit.compress.convert.source import Source, open_source
+from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
+from quantkit.errors import SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
@@ -82,14 +85,15 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output is taken or cannot be written.
     """
-    source, place = open_source(Path(checkpoint)), Path(output)
-    check_apart(place, source.reader.path)
-    if to == "gguf":
-        return _to_gguf(source, place, type_name, importance, overwrite, progress)
+    source, path = open_source(Path(checkpoint)), Path(output)
+    check_apart(path, source.reader.path)
+    format_: Format = FORMATS.load(to)
+    if format_.suffix:
+        return _to_gguf(source, path, type_name, importance, overwrite, progress)
     if type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
-    target = make_target(source, to)
-    with _stage(place, overwrite) as stage:
+    target = target_for(source, format_)
+    with _stage(path, overwrite) as stage:
         size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
         stage.promote(stage.work.checkpoint)
     stored: dict[str, int] = {}
@@ -97,9 +101,9 @@ def convert(
         stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
     return Conversion(
         source=str(checkpoint),
-        source_format=source.name,
+        source_format=source.format.name,
         output=str(output),
-        format=target.name,
+        format=target.format.name,
         num_linears=len(target.linears),
         source_bytes=source.reader.num_bytes,
         output_bytes=size,
@@ -109,21 +113,21 @@ def convert(
 
 def _to_gguf(
     source: Source,
-    place: Path,
+    path: Path,
     type_name: str | None,
     importance: Mapping[str, Tensor] | None,
     overwrite: bool,
     progress: Progress,
 ) -> Conversion:
-    with _stage(place, overwrite, check_gguf) as stage:
-        file = stage.work.path / place.name
+    with _stage(path, overwrite, check_gguf) as stage:
+        file = stage.work.path / path.name
         written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
         stage.promote(file)
     return Conversion(
         source=str(source.reader.path),
-        source_format=source.name,
-        output=str(place),
-        format="gguf",
+        source_format=source.format.name,
+        output=str(path),
+        format=GGUF.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -133,9 +137,9 @@ def _to_gguf(
 
 
 @contextmanager
-def _stage(place: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+def _stage(path: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(place, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+    with open_stage(path, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
             yield stage
         except OSError as error:
@@ -152,23 +156,8 @@ def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Pr
     for path in source.reader.metadata_files():
         shutil.copyfile(path, folder / path.name)
     _write_manifest(source, target, folder)
-    _check_config(target, CheckpointReader(folder))
+    target.format.check_config(CheckpointReader(folder).config, target.linears, target.ignored)
     return size
-
-
-def check_equal(module: str, found: QuantizedTensor, expected: QuantizedTensor) -> None:
-    """Codes, scales, zero points and group order are the same, bit for bit.
-
-    Raises:
-        AuditError: names what differs.
-    """
-    for name in ("codes", "scale", "zero_point", "group_index"):
-        left, right = getattr(found, name), getattr(expected, name)
-        same = (left is None) == (right is None)
-        if same and left is not None:
-            same = left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-        if not same:
-            raise AuditError(f"{module}: {name} read back from the output differs from the source")
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
@@ -191,8 +180,10 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
 
 def _write_unit(source: Source, target: Target, modules: list[str], path: Path) -> list[str]:
     """Write one layer and compare what is read back; names of its tensors."""
+    from safetensors import safe_open
+
     tensors: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedTensor] = {}
+    weights: dict[str, tuple[QuantizedTensor, dict[str, Tensor]]] = {}
     for module in modules:
         if module not in target.linears:
             tensors |= {
@@ -206,40 +197,28 @@ def _write_unit(source: Source, target: Target, modules: list[str], path: Path) 
             local = _encode(source, target, module, weight)
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
-        weights[module] = weight
+        weights[module] = weight, local
         if "bias" in source.modules[module]:
             local["bias"] = source.reader.tensor(f"{module}.bias")
         tensors |= {f"{module}.{name}": tensor for name, tensor in local.items()}
     write_shard(path, tensors)
-    _compare(target, weights, tensors, path)
+    with safe_open(path, framework="pt") as file:
+        for module, (weight, local) in weights.items():
+            target.format.check_stored(module, weight, target.linears[module], local, file.get_tensor)
     return sorted(tensors)
 
 
 def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.name != DENSE:
+    if target.format.keeps_codes:
         return target.format.encode(weight, target.linears[module])
     # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
     return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
 
 
-def _compare(target: Target, weights: dict[str, QuantizedTensor], tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for module, weight in weights.items():
-            local = [name.removeprefix(f"{module}.") for name in tensors if name.startswith(f"{module}.")]
-            found = {name: file.get_tensor(f"{module}.{name}") for name in local}
-            for name, tensor in found.items():
-                if not torch.equal(_bits(tensor), _bits(tensors[f"{module}.{name}"])):
-                    raise AuditError(f"{module}.{name} in {path.name} differs from what was written")
-            if target.format.keeps_codes:
-                check_equal(module, target.format.decode(found, target.linears[module]), weight)
-
-
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
     name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
@@ -251,28 +230,17 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
     return {**kept, **described}
 
 
-def _check_config(target: Target, reader: CheckpointReader) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was written with."""
-    scheme = target.format.recognise(reader.config)
-    for name, linear in target.linears.items() if target.format.keeps_codes else ():
-        if scheme is None or scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was written")
-    for name in target.ignored if scheme is not None else ():
-        if scheme is not None and scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")
-
-
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
         manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
-        manifest["result"]["format"] = target.name
+        manifest["result"]["format"] = target.format.name
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        manifest = {"result": {"format": target.name}}
+        manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # of the source's shards
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
-    write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
+    write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
 
 
 def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
@@ -284,7 +252,3 @@ def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
 
 def _full(module: str, local: str) -> str:
     return f"{module}.{local}" if module else local
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

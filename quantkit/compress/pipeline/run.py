@@ -25,7 +25,7 @@ from quantkit.compress.calibration.activations import ActivationStore, Mode, fin
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext, signal_to_noise_db
-from quantkit.compress.pipeline.audit import check_checkpoint, check_weight, check_written
+from quantkit.compress.pipeline.audit import check_checkpoint, check_weight
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.file import write_file
 from quantkit.compress.pipeline.inputs import embed, read_samples
@@ -36,11 +36,11 @@ from quantkit.compress.pipeline.kv_cache import (
     find_cache,
     with_cache,
 )
-from quantkit.compress.pipeline.loaders import decode_at_load
 from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan, describe_versions, make_plan, predicted_bytes
 from quantkit.compress.pipeline.state import RunState, identity_digest, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CompressionResult, LayerRecord
 
 
@@ -60,8 +60,8 @@ def quantize(
     Args:
         model: directory or hub id; None = the bundled demo model.
         recipe: what to do.
-        output: directory to write, or a file for the format gguf; None = `<model>-<recipe>` in the current one. Written
-            under another name and renamed when everything has been checked.
+        output: directory to write, or file for a format that is one; None = `<model>-<recipe>` in the current one.
+            Written under another name and renamed when everything has been checked.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         activations: keep hidden states in memory or on disk.
         resume: go on where an interrupted run stopped; False starts over.
@@ -72,7 +72,7 @@ def quantize(
         ResourceError: out of disk or memory; the same command resumes.
     """
     run = partial(_quantize, device=device, activations=activations, resume=resume, listener=listener)
-    if recipe.format == "gguf":
+    if FORMATS.load(recipe.format).suffix:  # one file
         check_cache(recipe, {})
         return write_file(model, recipe, output, overwrite=overwrite, run=run)
     return run(model, recipe, output, overwrite=overwrite)
@@ -254,15 +254,16 @@ class _Run:
         """Write and read back one layer's shard; its name, SHA-256 and tensor names."""
         plan = self.plan
         scales = {f"{layer.name}.{key}": value for key, value in layer.cache_scales.items()}
-        tensors = dict(scales)
+        tensors, encoded = dict(scales), dict[str, dict[str, torch.Tensor]]()
         for linear, weight in layer.quantized.items():
             prefix = f"{layer.name}.{linear}"
             check_weight(prefix, weight)
             local = plan.format.encode(weight, plan.layers[index][linear])
-            written = sum(t.numel() * t.element_size() for key, t in local.items() if not key.endswith("_shape"))
-            bits = 8 * written / weight.codes.numel()
+            num_bytes = sum(t.numel() * t.element_size() for key, t in local.items() if not key.endswith("_shape"))
+            bits = 8 * num_bytes / weight.codes.numel()
             layer.records[linear] = replace(layer.records[linear], bits_per_weight=bits)
-            tensors |= {f"{prefix}.{key}": value.cpu() for key, value in local.items()}
+            encoded[linear] = {key: value.cpu() for key, value in local.items()}
+            tensors |= {f"{prefix}.{key}": value for key, value in encoded[linear].items()}
         made = {*scales, *(f"{layer.name}.{linear}.weight" for linear in layer.quantized)}
         parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
         for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in made):
@@ -275,7 +276,8 @@ class _Run:
         digest = write_shard(path, tensors)
         written_back = ModelReader.of_file(path, plan.family)
         for linear, weight in layer.quantized.items():
-            check_written(written_back, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
+            scheme, written = plan.layers[index][linear], encoded[linear]
+            plan.format.check_stored(f"{layer.name}.{linear}", weight, scheme, written, written_back.tensor)
         check_scales(path, scales)
         return shard, digest, sorted(tensors)
 
@@ -290,9 +292,10 @@ class _Run:
         size = sum(_tensor_bytes(folder / name) for name in sorted(set(weight_map.values())))
         write_index(folder, weight_map, size)
         described = plan.format.config(
-            *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored), group_order=plan.group_order
+            *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
+            group_order=plan.group_order,
+            decode_at_load=plan.family.decode_at_load,
         )
-        described = decode_at_load(described, plan.family)
         config = with_cache(plan.recipe, plan.reader.config, described, self.state.records)
         write_json(folder / "config.json", config)
         for path in plan.reader.metadata_files():
