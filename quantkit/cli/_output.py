@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import GateFailure, QuantkitError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,17 +36,22 @@ class Output:
     Args:
         as_json: one JSON object on stdout and nothing else there.
         quiet: results only; no progress and no warnings.
-        verbose: tracebacks of errors.
+        stream: for progress; that of now, while a library's own words are kept away from stderr.
     """
 
     as_json: bool
     quiet: bool
-    verbose: bool
+    stream: TextIO | None = field(default_factory=lambda: sys.stderr)
 
     @property
     def shows_progress(self) -> bool:
         """Whether progress and warnings go to stderr."""
         return not (self.as_json or self.quiet)
+
+    def tell(self, text: str) -> None:
+        """A line of progress, or a warning, if wanted."""
+        if self.shows_progress:
+            say(text, self.stream)
 
     def result(self, data: Callable[[], Any], *shown: Callable[[], Table | RenderableType | None]) -> None:
         """Print a result, as JSON or for people.
@@ -66,16 +72,34 @@ class Output:
             drawn = terminal_table(part, console) if isinstance(part, Table) else part
             console.print(*([""] if position else []), drawn, sep="\n")
 
+    def require(self, held: bool, failure: Callable[[], str]) -> None:
+        """End with the exit code of a gate unless it held; with --json that code alone says so.
+
+        Raises:
+            GateFailure: it did not, in the words of `failure`.
+        """
+        if held:
+            return
+        if self.as_json:
+            click.get_current_context().exit(GateFailure.exit_code)
+        raise GateFailure(failure())
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """A line on stderr. That nobody reads it is no reason to end hours of work."""
+    with contextlib.suppress(OSError):
+        click.echo(text, file=stream or sys.stderr)
+
 
 def output_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add --json, --quiet and --verbose to a command, which gets them as its first argument, an Output."""
 
     @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
     @click.option("--quiet", is_flag=True, help="No progress and no warnings.")
-    @click.option("--verbose", is_flag=True, help="Tracebacks of errors.")
+    @click.option("--verbose", is_flag=True, expose_value=False, help="Tracebacks of errors.")
     @functools.wraps(function)
-    def command(*, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
-        function(Output(as_json=as_json, quiet=quiet, verbose=verbose), **options)
+    def command(*, as_json: bool, quiet: bool, **options: Any) -> None:
+        function(Output(as_json=as_json, quiet=quiet), **options)
 
     return command
 

@@ -86,8 +86,8 @@ def text_only(monkeypatch):
     options_of = _verify.verify_options
 
     def small(asked, engine, **options):
-        few = {**asked, "suite": "none", "tasks": "demo_facts", "limit": 3, "text": "demo"}
-        return replace(options_of(few, {**engine, "threads": 1}, **options), bench=None, noise=False)
+        few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}
+        return replace(options_of(few, {**engine, "threads": 1}, text="demo", **options), bench=None, noise=False)
 
     monkeypatch.setattr(_verify, "verify_options", small)
 
