@@ -1,32 +1,25 @@
-"""What all commands share: results to stdout, everything else to stderr, and an exit code for every error.
-
-0 done · 1 a bug · 2 usage · 4 bad input · 5 out of disk, memory or device memory · 130 interrupted
-"""
+"""What all commands share: results to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from quantkit.errors import GateFailure, QuantkitError
+from quantkit.cli._errors import say
+from quantkit.errors import GateFailure
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from quantkit.report.table import Table
 
-__all__ = ["Output", "output_options", "report_error"]
-
-USAGE, RESOURCES, INTERRUPTED = 2, 5, 130
+__all__ = ["Output", "output_options", "plain_console"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +78,6 @@ class Output:
         raise GateFailure(failure())
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """A line on stderr. That nobody reads it is no reason to end hours of work."""
-    with contextlib.suppress(OSError):
-        click.echo(text, file=stream or sys.stderr)
-
-
 def output_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add --json, --quiet and --verbose to a command, which gets them as its first argument, an Output."""
 
@@ -113,62 +100,3 @@ def plain_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=False)
-
-
-def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
-    """Tell an error in one line on stderr, and with --json also as an object on stdout.
-
-    Args:
-        error: whatever ended the command.
-        as_json: whether stdout carries JSON.
-        verbose: whether to print the traceback first.
-    Returns:
-        the exit code.
-    """
-    if verbose and not isinstance(error, click.exceptions.ClickException | click.Abort):
-        traceback.print_exception(error, file=sys.stderr)
-    code, text = explain(error)
-    if as_json:
-        click.echo(json.dumps({"error": text, "exit_code": code}, ensure_ascii=False))
-    if isinstance(error, click.UsageError) and not as_json:
-        error.show(sys.stderr)  # usage line and a pointer to --help, as click users know it
-    else:
-        click.echo(f"error: {text}", err=True)
-    return code
-
-
-def explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and one line for an error."""
-    if isinstance(error, QuantkitError):
-        return error.exit_code, _one_line(str(error))
-    if isinstance(error, click.Abort | KeyboardInterrupt):
-        return (
-            INTERRUPTED,
-            "interrupted; quantize, search and tune go on where they stopped when the same command is given again",
-        )
-    if isinstance(error, click.ClickException):
-        return error.exit_code, _one_line(error.format_message())
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            RESOURCES,
-            f"no space left on the disk of {error.filename or 'the output'}; free some, or give another -o",
-        )
-    if _is_memory(error):
-        advice = "when compressing try fewer --samples or --activations disk, when running a smaller --kv-memory"
-        return RESOURCES, f"out of memory: {_one_line(str(error))[:200]}; {advice}"
-    what = f"{type(error).__name__}: {_one_line(str(error))}"
-    return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
-
-
-def _is_memory(error: BaseException) -> bool:
-    # Torch's classes are told by name and text: torch is not imported to report an error, and its CPU allocator
-    # raises a plain RuntimeError.
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-    )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
