@@ -56,11 +56,12 @@ LAYERS = {
     "results": 1,
     "errors": 0,
     "registry": 0,
+    "settings": 0,
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "cli", "planning", "demo")
+TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning", "demo")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -203,7 +203,7 @@ def test_a_conversion_of_a_strangers_checkpoint_is_known_as_ours(call, source, t
         code, _, error = run("convert", stranger, "--to", "awq", "-o", tmp_path / "out", *further)
         assert code == 0, error
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
-    assert manifest == {"result": {"format": "awq"}, "schema_version": 1, "converted_from": "gptq"}
+    assert manifest == {"result": {"format": "awq"}, "schema_version": 2, "converted_from": "gptq"}
     assert inspect(tmp_path / "out").layers == ()
     pair = check_pair(tmp_path / "out", source / "m")
     assert (pair.gates, pair.ignored) == ((), ())

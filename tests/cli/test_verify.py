@@ -86,8 +86,9 @@ def text_only(monkeypatch, models):
     options_of = _verify.verify_options
 
     def small(asked, engine, **options):
-        few = {**asked, "suite": "none", "tasks": "demo_facts", "limit": 3, "text": str(models / "text.txt")}
-        return replace(options_of(few, {**engine, "threads": 1}, **options), bench=None, noise=False)
+        few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}
+        asked_text = {**options, "text": str(models / "text.txt")}
+        return replace(options_of(few, {**engine, "threads": 1}, **asked_text), bench=None, noise=False)
 
     monkeypatch.setattr(_verify, "verify_options", small)
 
