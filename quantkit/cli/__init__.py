@@ -53,7 +53,8 @@ class _Commands(click.Group):
         if not standalone_mode:
             return super().main(given, standalone_mode=False, **extra)
         open_streams()
-        stdout, failure = sys.stdout, None
+        stdout = sys.stdout
+        failure: BaseException | None = None
         result: Any = 0
         try:
             result = super().main(given, standalone_mode=False, **extra)

@@ -42,7 +42,7 @@ def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | N
             function(*args, **{argument: {name: value for name, value in given.items() if value is not None}}, **values)
 
         result: Callable[..., None] = command
-        for name, field in reversed(settings.items()):  # the last decorator's option is printed first
+        for name, field in reversed(list(settings.items())):  # the last decorator's option is printed first
             result = _option(name, field, (shown or {}).get(name))(result)
         return result
 
@@ -93,14 +93,15 @@ def _accepted(field: Field[Any]) -> Any:
         return None
     if "choices" in meta:
         return click.Choice(meta["choices"])
-    one = field.default[0] if _repeatable(field) and field.default else field.default
+    default: Any = field.default
+    one = default[0] if _repeatable(field) and default else default
     bounds = {name: meta[name] for name in ("minimum", "maximum", "above", "below") if name in meta}
     kind = meta.get("kind") or type(next((value for value in (one, *bounds.values()) if value not in (None, ())), ""))
     value = number(kind, **bounds) if kind in (int, float) else click.Path(path_type=kind) if kind is not str else None
     return Listed(value or click.STRING) if "commas" in meta else value
 
 
-def number(kind: type, **bounds: float) -> click.ParamType:
+def number(kind: type, **bounds: float) -> click.ParamType[Any]:
     """A number of this kind within bounds, as `quantkit.settings` names them."""
     low, high = (bounds.get("minimum", bounds.get("above")), bounds.get("maximum", bounds.get("below")))
     limits: dict[str, Any] = {"min": low, "max": high, "min_open": "above" in bounds, "max_open": "below" in bounds}
@@ -119,12 +120,12 @@ class FiniteRange(click.FloatRange):
         return result
 
 
-class Listed(click.ParamType):
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """Several values in one, `1,8`."""
 
     name = "list"
 
-    def __init__(self, one: click.ParamType) -> None:
+    def __init__(self, one: click.ParamType[Any]) -> None:
         self.one = one
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -12,7 +12,6 @@ from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.run import EvaluationOptions
     from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
 
