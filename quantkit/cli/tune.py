@@ -119,10 +119,10 @@ def tune(
         kv_types=kv_cache,
         **others,
     )
-    found = tune_device(
+    tuning = tune_device(
         options, device=device, seconds=seconds, again=again, output=output, report=_progress(output_to)
     )
-    output_to.result(lambda: _document(found), lambda: _table(found), lambda: _summary(found))
+    output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
 def _progress(output_to: Output) -> Callable[[Outcome | None, int, int], None]:
@@ -156,37 +156,37 @@ def _table(tuning: Tuning) -> Table:
     return Table(columns=(Column("kernel"), Column("shape"), *numbers), rows=tuple(rows))
 
 
-def _summary(found: Tuning) -> str:
+def _summary(tuning: Tuning) -> str:
     from quantkit.quantities import elapsed
 
-    done = len([outcome for outcome in found.outcomes if outcome.entry is not None])
-    parts = [f"{done} measured in {elapsed(found.seconds)}"]
-    if found.num_kept:
-        parts.append(f"{found.num_kept} known before")
-    if found.num_left:
-        parts.append(f"{found.num_left} left: the same command goes on with them")
-    return f"{', '.join(parts)}; {found.path}"
+    done = len([outcome for outcome in tuning.outcomes if outcome.entry is not None])
+    parts = [f"{done} measured in {elapsed(tuning.seconds)}"]
+    if tuning.num_kept:
+        parts.append(f"{tuning.num_kept} known before")
+    if tuning.num_left:
+        parts.append(f"{tuning.num_left} left: the same command goes on with them")
+    return f"{', '.join(parts)}; {tuning.path}"
 
 
-def _document(found: Tuning) -> dict[str, Any]:
+def _document(tuning: Tuning) -> dict[str, Any]:
     from quantkit.kernels.gpu import tuned
 
-    reasons = {reason for outcome in found.outcomes for reason in outcome.dropped}
+    reasons = {reason for outcome in tuning.outcomes for reason in outcome.dropped}
     return {
-        "file": str(found.path),
-        "device": found.table.device,
-        "capability": found.table.capability,
-        "versions": dict(found.table.versions),
-        "entries": [tuned.to_entry(entry) for entry in found.table.entries],
-        "finished": len(found.outcomes),
-        "known_before": found.num_kept,
-        "left": found.num_left,
-        "failed": {outcome.case.label: outcome.problem for outcome in found.outcomes if outcome.problem},
-        "candidates": sum(outcome.num_tried for outcome in found.outcomes),
+        "file": str(tuning.path),
+        "device": tuning.table.device,
+        "capability": tuning.table.capability,
+        "versions": dict(tuning.table.versions),
+        "entries": [tuned.to_entry(entry) for entry in tuning.table.entries],
+        "finished": len(tuning.outcomes),
+        "known_before": tuning.num_kept,
+        "left": tuning.num_left,
+        "failed": {outcome.case.label: outcome.problem for outcome in tuning.outcomes if outcome.problem},
+        "candidates": sum(outcome.num_tried for outcome in tuning.outcomes),
         "dropped": {
-            reason: sum(outcome.dropped.get(reason, 0) for outcome in found.outcomes) for reason in sorted(reasons)
+            reason: sum(outcome.dropped.get(reason, 0) for outcome in tuning.outcomes) for reason in sorted(reasons)
         },
-        "seconds": found.seconds,
+        "seconds": tuning.seconds,
     }
 
 

@@ -50,7 +50,7 @@ class EngineConfig:
         None, "Round the output head too, which recipes leave as it is.", flag="--head", choices=HEAD_TYPES
     )
     speculate: str | Path | None = setting(
-        None, "Guess several tokens per step; the text stays the same.", flag="--speculate", metavar="ngram|MODEL"
+        None, "Guess several tokens per step; the same text up to rounding.", flag="--speculate", metavar="ngram|MODEL"
     )
     max_drafts: int = setting(4, "Guessed tokens per step, at most.")
     force_speculation: bool = setting(False, "Whether guessing goes on where measured times say that it loses.")

@@ -85,6 +85,6 @@ def test_one_target_is_asked_for():
         "kl<=0.02",
         "recovery>=99",
     ]
-    for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}):
+    for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}, {"bits": float("nan")}):
         with pytest.raises(InputError, match="one target above zero"):
             Target(**wrong)
