@@ -115,9 +115,9 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
             found.update(key_states, value_states)
             raise _Seen
 
-    assert layer.store is not None, "this recipe has no calibration data"
+    assert layer.data.store is not None, "this recipe has no calibration data"
     argument = _argument(layer)
-    for hidden in layer.store:
+    for hidden in layer.data.store:
         try:
             layer.forward(hidden, **{argument: Recorder()})
         except _Seen:

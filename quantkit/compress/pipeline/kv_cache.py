@@ -74,9 +74,9 @@ def find_cache(goal: CacheGoal, architecture: Architecture, layer: LayerContext)
     """
     found = calibrate_cache(layer, goal)
     if found.note is not None:
-        layer.notes.append(found.note)
+        layer.chosen.notes.append(found.note)
     if goal.has_fixed_scales:
-        layer.cache_scales = cache_tensors(attention_module(layer.block, architecture), found.cache)
+        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, architecture), found.cache)
     return found.record
 
 

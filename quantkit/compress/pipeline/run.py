@@ -23,8 +23,10 @@ from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
 from quantkit.compress.calibration.activations import ActivationStore, Mode, finite
 from quantkit.compress.calibration.dataset import Samples
+from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
-from quantkit.compress.calibration.layer import LayerContext, signal_to_noise_db
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.compress.pipeline.audit import check_checkpoint, check_weight, check_written
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.file import write_file
@@ -211,13 +213,13 @@ class _Run:
         record = LayerRecord(
             index=index,
             name=name,
-            linears=tuple(layer.records[linear] for linear in plan.layers[index]),
+            linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
             output_snr_db=snr,
-            notes=tuple(layer.notes),
+            notes=tuple(layer.chosen.notes),
             seconds={phase: round(value, 3) for phase, value in seconds.items()},
             peak_bytes=peak_bytes(),
             kv_cache=cache,
-            tokens_per_expert=layer.tokens_per_expert,
+            tokens_per_expert=layer.data.tokens_per_expert,
         )
         self.state.finish_layer(record, shard, digest, names, states)
         for store in (self.store, self.original_store):
@@ -234,13 +236,15 @@ class _Run:
             name=name,
             block=block,
             sets=plan.sets(index),
-            all_tokens=plan.all_tokens,
             schemes=plan.layers[index],
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.head_dim,
-            store=self.store,
-            original_store=self.original_store,
-            original=copy.deepcopy(block) if plan.needs_original else None,
+            data=LayerData(
+                store=self.store,
+                original_store=self.original_store,
+                original=copy.deepcopy(block) if plan.needs_original else None,
+                all_tokens=plan.all_tokens,
+            ),
             arguments=partial(plan.skeleton.arguments, index),
             stored_dtype={
                 key.removeprefix(f"{name}."): plan.reader.info(key).dtype
@@ -253,17 +257,17 @@ class _Run:
     def _write(self, index: int, layer: LayerContext) -> tuple[str, str, list[str]]:
         """Write and read back one layer's shard; its name, SHA-256 and tensor names."""
         plan = self.plan
-        scales = {f"{layer.name}.{key}": value for key, value in layer.cache_scales.items()}
+        scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
         tensors = dict(scales)
-        for linear, weight in layer.quantized.items():
+        for linear, weight in layer.chosen.quantized.items():
             prefix = f"{layer.name}.{linear}"
             check_weight(prefix, weight)
             local = plan.format.encode(weight, plan.layers[index][linear])
             written = sum(t.numel() * t.element_size() for key, t in local.items() if not key.endswith("_shape"))
             bits = 8 * written / weight.codes.numel()
-            layer.records[linear] = replace(layer.records[linear], bits_per_weight=bits)
+            layer.chosen.records[linear] = replace(layer.chosen.records[linear], bits_per_weight=bits)
             tensors |= {f"{prefix}.{key}": value.cpu() for key, value in local.items()}
-        made = {*scales, *(f"{layer.name}.{linear}.weight" for linear in layer.quantized)}
+        made = {*scales, *(f"{layer.name}.{linear}.weight" for linear in layer.chosen.quantized)}
         parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
         for key in (key for key in plan.reader.names if key.startswith(f"{layer.name}.") and key not in made):
             tensors[key], kept = plan.reader.tensor(key), parameters.get(key)
@@ -274,7 +278,7 @@ class _Run:
         tensors = plan.reader.restore(tensors)
         digest = write_shard(path, tensors)
         written_back = ModelReader.of_file(path, plan.architecture)
-        for linear, weight in layer.quantized.items():
+        for linear, weight in layer.chosen.quantized.items():
             check_written(written_back, f"{layer.name}.{linear}", weight, plan.layers[index][linear], plan.format)
         check_scales(path, scales)
         return shard, digest, sorted(tensors)

@@ -21,7 +21,7 @@ from quantkit.formats.base import Format
 from quantkit.kernels.linear import Linear, make_linear
 from quantkit.kernels.torch_linear import DenseLinear
 from quantkit.models.families import Architecture, find, supported
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -279,7 +279,7 @@ def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
     parts = []
     for start in range(0, weight.shape[0], _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS].float()
-        parts.append(round_to_nearest(rows, scheme, *minmax_parameters(rows, scheme, weight.dtype), weight.dtype))
+        parts.append(round_to_nearest(rows, WeightGrid(scheme, weight.dtype)))
     return QuantizedTensor(
         codes=torch.cat([part.codes for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
