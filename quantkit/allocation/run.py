@@ -34,7 +34,7 @@ from quantkit.allocation.solve import Choice, total
 from quantkit.allocation.state import State
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.pipeline.plan import describe_versions
+from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.writer import write_json
-from quantkit.compress.pipeline.state import differences
+from quantkit.compress.pipeline.identity import differences
 from quantkit.errors import ResumeError
 
 

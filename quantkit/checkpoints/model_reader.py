@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
 from quantkit.models.families import Architecture, Experts
 from quantkit.models.family import at
@@ -64,12 +63,9 @@ class ModelReader(CheckpointReader):
         self._view(architecture)
 
     @classmethod
-    def of_file(cls, file: Path, architecture: Architecture) -> ModelReader:
+    def view_file(cls, file: Path, architecture: Architecture) -> ModelReader:
         """The tensors of one file of a checkpoint."""
-        reader = cls.__new__(cls)
-        reader.path, reader.config, reader.files = file.parent, {}, (file,)
-        reader._index, reader._digests = None, None
-        reader._tensors = read_header(file)
+        reader = cls.of_file(file)
         reader._view(architecture)
         return reader
 

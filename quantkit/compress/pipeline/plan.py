@@ -302,18 +302,3 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         states_bytes=num_tokens * plan.skeleton.hidden_size * size,
     )
     return steps_bytes(plan.recipe.steps, sizes)
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions of everything that decides the bits of a result."""
-    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
-        return "unknown"

@@ -190,13 +190,13 @@ def test_floats_are_rounded_first_and_said(layer_of):
 
 def test_states_on_disk_give_the_same_codes(layer_of, tmp_path):
     layers = layer_of(), layer_of()
-    layers[1].store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].store)))
-    layers[1].original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].store)))
+    layers[1].data.store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].data.store)))
+    layers[1].data.original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].data.store)))
     for layer in layers:
         with torch.inference_mode():
             STEP(**QUICK).apply(layer)
-    for name, weight in layers[0].quantized.items():
-        assert torch.equal(weight.codes, layers[1].quantized[name].codes)
+    for name, weight in layers[0].chosen.quantized.items():
+        assert torch.equal(weight.codes, layers[1].chosen.quantized[name].codes)
 
 
 class _Killed(Exception):
