@@ -120,10 +120,10 @@ def test_what_is_ignored_keeps_the_layout_it_came_in(tmp_path):
 def test_tokens_are_counted_and_starved_experts_noted(mixtral, tmp_path, text_file):
     result = run(mixtral, "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     for layer in result.layers:
-        assert len(layer.data.tokens_per_expert) == 4
-        assert sum(layer.data.tokens_per_expert) == 2 * 4 * 32  # two experts for each of four times 32 tokens
-        under_calibrated = sum(count < UNDER_CALIBRATED_TOKENS for count in layer.data.tokens_per_expert)
-        noted = [note for note in layer.chosen.notes if "experts saw fewer than" in note]
+        assert len(layer.tokens_per_expert) == 4
+        assert sum(layer.tokens_per_expert) == 2 * 4 * 32  # two experts for each of four times 32 tokens
+        under_calibrated = sum(count < UNDER_CALIBRATED_TOKENS for count in layer.tokens_per_expert)
+        noted = [note for note in layer.notes if "experts saw fewer than" in note]
         assert len(noted) == (under_calibrated > 0)
         assert all("their statistics are of all tokens" in note for note in noted)
     assert any(min(layer.tokens_per_expert) < UNDER_CALIBRATED_TOKENS for layer in result.layers)
@@ -143,12 +143,12 @@ def test_routed_statistics_leave_starved_experts_to_plain_rounding(mixtral, tmp_
     ours, rounded = load_tensors(tmp_path / "out"), load_tensors(tmp_path / "plain")
     assert result.num_quantized == plain.num_quantized
     for layer in result.layers:
-        for number, count in enumerate(layer.data.tokens_per_expert):
+        for number, count in enumerate(layer.tokens_per_expert):
             name = f"{layer.name}.block_sparse_moe.experts.{number}.w1.weight_packed"
             assert torch.equal(ours[name], rounded[name]) == (count < UNDER_CALIBRATED_TOKENS)
             compared += count < UNDER_CALIBRATED_TOKENS
-        if min(layer.data.tokens_per_expert) < UNDER_CALIBRATED_TOKENS:
-            assert any("they are rounded to nearest" in note for note in layer.chosen.notes)
+        if min(layer.tokens_per_expert) < UNDER_CALIBRATED_TOKENS:
+            assert any("they are rounded to nearest" in note for note in layer.notes)
     assert compared
 
 
