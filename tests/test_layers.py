@@ -50,6 +50,7 @@ LAYERS = {
     "numerics": 1,
     "models": 1,
     "results": 1,
+    "devices": 1,
     "errors": 0,
     "registry": 0,
     "untrusted": 0,  # bounded reading, which every layer may need

@@ -21,7 +21,7 @@ _TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class SearchTarget:
     """What is asked for: one of these.
 
     Args:
@@ -52,7 +52,7 @@ class Target:
 
 
 class Groups(Protocol):
-    """What can be chosen for each group; see `measure.Measured`."""
+    """What can be chosen for each group; see `measure.MeasuredGroups`."""
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
@@ -149,28 +149,28 @@ def _moves(groups: Groups, choice: Choice, best: float, budget: float) -> Iterat
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
-    single = [(place, n) for place, row in enumerate(rows) for n in range(1, len(row))]
-    room = budget - total(options, choice).cost
-    found = []
+    single = [(group, n) for group, row in enumerate(rows) for n in range(1, len(row))]
+    left = budget - total(options, choice).cost
+    gains = []
     for moved in (*((one,) for one in single), *itertools.combinations(single, 2)):
-        if len({place for place, _ in moved}) < len(moved):
+        if len({group for group, _ in moved}) < len(moved):
             continue
-        cost = sum(near[place][n].cost - near[place][0].cost for place, n in moved)
-        gain = sum(near[place][n].sensitivity for place, n in moved)
-        if cost <= room and gain < 0:
-            found.append((gain, moved))
-    for _, moved in sorted(found)[:_PAIRS]:
+        cost = sum(near[group][n].cost - near[group][0].cost for group, n in moved)
+        gain = sum(near[group][n].sensitivity for group, n in moved)
+        if cost <= left and gain < 0:
+            gains.append((gain, moved))
+    for _, moved in sorted(gains)[:_PAIRS]:
         changed = dict(moved)
-        yield tuple(rows[place][changed.get(place, 0)] for place in range(len(choice)))
+        yield tuple(rows[group][changed.get(group, 0)] for group in range(len(choice)))
 
 
 def _neighbours(groups: Groups, choice: Choice, best: float) -> list[list[Option]]:
     """For each group: its options one step away, with what each does beside the others as chosen."""
-    found = []
+    rows = []
     for number, group in enumerate(groups.options):
         row = []
         for at in steps(group, choice[number]):
             moved = (*choice[:number], at, *choice[number + 1 :])
             row.append(replace(group[at], sensitivity=0.0 if at == choice[number] else groups.kl(moved) - best))
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows

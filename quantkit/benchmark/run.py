@@ -19,10 +19,10 @@ from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_room, closed_loop, make_load, poisson, request_key, sweep
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
+from quantkit.devices import pick_device
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
-from quantkit.runtime.cache.sizing import pick_device
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 

@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def make_header(
+def build_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[str]]:
     """The bytes in front of the tensors of a new file.

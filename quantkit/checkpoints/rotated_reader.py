@@ -88,10 +88,10 @@ class RotatedReader(ModelReader):
     def _rotated(self, name: str, value: Tensor) -> Tensor:
         """A tensor (N, K) or (N,) float32 of the rotated model."""
         names, parts = self._names, self._names.parts
-        found = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
-        if found is None:
+        match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
+        if match is None:
             return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
-        prefix, module, kind = found.groups()
+        prefix, module, kind = match.groups()
         if module in (parts.input_norm, parts.mlp_norm):
             return torch.full_like(value, 1 - names.norm_offset)
         if module in self._readers and kind == "weight":
@@ -129,8 +129,8 @@ class RotatedReader(ModelReader):
             layer = re.compile(rf"{re.escape(names.layers)}\.\d+\.(.+)\.(weight|bias)$")
             outside = (self._embedding, self._head, self._final_norm)
             for name in self.names:
-                found = layer.match(name)
-                if name not in outside and (found is None or found.group(1) not in known):
+                match = layer.match(name)
+                if name not in outside and (match is None or match.group(1) not in known):
                     reason = f"it is not known what {name} does to the residual stream"
                     break
         if reason is not None:

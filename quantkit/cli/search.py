@@ -103,7 +103,7 @@ def search(
     from quantkit.errors import GateFailure
     from quantkit.planning.units import parse_bytes
 
-    target = allocation.Target(
+    target = allocation.SearchTarget(
         bits=wished["bits"],
         num_bytes=None if wished["size"] is None else parse_bytes(wished["size"]),
         kl=wished["kl"],

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
+from quantkit.devices import pick_device
 from quantkit.errors import RequestError, first_line
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import kv_scheme, page_bytes
-from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device
+from quantkit.runtime.cache.sizing import check_settings, parse_bytes
 from quantkit.runtime.engine import scoring
 from quantkit.runtime.engine.assembly import make_engine
 from quantkit.runtime.engine.capacity import Room

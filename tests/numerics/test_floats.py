@@ -17,7 +17,7 @@ from quantkit.numerics.affine import (
     to_codes,
 )
 from quantkit.numerics.dtype import FP8, INT5, INT6, MXFP4, MXFP8, NVFP4
-from quantkit.numerics.scales import global_scale, power_of_two, storable_scale
+from quantkit.numerics.scales import global_scale, power_of_two_scale, storable_scale
 from quantkit.numerics.scheme import WeightScheme
 
 FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -54,15 +54,15 @@ def test_fp8_is_torchs_own():
 @pytest.mark.parametrize("dtype", [MXFP4, MXFP8])
 def test_powers_of_two_are_exponents_and_fit_the_range(dtype):
     largest = torch.exp(torch.linspace(-60, 60, 2001))
-    scale = power_of_two(largest, dtype)
+    scale = power_of_two_scale(largest, dtype)
     ratio = largest / scale
     # At most a quarter of an octave above the largest code (OCP's own rule lets it be half an octave), never far below.
     assert ((ratio >= dtype.maximum / 2 * 0.87) & (ratio <= dtype.maximum * 1.17)).all()
     assert torch.equal(torch.log2(scale).round(), torch.log2(scale))
     if hasattr(torch, "float8_e8m0fnu"):
         assert torch.equal(scale.to(torch.float8_e8m0fnu).float(), scale)
-    assert power_of_two(torch.tensor([0.0, 1e-45, 3e38]), dtype).gt(0).all()
-    assert power_of_two(torch.tensor([float("nan"), float("inf")]), dtype).isnan().all()
+    assert power_of_two_scale(torch.tensor([0.0, 1e-45, 3e38]), dtype).gt(0).all()
+    assert power_of_two_scale(torch.tensor([float("nan"), float("inf")]), dtype).isnan().all()
 
 
 def test_scales_of_two_levels_are_what_is_stored():

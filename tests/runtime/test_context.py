@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.devices import pick_device
 from quantkit.errors import InputError, RequestError
 from quantkit.kernels.layouts import kv_scheme, make_layout, page_bytes, tail_bytes
 from quantkit.runtime.cache import sizing as context
-from quantkit.runtime.cache.sizing import check_settings, parse_bytes, pick_device, size_pool
+from quantkit.runtime.cache.sizing import check_settings, parse_bytes, size_pool
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.compress.calibration.layer import LayerContext, first_tensor, hook_inputs
+from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
@@ -101,7 +101,7 @@ class TunedBlock:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
             self._arguments[shape] = _ordinary(self._layer.arguments(hidden))
-        return first_tensor(self._layer.block(hidden, **self._arguments[shape]))
+        return hidden_states(self._layer.block(hidden, **self._arguments[shape]))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.compress.algorithms._ranges import InputStatistics, search_range
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
-from quantkit.compress.calibration.layer import Call, LayerContext, first_tensor
+from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
 from quantkit.models.families import LinearSet
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
@@ -144,7 +144,7 @@ def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
 
 
 def _output(layer: LayerContext, parent: str, call: Call) -> Tensor:
-    return first_tensor(layer.block.get_submodule(parent)(*call[0], **call[1]))
+    return hidden_states(layer.block.get_submodule(parent)(*call[0], **call[1]))
 
 
 STEP = AwqStep

@@ -89,7 +89,7 @@ def needs_original(steps: Sequence[Step]) -> bool:
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
-def predicted_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
     Args:

@@ -185,7 +185,7 @@ class LayerContext:
     @torch.inference_mode()
     def _run(self, block: nn.Module, hidden: Tensor, extra: dict[str, Any]) -> Tensor:
         hidden = hidden.to(self.device)
-        return first_tensor(block(hidden, **{**self.arguments(hidden), **extra}))
+        return hidden_states(block(hidden, **{**self.arguments(hidden), **extra}))
 
     def grid(self, name: str) -> WeightGrid:
         """What the weight of a linear can be rounded to."""
@@ -307,6 +307,6 @@ def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callab
     return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
 
 
-def first_tensor(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Of what a module returns: transformers wraps some outputs into tuples."""
     return output[0] if isinstance(output, tuple) else output

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
-from quantkit.compress.convert.gguf import write_gguf
+from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import DENSE, Source, open_source
-from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
+from quantkit.compress.convert.target import Target, as_written, build_target, kv_cache_scheme
 from quantkit.compress.output import Shard, check_config, write_rest
 from quantkit.errors import SchemeError
 from quantkit.numerics.tensor import QuantizedTensor
@@ -85,42 +86,22 @@ def convert(
     source, output = open_source(Path(checkpoint)), Path(output)
     check_apart(output, source.reader.path)
     if to == "gguf":
-        return _to_gguf(source, output, type_name, importance, overwrite, progress)
-    if type_name is not None or importance is not None:
+        name, replaceable = to, check_gguf
+        write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
+    elif type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
-    target = make_target(source, to)
-    with _stage(output, overwrite) as stage:
-        size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
-        stage.promote(stage.work.checkpoint)
+    else:
+        target = build_target(source, to)
+        name, replaceable, write = target.name, check_checkpoint, partial(_write_checkpoint, source, target, progress)
+    with _stage(output, overwrite, replaceable) as stage:
+        draft = stage.work.path / output.name if to == "gguf" else stage.work.checkpoint
+        written = write(draft)
+        stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
         source_format=source.name,
         output=str(output),
-        format=target.name,
-        num_linears=len(target.linears),
-        source_bytes=source.reader.num_bytes,
-        output_bytes=size,
-        stored=dict(Counter(scheme.describe() for scheme in target.linears.values())),
-    )
-
-
-def _to_gguf(
-    source: Source,
-    output: Path,
-    type_name: str | None,
-    importance: Mapping[str, Tensor] | None,
-    overwrite: bool,
-    progress: Progress,
-) -> Conversion:
-    with _stage(output, overwrite, check_gguf) as stage:
-        file = stage.work.path / output.name
-        written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
-        stage.promote(file)
-    return Conversion(
-        source=str(source.reader.path),
-        source_format=source.name,
-        output=str(output),
-        format="gguf",
+        format=name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -130,7 +111,7 @@ def _to_gguf(
 
 
 @contextmanager
-def _stage(output: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
     with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
@@ -139,14 +120,15 @@ def _stage(output: Path, overwrite: bool, check: Callable[[Path], None] = check_
             raise translate_os_error(error, stage.work.path) from error
 
 
-def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Progress) -> int:
-    """Write all files and check them; bytes of all tensors."""
+def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
+    """Write all files and check them."""
     folder.mkdir()
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
     check_config(target.format, read_config(folder), target.linears, target.ignored)
-    return size
+    stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
+    return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:

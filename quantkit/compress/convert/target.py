@@ -38,7 +38,7 @@ class Target:
     group_order: bool
 
 
-def make_target(source: Source, name: str) -> Target:
+def build_target(source: Source, name: str) -> Target:
     """Check a checkpoint against a format.
 
     Args:

@@ -91,7 +91,9 @@ class HiddenStates:
         names = ["activations", *(["activations-original"] if plan.needs_original else [])]
         size = len(digests) // len(names)
         self._stores: list[ActivationStore] = []
-        for number, name in enumerate(names if samples is not None and layer < plan.skeleton.num_layers else ()):
+        if samples is None or layer == plan.skeleton.num_layers:
+            return
+        for number, name in enumerate(names):
             if layer:
                 own = digests[number * size : (number + 1) * size]
                 self._stores.append(ActivationStore.restore(folder / name, mode, layer, own))

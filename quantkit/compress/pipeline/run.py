@@ -18,7 +18,7 @@ import torch
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import translate_os_error
-from quantkit.compress.calibration.activations import Mode, finite
+from quantkit.compress.calibration.activations import Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
@@ -30,7 +30,7 @@ from quantkit.compress.pipeline.finish import describe_run, finish_checkpoint, w
 from quantkit.compress.pipeline.identity import run_identity
 from quantkit.compress.pipeline.inputs import HiddenStates, read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
-from quantkit.compress.pipeline.plan import Plan, make_plan, predicted_bytes
+from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
@@ -84,7 +84,7 @@ def _quantize(
 ) -> CompressionResult:
     """`quantize` to a directory."""
     started = time.perf_counter()
-    plan = make_plan(model, recipe, output, device)
+    plan = build_plan(model, recipe, output, device)
     with open_stage(plan.output, "quantize", overwrite=overwrite, resumable=True, allow_finished=True) as stage:
         samples = read_samples(plan)
         warnings = (*plan.warnings, *(samples.warnings if samples else ()))
@@ -178,7 +178,8 @@ class _Run:
             layer = self._context(index)
             layer.count_tokens()
             first = None if store is None else store[0][:1]
-            reference = None if first is None else finite(layer.forward(first), name)  # before any step spends time
+            # Before any step spends time on a layer that is broken.
+            reference = None if first is None else require_finite(layer.forward(first), name)
         cache = self._choose(layer, phases)
         with phases("write"):
             shard, digest, names = write_layer(plan, index, layer, self.state.checkpoint)
@@ -228,7 +229,7 @@ class _Run:
             sets=plan.sets(index),
             schemes=plan.layers[index],
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
-            head_dim=plan.head_dim,
+            head_dim=plan.skeleton.head_dim,
             arguments=partial(plan.skeleton.arguments, index),
             stored_dtype={
                 key.removeprefix(f"{name}."): plan.reader.info(key).dtype

@@ -18,23 +18,6 @@ _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unaske
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
 
 
-def pick_device(name: str | torch.device) -> torch.device:
-    """The device a user means by auto, cpu, cuda or cuda:<i>.
-
-    Raises:
-        InputError: there is no such device on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
-        raise InputError(f"unknown device {str(name)!r}; use auto, cpu, cuda or cuda:<i>")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
-    return device
-
-
 def parse_bytes(size: int | str) -> int:
     """Bytes of a size such as 4294967296, "4GiB", "512 MB" or "1.5g".
 

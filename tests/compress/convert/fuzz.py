@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save
 
 from quantkit.compress.convert.source import open_source
-from quantkit.compress.convert.target import make_target
+from quantkit.compress.convert.target import build_target
 from quantkit.errors import QuantkitError
 from quantkit.formats import REGISTRY
 from quantkit.formats._gguf_file import read_gguf
@@ -125,7 +125,7 @@ def read_weights(folder: Path) -> None:
 def read_checkpoint(folder: Path) -> None:
     """What a user's command would do with it."""
     read_weights(folder)
-    make_target(open_source(folder), "compressed-tensors")
+    build_target(open_source(folder), "compressed-tensors")
 
 
 def read_file(path: Path) -> None:
@@ -249,7 +249,7 @@ def main() -> None:
     for name in names:
         make_checkpoint(folder / "good" / name, name)
         read_weights(folder / "good" / name)
-        make_target(open_source(folder / "good" / name), "compressed-tensors")
+        build_target(open_source(folder / "good" / name), "compressed-tensors")
     for name in READ_ONLY:
         make_foreign(folder / "good" / name, name)
         read_weights(folder / "good" / name)

@@ -11,7 +11,7 @@ import torch
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.compress.output import Shard
 from quantkit.compress.pipeline import audit
-from quantkit.compress.pipeline.plan import make_plan
+from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.pipeline.run import quantize
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError
@@ -28,7 +28,7 @@ def finished(tmp_path):
     quantize(str(model), RECIPE, tmp_path / "out")
     result = json.loads((tmp_path / "out" / "quantkit-run.json").read_text())
     records = [LayerRecord.from_dict(layer) for layer in result["layers"]]
-    plan = make_plan(str(model), RECIPE, tmp_path / "other", "cpu")
+    plan = build_plan(str(model), RECIPE, tmp_path / "other", "cpu")
     audit.audit_checkpoint(tmp_path / "out", plan, records)
     return plan, tmp_path / "out", records
 

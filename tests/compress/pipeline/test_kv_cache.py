@@ -202,7 +202,7 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
         llm = LLM(tmp_path / name, dtype="float32", threads=1)
         found[name] = perplexity(llm)
         kept = [layout.scheme.key.describe() for layout in llm.engine.runner.cache.layouts]
-        ours = [layer.index for layer in result.layers if any("ridden by outliers" in note for note in layer.notes)]
+        ours = [layer.index for layer in result.layers if any("have outlier channels" in note for note in layer.notes)]
         if name == "naive":
             assert (set(kept), ours) == ({"int4 per token asymmetric"}, [])
         else:
