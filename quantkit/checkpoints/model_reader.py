@@ -70,7 +70,6 @@ class ModelReader(CheckpointReader):
         return reader
 
     def tensor(self, name: str) -> Tensor:
-        """See `CheckpointReader`."""
         part = self._parts.get(name)
         if part is None:
             return super().tensor(name)

@@ -57,14 +57,12 @@ class RotatedReader(ModelReader):
         self._heads = random_rotation(width, seed + 1) if heads and len(parts.qkv) == 3 else None
 
     def tensor(self, name: str) -> Tensor:
-        """See `CheckpointReader`."""
         if name in (self._embedding, self._head):
             return self.rows(name, 0, self.info(name).shape[0])
         value = super().tensor(name)
         return self._rotated(name, value.float()).to(value.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See `CheckpointReader`."""
         if name not in (self._embedding, self._head):
             return self.tensor(name)[start:stop].clone()
         value = super().rows(self._embedding if self._tied else name, start, stop)
@@ -78,7 +76,6 @@ class RotatedReader(ModelReader):
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
-        """See `CheckpointReader`."""
         shape, width = self.info(name).shape, self.info(name).num_bytes // self.info(name).shape[0]
         step = max(1, size // width) if name in (self._embedding, self._head) else shape[0]
         for start in range(0, shape[0], step):

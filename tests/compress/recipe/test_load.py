@@ -16,6 +16,12 @@ from quantkit.compress.recipe.schema import (
     ActivationsSection,
     CalibrationSection,
     Document,
+    KVCacheSection,
+    WeightsSection,
+)
+    ActivationsSection,
+    CalibrationSection,
+    Document,
     WeightsSection,
 )
 from quantkit.errors import RecipeError
