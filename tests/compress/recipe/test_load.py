@@ -19,11 +19,6 @@ from quantkit.compress.recipe.schema import (
     KVCacheSection,
     WeightsSection,
 )
-    ActivationsSection,
-    CalibrationSection,
-    Document,
-    WeightsSection,
-)
 from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import WeightScheme
