@@ -37,7 +37,11 @@ LAYERS = {
     "runtime.model": 5,
     "runtime.cache": 4,
     "runtime.sampling": 4,
+    "runtime.sequence": 3,
     "runtime.types": 2,
+    "runtime.config": 2,
+    "runtime.detokenizer": 2,
+    "runtime.devices": 2,
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,

@@ -104,7 +104,7 @@ def memory_records(
     pool = tails = None
     if prediction is not None and cache is not None:
         pool, tails = num_pages * prediction.page_bytes, max_sequences * prediction.tail_bytes
-    observed_tails = 0 if cache is None else cache.tail_bytes
+    observed_tails = 0 if cache is None else cache.residual_bytes
     parts = [
         MemoryRecord(
             part="weights",

@@ -21,7 +21,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
@@ -233,7 +233,7 @@ def _finish(
     target: BenchmarkTarget, options: BenchmarkOptions, runs: tuple[BenchmarkRun, ...], ceilings: Ceilings
 ) -> BenchmarkResult:
     engine, cost = target.llm.engine, target.cost
-    budget = engine.options.token_budget
+    budget = engine.config.token_budget
     decode = [decode_record(run, cost, ceilings) for run in runs if run.workload.mode == "closed"]
     prefill = [prefill_record(run, cost, ceilings, budget) for run in runs]
     first = next((record for record in prefill if record is not None), None)
@@ -245,7 +245,7 @@ def _finish(
         memory=_memory(target, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,
-        capacity_tokens=pages * engine.options.page_size if engine.runner.cache is not None else None,
+        capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
     )
@@ -263,14 +263,14 @@ def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
 
     cache = engine.runner.cache
     activations = observed_activation_bytes(largest_steps, target.llm.device)
-    tokens = min(engine.options.token_budget, count * options.prompt_tokens)
+    tokens = min(engine.config.token_budget, count * options.prompt_tokens)
     return memory_records(
         target.llm.model,
         cache,
         target.prediction,
         num_pages=engine.pool.num_pages,
-        max_sequences=engine.options.max_sequences,
-        page_size=engine.options.page_size,
+        max_sequences=engine.config.max_sequences,
+        page_size=engine.config.page_size,
         step=(tokens, options.prompt_tokens, count),
         activations=activations,
         device=target.llm.device,
@@ -278,7 +278,7 @@ def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
 
 
 def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
-    options = target.llm.engine.options
+    options = target.llm.engine.config
     kinds = linear_kinds(target.llm.model)
     return {
         "computed in": str(target.llm.model.dtype).removeprefix("torch."),

@@ -20,7 +20,8 @@ from quantkit.benchmark.tune import Case
 from quantkit.errors import InputError, suggestion
 from quantkit.kernels.gpu import choices, configs, layout, spaces
 from quantkit.kernels.gpu.layout import PackedWeight
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, kv_scheme
+from quantkit.kernels.layouts import kv_scheme
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme

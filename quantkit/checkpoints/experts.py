@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.families import Architecture, Experts
+from quantkit.models.families import Experts, Family
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
@@ -121,21 +121,21 @@ class _Gate:
         return activated
 
 
-def rebuild_layer(layer: nn.Module, architecture: Architecture) -> None:
+def rebuild_layer(layer: nn.Module, family: Family) -> None:
     """Give a layer on the meta device plain linears under the names of the checkpoint.
 
     Args:
         layer: modified.
-        architecture: its family.
+        family: its family.
     """
     for name, module in list(layer.named_modules()):
-        if architecture.experts is not None and is_stacked(module):
-            _replace(layer, name, LinearExperts(module, architecture.experts))
-        elif type(module).__name__ == "Conv1D" and name in architecture.transposed:
+        if family.experts is not None and is_stacked(module):
+            _replace(layer, name, LinearExperts(module, family.experts))
+        elif type(module).__name__ == "Conv1D" and name in family.transposed:
             width, rows = module.get_parameter("weight").shape
             with torch.device("meta"):
                 _replace(layer, name, nn.Linear(width, rows))
-    _rename(layer, architecture.stored_modules)
+    _rename(layer, family.stored_modules)
 
 
 def is_stacked(module: nn.Module) -> bool:

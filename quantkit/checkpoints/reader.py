@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, metadata_files, read_config
-from quantkit.checkpoints.header import TensorInfo, read_header
+from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 
 __all__ = ["CheckpointReader", "TensorInfo"]
@@ -52,7 +52,8 @@ class CheckpointReader:
     def __init__(self, path: Path | str) -> None:
         self.path: Path = check_folder(Path(path))
         self.config: dict[str, Any] = read_config(self.path)
-        self._tensors, self.files, self._index = find_tensors(self.path)
+        tensors, self.files, self._index = find_tensors(self.path)
+        self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
         self._digests: dict[str, str] | None = None
 

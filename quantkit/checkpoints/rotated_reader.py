@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 from quantkit.numerics.hadamard import random_rotation
 
 
@@ -30,19 +30,19 @@ class RotatedReader(ModelReader):
 
     Args:
         path: of the checkpoint.
-        architecture: its family.
+        family: its family.
         seed: of the rotations.
         heads: rotate value heads too.
     Raises:
         ModelError: the family cannot be rotated; says why.
     """
 
-    def __init__(self, path: Path | str, architecture: Architecture, *, seed: int, heads: bool) -> None:
-        super().__init__(path, architecture)
-        self._names = architecture
-        self._head = f"{architecture.stored_head or architecture.head}.weight"
-        self._embedding, self._final_norm = f"{architecture.embedding}.weight", f"{architecture.final_norm}.weight"
-        parts = architecture.parts
+    def __init__(self, path: Path | str, family: Family, *, seed: int, heads: bool) -> None:
+        super().__init__(path, family)
+        self._names = family
+        self._head = f"{family.stored_head or family.head}.weight"
+        self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
+        parts = family.parts
         self._readers = {**dict.fromkeys(parts.qkv, parts.input_norm), **dict.fromkeys(parts.up, parts.mlp_norm)}
         self._check(path)
         self._tied = self._head not in self._tensors

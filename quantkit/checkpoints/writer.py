@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import INDEX_NAME
-from quantkit.checkpoints.header import build_header
+from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import OutputError, QuantkitError, ResourceError
 from quantkit.quantities import byte_size
@@ -43,11 +43,11 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         OutputError: the place cannot be written.
         CheckpointError: a dtype that safetensors cannot hold.
     """
-    header, order = build_header(
+    header, order = encode_header(
         {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata
     )
     num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return _write_pieces(path, header, (chunk for name in order for chunk in _pieces(tensors[name])), num_bytes)
+    return _write_pieces(path, header, (piece for name in order for piece in _pieces(tensors[name])), num_bytes)
 
 
 def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, stored: Callable[[str], str] = str) -> str:
@@ -66,9 +66,9 @@ def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, sto
     """
     sources = {stored(name): name for name in names}
     infos = {name: reader.info(source) for name, source in sources.items()}
-    header, order = build_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
+    header, order = encode_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
     num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
-    return _write_pieces(path, header, (chunk for name in order for chunk in reader.chunks(sources[name])), num_bytes)
+    return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(sources[name])), num_bytes)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -140,13 +140,13 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield data[start : start + _PIECE_BYTES]
 
 
-def _write_pieces(path: Path, header: bytes, chunks: Iterable[bytes | memoryview], num_bytes: int) -> str:
+def _write_pieces(path: Path, header: bytes, pieces: Iterable[bytes | memoryview], num_bytes: int) -> str:
     digest = hashlib.sha256(header)
     with _atomic(path, num_bytes) as file:
         file.write(header)
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
     return digest.hexdigest()
 
 

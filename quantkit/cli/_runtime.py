@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from quantkit.cli._options import option_group
+from quantkit.cli._options import Decorator, option_group
+from quantkit.runtime.config import EngineConfig
 
-KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
+
+def _option(field: dataclasses.Field[Any]) -> Decorator:
+    """A field as an option of its name; its metadata is described where the fields are."""
+    meta = field.metadata
+    accepted: Any = None
+    if "choices" in meta:
+        accepted = click.Choice(meta["choices"])
+    elif "minimum" in meta:
+        accepted = click.IntRange(min=meta["minimum"])
+    shown = f"  [default: {meta['shown']}]" if "shown" in meta else ""
+    return click.option(
+        meta["flag"],
+        field.name,
+        type=accepted,
+        default=field.default,
+        show_default=field.default is not None,
+        metavar=meta.get("metavar"),
+        help=meta["help"] + shown,
+    )
 
 
 runtime_options = option_group(
-    "engine",
-    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
-    click.option(
-        "--dtype", default="auto", show_default=True, metavar="auto|bf16|fp16|fp32", help="Arithmetic to compute in."
-    ),
-    click.option(
-        "--kv-cache",
-        type=click.Choice(KV_TYPES),
-        default="auto",
-        show_default=True,
-        help="Number type of keys and values in the cache.",
-    ),
-    click.option(
-        "--kv-memory",
-        "memory",
-        metavar="SIZE",
-        help="Memory for the KV cache, e.g. 4GiB.  [default: what the model can use]",
-    ),
-    click.option("--max-length", type=click.IntRange(min=1), help="Longest context in tokens.  [default: the model's]"),
-    click.option(
-        "--head",
-        "head_dtype",
-        type=click.Choice(["int8", "int4"]),
-        help="Round the output head too, which recipes leave as it is.",
-    ),
-    click.option("--speculate", metavar="ngram|MODEL", help="Guess several tokens per step; the text stays the same."),
-    click.option("--threads", type=click.IntRange(min=1), help="CPU threads to compute with.  [default: measured]"),
+    "engine", *(_option(field) for field in dataclasses.fields(EngineConfig) if "flag" in field.metadata)
 )
-"""Options of the engine, keywords of `LLM`."""
+"""Options of the engine, keywords of `LLM`: the fields of `EngineConfig` that have a flag."""
 
 
 def numbers(kind: type, name: str) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:

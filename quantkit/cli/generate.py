@@ -120,7 +120,10 @@ def generate(
     if output_to.as_json:
         output_to.result(lambda: numbers)
     elif stats:
-        plain_console(stderr=True).print(_table(llm, numbers))
+        from quantkit.report.terminal import terminal_table
+
+        console = plain_console(stderr=True)
+        console.print(terminal_table(_table(llm, numbers), console))
 
 
 def _text(given: bytes) -> str:

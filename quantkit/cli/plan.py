@@ -99,7 +99,7 @@ def plan(
     """
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document
-    from quantkit.planning.units import parse_bytes, parse_flops, parse_rate, parse_tokens
+    from quantkit.quantities import parse_bytes, parse_flops, parse_rate, parse_tokens
 
     if changes and recipe is None:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")

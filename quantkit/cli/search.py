@@ -101,7 +101,7 @@ def search(
     from quantkit import allocation
     from quantkit.compress.recipe import load
     from quantkit.errors import GateFailure
-    from quantkit.planning.units import parse_bytes
+    from quantkit.quantities import parse_bytes
 
     target = allocation.SearchTarget(
         bits=wished["bits"],

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import KV_TYPES, numbers
+from quantkit.cli._runtime import numbers
+from quantkit.runtime.config import KV_TYPES
 
 if TYPE_CHECKING:
     from quantkit.benchmark.tune import Outcome, Tuning

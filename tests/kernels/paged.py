@@ -18,6 +18,7 @@ from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.kv_numbers import dequantize, quantize
 from quantkit.kernels.layouts import KVLayout, kv_scheme, make_layout
+from quantkit.kernels.ops import AttentionOptions
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
@@ -42,7 +43,7 @@ def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.floa
 
 def poison(cache: KVCache) -> KVCache:
     """Every bit set: NaN in every float type, so that whatever reads a slot before it is written shows it."""
-    for memory in (*cache._pools, *(tail for tail in cache._tails if tail is not None)):
+    for memory in (*cache._pools, *(tail for tail in cache._residuals if tail is not None)):
         memory.view(torch.uint8).fill_(255)
     return cache
 
@@ -108,7 +109,8 @@ class Sequences:
         )
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].to(self.device)
-        out = cache.attend(0, *states, self.batch(spans), **options).cpu()
+        angles = options.pop("angles", None)
+        out = cache.attend(0, *states, self.batch(spans), AttentionOptions(**options), angles).cpu()
         return list(out.split([stop - start for _, start, stop in spans]))
 
     def expected(self, number: int, start: int, stop: int, **options) -> Tensor:

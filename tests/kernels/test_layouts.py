@@ -10,14 +10,13 @@ import torch
 from quantkit.errors import SchemeError
 from quantkit.kernels.kv_numbers import dequantize, pack_int4, quantize, unpack_int4
 from quantkit.kernels.layouts import (
-    DEFAULT_PAGE_SIZE,
-    MAX_ROLLBACK,
     kv_dtype,
     kv_scheme,
     page_bytes,
     pages_for_budget,
     tail_bytes,
 )
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from tests.kernels.paged import KV_TYPES, layout

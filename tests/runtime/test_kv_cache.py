@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, tail_bytes
+from quantkit.kernels.layouts import page_bytes, tail_bytes
+from quantkit.models.cache import MAX_ROLLBACK
 from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 
@@ -22,7 +23,7 @@ def test_bytes_are_what_the_planner_says(kind):
     layouts = [layout(kind), layout(kind, window=8), layout(kind, dim=80, dtype=torch.bfloat16)]
     cache = KVCache(layouts, 7, 3)
     assert cache.num_bytes == 7 * page_bytes(layouts)
-    assert cache.tail_bytes == tail_bytes(layouts, 3)
+    assert cache.residual_bytes == tail_bytes(layouts, 3)
     assert (cache.num_pages, cache.page_size) == (7, 4)
 
 

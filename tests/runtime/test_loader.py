@@ -241,12 +241,13 @@ def test_old_buffers_and_cache_scales_are_passed_over(llama, tmp_path):
     assert difference(run(load_model(folder), SEQUENCES), run(load_model(llama), SEQUENCES)) == 0
 
 
-def test_a_model_too_large_for_memory_is_refused_with_both_figures(llama, unread):
+def test_a_model_too_large_for_memory_is_refused_with_both_figures(llama, unread, monkeypatch):
+    monkeypatch.setattr("quantkit.runtime.model.memory.free_bytes", lambda device: 100_000)
     with pytest.raises(ResourceError, match=r"loading needs 4\d\d\.\d KiB on cpu, 97.7 KiB are available") as caught:
-        load_model(llama, memory=100_000)
+        load_model(llama)
     assert caught.value.exit_code == 5
     with pytest.raises(ResourceError):
-        load_model(llama, memory=100_000, backend="transformers")
+        load_model(llama, backend="transformers")
 
 
 @pytest.mark.parametrize("options", [{"dtype": "int8"}, {"backend": "vllm"}, {"head_dtype": "int3"}])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Architecture
+    from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +72,12 @@ class Step(Protocol):
 class Opener(Protocol):
     """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
 
-    def open(self, path: Path, architecture: Architecture) -> ModelReader:
+    def open(self, path: Path, family: Family) -> ModelReader:
         """The checkpoint as that model.
 
         Args:
             path: of the checkpoint.
-            architecture: its family.
+            family: its family.
         Raises:
             ModelError: it cannot be done with this model; says why.
         """

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.convert.gguf_model import (
-    Piece,
-    find_family,
+    ExportedTensor,
+    find_gguf_model,
     interleave,
-    list_pieces,
+    list_tensors,
     long_range_factors,
-    make_metadata,
+    metadata_of,
 )
 from quantkit.compress.convert.source import Source
 from quantkit.compress.convert.target import kv_cache_scheme, nearest_that_works
@@ -89,9 +89,9 @@ def write_gguf(
     """
     plan = _plan(source, type_name)
     file_type = TYPES[type_name][0] if type_name else _file_type(plan)
-    family = find_family(source.reader.config, str(source.reader.path))
-    metadata = make_metadata(source, family, file_type)
-    factors = long_range_factors(source.reader.config)
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    metadata = metadata_of(source, gguf, file_type)
+    factors = long_range_factors(gguf.model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {p.name: (block, p.shape) for p, block in plan}
     if factors is not None:
         tensors["rope_freqs.weight"] = (blocks.F32, tuple(factors.shape))
@@ -102,7 +102,7 @@ def write_gguf(
         for number, (piece, block) in enumerate(plan):
             progress(number, len(plan), piece.module)
             digest = hashlib.sha256()
-            data = _bytes(source, piece, block, family.norm_offset, importance or {})
+            data = _bytes(source, piece, block, gguf.model.family.norm_offset, importance or {})
             writer.tensor(piece.name, _hashed(data, digest.update))
             digests[piece.name] = digest.hexdigest()
         if factors is not None:
@@ -114,7 +114,7 @@ def write_gguf(
     return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=_notes(source, plan))
 
 
-def _notes(source: Source, plan: list[tuple[Piece, Block]]) -> tuple[str, ...]:
+def _notes(source: Source, plan: list[tuple[ExportedTensor, Block]]) -> tuple[str, ...]:
     """What the file does not say of the checkpoint, and what it says with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
@@ -143,14 +143,14 @@ def check_model(source: Source, type_name: str | None = None) -> None:
     Raises:
         SchemeError, ModelError: as `write_gguf`.
     """
-    family = find_family(source.reader.config, str(source.reader.path))
-    make_metadata(source, family, 0)
-    list_pieces(source, family)
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    metadata_of(source, gguf, 0)
+    list_tensors(source, gguf)
     if type_name is None:
         _check_codes(source)
 
 
-def _plan(source: Source, type_name: str | None) -> list[tuple[Piece, Block]]:
+def _plan(source: Source, type_name: str | None) -> list[tuple[ExportedTensor, Block]]:
     """Every tensor with its type."""
     if type_name is not None and type_name not in TYPES:
         raise SchemeError(f"unknown GGUF type {type_name!r}; there are: {', '.join(TYPES)}")
@@ -160,8 +160,8 @@ def _plan(source: Source, type_name: str | None) -> list[tuple[Piece, Block]]:
             f"{type_name}, or give the original model"
         )
     _check_codes(source)
-    family = find_family(source.reader.config, str(source.reader.path))
-    pieces = list_pieces(source, family)
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    pieces = list_tensors(source, gguf)
     has_head = any(piece.name == "output.weight" for piece in pieces)
     return [(piece, _block(source, piece, type_name, has_head=has_head)) for piece in pieces]
 
@@ -179,7 +179,7 @@ def _check_codes(source: Source) -> None:
             raise SchemeError(f"{source.reader.path} does not fit format gguf: {module}: {error}; {hint}") from None
 
 
-def _block(source: Source, piece: Piece, type_name: str | None, *, has_head: bool) -> Block:
+def _block(source: Source, piece: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
     if piece.local == "weight" and piece.module in source.linears:
         scheme = source.linears[piece.module]
         if scheme.weight.symmetric:
@@ -197,7 +197,7 @@ def _block(source: Source, piece: Piece, type_name: str | None, *, has_head: boo
     return fits[0]
 
 
-def _plain_block(source: Source, piece: Piece) -> Block:
+def _plain_block(source: Source, piece: ExportedTensor) -> Block:
     dtype = source.reader.info(f"{piece.module}.{piece.local}").dtype
     for block in (blocks.F32, blocks.F16, blocks.BF16):
         if block.dtype == dtype:
@@ -206,7 +206,7 @@ def _plain_block(source: Source, piece: Piece) -> Block:
 
 
 def _bytes(
-    source: Source, piece: Piece, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
+    source: Source, piece: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
 ) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
     if piece.local == "weight" and piece.module in source.linears:
@@ -236,7 +236,7 @@ def _round(values: Tensor, block: Block, importance: Tensor | None) -> Tensor:
     return _ENCODERS[block.name](single, weights)
 
 
-def _encode(source: Source, piece: Piece) -> tuple[Block, Tensor]:
+def _encode(source: Source, piece: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
     weight = source.weight(piece.module)
     rows = interleave(torch.arange(piece.shape[0]), piece.interleave)
@@ -254,7 +254,7 @@ def _encode(source: Source, piece: Piece) -> tuple[Block, Tensor]:
     return block, data
 
 
-def _check_blocks(piece: Piece, block: Block, data: Tensor, weight: QuantizedTensor) -> None:
+def _check_blocks(piece: ExportedTensor, block: Block, data: Tensor, weight: QuantizedTensor) -> None:
     flat, single = data.reshape(-1), weight.dequantize(torch.float32)
     exact = torch.equal(decode_values(block, flat, weight.shape), single)
     if exact and (weight.zero_point is None or block == blocks.Q4_1) and (weight.scale != 0).all():
@@ -279,7 +279,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
             raise AuditError(f"{path.name}: tensor {name} differs from what was written")
 
 
-def _file_type(plan: list[tuple[Piece, Block]]) -> int:
+def _file_type(plan: list[tuple[ExportedTensor, Block]]) -> int:
     """ggml's number of the type that most matrices of layers have."""
     common = Counter(block.name for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
     numbers = {block.name: number for number, block, _ in TYPES.values()} | {"Q5_0": 8, "MXFP4": 38}

@@ -13,7 +13,8 @@ from quantkit.compress.convert.source import DENSE, Source
 from quantkit.errors import ModelError, SchemeError
 from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format
-from quantkit.models import families as architectures
+from quantkit.models.families import find
+from quantkit.models.linear_sets import fused_conflicts
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -180,16 +181,15 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return
     try:
-        architecture = architectures.find(config)
+        family = find(config)
     except ModelError:
         return  # a family that quantkit does not know is converted as it is
     for layer, modules in source.layers():
-        here = {name.removeprefix(f"{layer}.") for name in modules} if layer else set()
-        for names in (names for group in architecture.sets_of_layer(here.__contains__) for names in group.fused):
-            if layer and len({linears.get(f"{layer}.{name}") for name in names}) > 1:
-                raise SchemeError(f"{layer}: {', '.join(names)} are fused by inference engines and need one scheme")
-    if config.get("tie_word_embeddings") and architecture.head in linears:
-        raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
+        here = {name.removeprefix(f"{layer}."): linears.get(name) for name in modules} if layer else {}
+        for conflict in fused_conflicts(family.sets_of_layer(here.__contains__), here):
+            raise SchemeError(f"{layer}: {conflict}")
+    if config.get("tie_word_embeddings") and family.head in linears:
+        raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not take")
 
 
 def _ignored(source: Source) -> list[str]:

@@ -26,7 +26,7 @@ from quantkit.compress.discovery.layout import Layout, find_model_layout
 from quantkit.compress.discovery.stacked_experts import find_experts
 from quantkit.compress.discovery.survey import Survey, survey
 from quantkit.errors import ModelError, first_line
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
@@ -39,13 +39,13 @@ class Discovery:
 
     Args:
         name: class of the model.
-        architecture: names of its parts, and the sets of each layer.
+        family: names of its parts, and the sets of each layer.
         surveys: what was found in each kind of layer.
         kinds: number of its survey for each layer.
     """
 
     name: str
-    architecture: Architecture
+    family: Family
     surveys: tuple[Survey, ...]
     kinds: tuple[int, ...]
 
@@ -58,7 +58,7 @@ class Discovery:
         pairs, failed = (sum(numbers) for numbers in zip(*[(i.pairs, len(i.dropped)) for i in distinct], strict=True))
         dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
         text = (
-            f"no description of {self.name}: found {len(self.kinds)} layers at {self.architecture.layers}, {linears} "
+            f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
             f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         )
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
@@ -67,11 +67,11 @@ class Discovery:
     def record(self) -> dict[str, Any]:
         """All of it as plain data, for the manifest."""
         names = ("backbone", "layers", "embedding", "final_norm", "head", "stored_prefix", "stored_head", "transposed")
-        experts = self.architecture.experts
+        experts = self.family.experts
         return {
             "model": self.name,
             "summary": self.summary,
-            "modules": {name: getattr(self.architecture, name) for name in names},
+            "modules": {name: getattr(self.family, name) for name in names},
             "experts": None if experts is None else asdict(experts),
             "kinds": [asdict(item) for item in self.surveys],
             "kind_of_layer": list(self.kinds),
@@ -107,7 +107,7 @@ def discover(reader: CheckpointReader) -> Discovery:
         most=int(getattr(config, "num_attention_heads", 0) or 0),
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
-    bare = _architecture(name, reader, layout, model)
+    bare = _family_of(name, reader, layout, model)
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
     kinds, firsts = _kinds(skeleton)
@@ -115,8 +115,8 @@ def discover(reader: CheckpointReader) -> Discovery:
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(surveys[kind].sets for kind in kinds)
-    architecture = replace(bare, linear_sets=sets[0], layer_sets=sets)
-    return Discovery(name=name, architecture=architecture, surveys=surveys, kinds=kinds)
+    family = replace(bare, linear_sets=sets[0], layer_sets=sets)
+    return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
 
 
 def _kinds(skeleton: Skeleton) -> tuple[tuple[int, ...], list[int]]:
@@ -204,7 +204,7 @@ def _fill(block: nn.Module, generator: torch.Generator) -> None:
         set_parameter(block, name, values)
 
 
-def _architecture(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Architecture:
+def _family_of(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Family:
     """The names of a model's parts, in the model and in its files."""
     layers = model.get_submodule(layout.layers)
     transposed = {
@@ -213,7 +213,7 @@ def _architecture(name: str, reader: CheckpointReader, layout: Layout, model: nn
     stored_prefix = _stored_prefix(reader, layout, layers)
     own = f"{layout.backbone}." if layout.backbone else ""
     prefix = own if stored_prefix is None else stored_prefix
-    return Architecture(
+    return Family(
         hf_names=(name,),
         backbone=layout.backbone,
         layers=layout.layers,

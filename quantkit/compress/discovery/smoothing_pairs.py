@@ -61,14 +61,14 @@ class Trial:
     def _expect(self) -> None:
         for gain in _GAINS if not self.expected else ():
             with _gained(self.block, gain):
-                outputs = [tensor.clone() for tensor in self.run()]
-            if all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
-                self.expected[gain] = outputs
+                found = [tensor.clone() for tensor in self.run()]
+            if all(bool(torch.isfinite(tensor).all()) for tensor in found):
+                self.expected[gain] = found
         if not self.expected:
             raise ModelError("a decoder layer with random weights computes values that are not finite")
 
 
-def smoothing_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
+def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
     """Modules that may have produced what a set reads, the likeliest first.
 
     Args:
@@ -118,11 +118,11 @@ def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Itera
         yield from folded(block, group, scales, head_dim)
 
 
-def _distance(output: Tensor, expected: Tensor) -> float:
-    if output.shape != expected.shape:
+def _distance(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
         return float("inf")
     size: float = expected.double().norm().item()
-    wrong: float = (output.double() - expected.double()).norm().item()
+    wrong: float = (found.double() - expected.double()).norm().item()
     return wrong / size if size > 0 else wrong
 
 

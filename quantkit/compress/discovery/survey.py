@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
-from quantkit.compress.discovery.recorder import Recording, record_run
-from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, smoothing_candidates
+from quantkit.compress.discovery.recorder import Recording, record_inputs
+from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
 from quantkit.models.families import LinearSet
 
 
@@ -48,20 +48,20 @@ def survey(
     Raises:
         ModelError: the layer's output is not finite.
     """
-    seen = record_run(block, run)
+    seen = record_inputs(block, run)
     drafts, alone = draft_sets(block, seen, gates)
     trial = Trial(block=block, run=run, head_dim=head_dim)
-    ordered: list[tuple[int, LinearSet]] = []
+    found: list[tuple[int, LinearSet]] = []
     dropped: list[str] = []
     pairs = 0
     for alike in _by_key(drafts):
         plain = [_plain(block, seen, draft, alike[0], hidden) for draft in alike]
-        options = [_with_source(plain, *option) for option in smoothing_candidates(block, seen, alike[0], head_dim)]
+        options = [_with_source(plain, *option) for option in source_candidates(block, seen, alike[0], head_dim)]
         groups, failure = _choose(trial, [option for option in options if option])
         pairs += bool(groups or failure)
         dropped += [failure] if failure else []
-        ordered += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
-    sets = tuple(group for _, group in sorted(ordered, key=lambda item: item[0]))
+        found += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
+    sets = tuple(group for _, group in sorted(found, key=lambda item: item[0]))
     return Survey(sets=sets, ignored=alone, pairs=pairs, dropped=tuple(dropped))
 
 

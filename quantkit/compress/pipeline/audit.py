@@ -35,7 +35,7 @@ def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         plan: what was to be done.
         records: of all layers.
     """
-    reader = ModelReader(folder, plan.architecture)
+    reader = ModelReader(folder, plan.family)
     _check_targets(plan, reader, records)
     for name in plan.ignored:
         source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
@@ -90,7 +90,7 @@ def written_bytes(reader: CheckpointReader, linear: str) -> int:
 
 
 def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
-    head, embedding = f"{plan.architecture.head}.weight", f"{plan.architecture.embedding}.weight"
+    head, embedding = f"{plan.family.head}.weight", f"{plan.family.embedding}.weight"
     for name in (head, embedding):
         if (name in plan.reader) != (name in reader):
             raise AuditError(f"{name} was {'lost' if name in plan.reader else 'added'}; tied weights would break")

@@ -39,7 +39,7 @@ def finish_checkpoint(plan: Plan, state: RunState) -> int:
     described = plan.format.config(
         *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored), group_order=plan.group_order
     )
-    described = decode_at_load(described, plan.architecture)
+    described = decode_at_load(described, plan.family)
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)
     size = write_rest(folder, plan.reader, state.weight_map, config)
     audit_checkpoint(folder, plan, state.records)

@@ -42,7 +42,7 @@ def read_samples(plan: Plan) -> Samples | None:
         tokenizer,
         samples=calibration.samples,
         sequence_length=calibration.sequence_length,
-        vocab_size=plan.reader.info(f"{plan.architecture.embedding}.weight").shape[0],
+        vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
         seed=plan.recipe.seed,
         field=calibration.field,
         split=calibration.split,
@@ -60,7 +60,7 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Tensor]:
     Only the embedding rows of tokens that occur are read.
     """
     used = torch.tensor(sorted({token for sample in samples.token_ids for token in sample}))
-    name = f"{plan.architecture.embedding}.weight"
+    name = f"{plan.family.embedding}.weight"
     table = plan.reader.gather_rows(name, used)
     row_of = torch.zeros(plan.reader.info(name).shape[0], dtype=torch.int64)
     row_of[used] = torch.arange(len(used))

@@ -16,7 +16,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import AuditError, ModelError, SchemeError
 from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 
@@ -64,29 +64,29 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
         raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={_SCALED_FORMAT}")
 
 
-def choose_cache(goal: CacheGoal, architecture: Architecture, layer: LayerContext) -> CacheRecord:
+def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
     """Decide on the KV cache of a layer whose weights are final.
 
     Args:
         goal: what the recipe asks for.
-        architecture: of the model.
+        family: of the model.
         layer: modified: gets the scales to write, and a note where the decision differs from the goal.
     """
     calibrated = calibrate_cache(layer, goal)
     if calibrated.note is not None:
         layer.chosen.notes.append(calibrated.note)
     if goal.has_fixed_scales:
-        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, architecture), calibrated.cache)
+        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, family), calibrated.cache)
     return calibrated.record
 
 
-def attention_module(block: nn.Module, architecture: Architecture) -> str:
+def attention_module(block: nn.Module, family: Family) -> str:
     """Relative name of the module of a layer that attends.
 
     Raises:
         ModelError: it cannot be told.
     """
-    name: str = architecture.parts.output.rpartition(".")[0]
+    name: str = family.parts.output.rpartition(".")[0]
     modules = dict(block.named_modules())
     if name and name in modules:
         return name

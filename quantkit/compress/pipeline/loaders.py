@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import SchemeError
-from quantkit.models.families import Architecture, find_expert
+from quantkit.models.families import Family, find_expert
 from quantkit.numerics.scheme import LinearScheme
 
 _COMPRESSED = "compressed-tensors"
@@ -19,13 +19,11 @@ _COMPRESSED = "compressed-tensors"
 _HOLD_TRANSPOSED = ("dense", "gptq", "gptq_v2")
 
 
-def check_loaders(
-    architecture: Architecture, layers: Sequence[Mapping[str, LinearScheme]], format_name: str
-) -> tuple[str, ...]:
+def check_loaders(family: Family, layers: Sequence[Mapping[str, LinearScheme]], format_name: str) -> tuple[str, ...]:
     """Refuse what no loader takes; say what some do not take.
 
     Args:
-        architecture: of the model.
+        family: of the model.
         layers: scheme of each linear to quantize by relative name, per layer.
         format_name: of the recipe.
     Returns:
@@ -33,32 +31,32 @@ def check_loaders(
     Raises:
         SchemeError: says which recipe field to change.
     """
-    family = architecture.hf_names[0]
-    if architecture.transposed and format_name not in _HOLD_TRANSPOSED:
+    name = family.hf_names[0]
+    if family.transposed and format_name not in _HOLD_TRANSPOSED:
         raise SchemeError(
-            f"{family} keeps its linears as Conv1D, which readers of {format_name} do not find: "
+            f"{name} keeps its linears as Conv1D, which readers of {format_name} do not find: "
             f"set format to one of {', '.join(_HOLD_TRANSPOSED)}"
         )
     if format_name != _COMPRESSED:
         return ()
-    if architecture.decode_at_load:
-        return _check_decoded(family, {scheme for layer in layers for scheme in layer.values()})
+    if family.decode_at_load:
+        return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
     return _check_experts(
-        family,
-        {scheme for layer in layers for name, scheme in layer.items() if find_expert(name)},
-        loads=architecture.compressed_experts,
+        name,
+        {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)},
+        loads=family.compressed_experts,
     )
 
 
-def decode_at_load(described: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+def decode_at_load(described: dict[str, Any], family: Family) -> dict[str, Any]:
     """What a format says in config.json, with the wish that transformers decode the weights while loading.
 
     Args:
         described: by the format.
-        architecture: of the model; most need no such thing.
+        family: of the model; most need no such thing.
     """
     section = described.get("quantization_config", {})
-    if not architecture.decode_at_load or section.get("quant_method") != _COMPRESSED:
+    if not family.decode_at_load or section.get("quant_method") != _COMPRESSED:
         return described
     return {**described, "quantization_config": {**section, "dequantize": True}}
 

@@ -25,7 +25,8 @@ from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.models.families import Architecture, LinearSet, split_experts
+from quantkit.models.families import Family, LinearSet, split_experts
+from quantkit.models.linear_sets import WIDEN, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +38,7 @@ class Plan:
 
     Args:
         model: as given, "demo" for the bundled model.
-        reader, skeleton, architecture, recipe, format: its parts.
+        reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
@@ -52,7 +53,7 @@ class Plan:
     model: str
     reader: ModelReader
     skeleton: Skeleton
-    architecture: Architecture
+    family: Family
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
@@ -125,17 +126,17 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     if "quantization_config" in source.config:
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
-    architecture, discovery = find_model(source)
-    reader = _open(source.path, architecture, recipe, described=discovery is None)
+    family, discovery = find_model(source)
+    reader = _open(source.path, family, recipe, described=discovery is None)
     target_device = pick_device(device)
-    dtype = _source_dtype(reader, architecture)
+    dtype = _source_dtype(reader, family)
     compute = pick_compute_dtype(dtype, target_device)
-    skeleton = Skeleton(reader, architecture, compute, target_device)
+    skeleton = Skeleton(reader, family, compute, target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
+    warnings = (*check_loaders(family, layers, recipe.format), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
@@ -144,7 +145,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         model=name,
         reader=reader,
         skeleton=skeleton,
-        architecture=architecture,
+        family=family,
         recipe=recipe,
         format=format_,
         layers=layers,
@@ -159,14 +160,14 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     )
 
 
-def _open(path: Path, architecture: Architecture, recipe: Recipe, *, described: bool) -> ModelReader:
+def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for step, name in zip(recipe.steps, recipe.step_names, strict=True):
         if isinstance(step, Opener):
             if not described:
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return step.open(path, architecture)
-    return ModelReader(path, architecture)
+            return step.open(path, family)
+    return ModelReader(path, family)
 
 
 def scale_dtype_of(source: torch.dtype, format_: Format) -> torch.dtype:
@@ -186,13 +187,11 @@ def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype
     return torch.float32
 
 
-def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     """Widest dtype of the decoder layers' weights, which must all be float types."""
-    names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
+    names = [name for name in reader.names if name.startswith(f"{family.layers}.") and name.endswith(".weight")]
     if not names:
-        raise ModelError(
-            f"{reader.path}: the checkpoint has no decoder layers, no tensor under {architecture.layers}.*"
-        )
+        raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
     for name in names:
         if reader.info(name).dtype not in FLOAT_SOURCES:
             raise ModelError(
@@ -210,13 +209,8 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     for index in range(skeleton.num_layers):
         prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
         assigned = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
-        for names in (names for group in sets for names in group.fused):
-            if len({assigned[name] for name in names}) > 1:
-                listed = ", ".join(names if len(names) <= 4 else (*names[:3], f"... {names[-1]}"))
-                raise RecipeError(
-                    f"{prefix}: {listed} are fused by inference engines and need one scheme; "
-                    "widen the pattern in overrides or ignore to cover all of them"
-                )
+        for conflict in fused_conflicts(sets, assigned):
+            raise RecipeError(f"{prefix}: {conflict}; {WIDEN}")
         every += [f"{prefix}.{name}" for name in assigned]
         layers.append({name: item for name, item in assigned.items() if item is not None})
         ignored += [f"{prefix}.{name}" for name, item in assigned.items() if item is None]
@@ -225,7 +219,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
         raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.architecture.head)))
+    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:

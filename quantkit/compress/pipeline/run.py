@@ -219,7 +219,7 @@ class _Run:
         if recipe.kv_cache is None:
             return None
         with phases("kv cache"):
-            return choose_cache(recipe.kv_cache, self.plan.architecture, layer)
+            return choose_cache(recipe.kv_cache, self.plan.family, layer)
 
     def _context(self, index: int) -> LayerContext:
         plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)

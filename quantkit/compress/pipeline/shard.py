@@ -52,7 +52,7 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
         _others(plan, layer, {*scales, *(f"{layer.name}.{n}.weight" for n in layer.chosen.quantized)})
     )
     file = shard_name(index, plan.skeleton.num_layers)
-    read = partial(ModelReader.view_file, architecture=plan.architecture)
+    read = partial(ModelReader.view_file, family=plan.family)
     return file, *shard.write(folder / file, layout=plan.reader.restore, read=read)
 
 

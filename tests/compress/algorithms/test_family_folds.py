@@ -42,8 +42,8 @@ COUNTS = {
 
 def contexts(folder):
     """The layers of a model, with no data."""
-    architecture = find(CheckpointReader(folder).config)
-    skeleton = Skeleton(ModelReader(folder, architecture), architecture, torch.float32, torch.device("cpu"))
+    family = find(CheckpointReader(folder).config)
+    skeleton = Skeleton(ModelReader(folder, family), family, torch.float32, torch.device("cpu"))
     for index in range(skeleton.num_layers):
         yield LayerContext(
             name=skeleton.layer_name(index),

@@ -33,8 +33,8 @@ def wrapper(request, tmp_path_factory):
 
 def decode_into(model, source, output):
     """Give a model of the source the weights that we decode from the output, and quantized inputs where they are."""
-    architecture, _ = find_model(CheckpointReader(source))
-    reader = ModelReader(output, architecture)
+    family, _ = find_model(CheckpointReader(source))
+    reader = ModelReader(output, family)
     format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
     scheme = format_.recognise(reader.config)
     for name, module in model.named_modules():
@@ -50,7 +50,7 @@ def decode_into(model, source, output):
                 )
     for name, parameter in model.named_parameters():  # norms and biases that took a scale
         quantized = scheme.find(name.removesuffix(".weight")) is not None and parameter.dim() == 2
-        if name in reader and name.startswith(f"{architecture.layers}.") and not quantized:
+        if name in reader and name.startswith(f"{family.layers}.") and not quantized:
             parameter.data = reader.tensor(name).float()
     return model.eval()
 

@@ -75,7 +75,7 @@ def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
 
 
 def assert_same_memory(first, second):
-    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in (first, second))
+    one, other = ([*cache._pools, *filter(torch.is_tensor, cache._residuals)] for cache in (first, second))
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
