@@ -6,6 +6,7 @@ Every import statement counts, also those inside functions; those under TYPE_CHE
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,11 +58,12 @@ LAYERS = {
     "devices": 1,
     "errors": 0,
     "registry": 0,
+    "settings": 0,
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data
 }
-TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "cli", "planning", "demo")
+TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning", "demo")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -77,6 +79,9 @@ def read_package(root: Path = ROOT) -> Sources:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         sources[name] = path.read_text(encoding="utf-8")
     return sources
+
+
+parse = functools.cache(ast.parse)  # of the same text each check asks again
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -95,7 +100,7 @@ def imported(name: str, sources: Sources) -> set[str]:
     """Modules that module `name` imports: ours by their exact name, foreign ones as written."""
     base = name.split(".") if any(other.startswith(f"{name}.") for other in sources) else name.split(".")[:-1]
     found = set()
-    for node in walk_running(ast.parse(sources[name])):
+    for node in walk_running(parse(sources[name])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -186,7 +191,7 @@ def too_long(sources: Sources) -> list[str]:
         if len(text.splitlines()) > MAX_FILE_LINES
     ]
     for name, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 lines = (node.end_lineno or 0) - start + 1
@@ -203,7 +208,7 @@ def undocumented(sources: Sources) -> list[str]:
     used = {name for module in sources for name in imported_names(module, sources)}
     found = []
     for name, text in sources.items():
-        tree = ast.parse(text)
+        tree = parse(text)
         if text.strip() and not ast.get_docstring(tree):
             found.append(name)
         for node in public_definitions(tree):
@@ -217,7 +222,7 @@ def imported_names(name: str, sources: Sources) -> set[str]:
     """Full names of what a module takes from others with `from ... import`."""
     return {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(sources[name]))
+        for node in ast.walk(parse(sources[name]))
         if isinstance(node, ast.ImportFrom) and node.module and not node.level
         for alias in node.names
     }

@@ -16,6 +16,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES, find_dtype
 from quantkit.planning.weights import from_linear
 
@@ -186,8 +187,10 @@ def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], dev
     """
     if base.source["overrides"]:
         raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")
-    if base.format == "gguf":
-        raise RecipeError("a GGUF file is not run by quantkit, so nothing can be measured; search with another format")
+    if FORMATS.load(base.format).suffix:
+        raise RecipeError(
+            f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
+        )
     kept: list[Candidate] = []
     least: dict[str, int] = {}
     weights = 0

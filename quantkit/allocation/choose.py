@@ -9,50 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
-from quantkit.errors import GateFailure, InputError
+from quantkit.errors import GateFailure
 
 _ROUNDS = 3  # of moving every group; each measures the model about twice per group
 _PAIRS = 6  # of moves that are measured where all of them together do not help
 _TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchTarget:
-    """What is asked for: one of these.
-
-    Args:
-        bits: stored bits per weight on average, at most.
-        num_bytes: of the whole checkpoint, at most.
-        kl: mean KL at most.
-        recovery: per cent of the original's task scores, at least.
-    """
-
-    bits: float | None = None
-    num_bytes: int | None = None
-    kl: float | None = None
-    recovery: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
-        if len(given) != 1 or given[0] <= 0:
-            raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
-
-    @property
-    def text(self) -> str:
-        """As a condition, e.g. `bits<=4.5`."""
-        if self.bits is not None:
-            return f"bits<={self.bits:g}"
-        if self.num_bytes is not None:
-            return f"bytes<={self.num_bytes}"
-        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
-
-
 class Groups(Protocol):
-    """What can be chosen for each group; see `measure.MeasuredGroups`."""
+    """What can be chosen for each group; see `measure.Measured`."""
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
@@ -149,28 +118,28 @@ def _moves(groups: Groups, choice: Choice, best: float, budget: float) -> Iterat
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
-    single = [(group, n) for group, row in enumerate(rows) for n in range(1, len(row))]
-    left = budget - total(options, choice).cost
-    gains = []
+    single = [(place, n) for place, row in enumerate(rows) for n in range(1, len(row))]
+    room = budget - total(options, choice).cost
+    found = []
     for moved in (*((one,) for one in single), *itertools.combinations(single, 2)):
-        if len({group for group, _ in moved}) < len(moved):
+        if len({place for place, _ in moved}) < len(moved):
             continue
-        cost = sum(near[group][n].cost - near[group][0].cost for group, n in moved)
-        gain = sum(near[group][n].sensitivity for group, n in moved)
-        if cost <= left and gain < 0:
-            gains.append((gain, moved))
-    for _, moved in sorted(gains)[:_PAIRS]:
+        cost = sum(near[place][n].cost - near[place][0].cost for place, n in moved)
+        gain = sum(near[place][n].sensitivity for place, n in moved)
+        if cost <= room and gain < 0:
+            found.append((gain, moved))
+    for _, moved in sorted(found)[:_PAIRS]:
         changed = dict(moved)
-        yield tuple(rows[group][changed.get(group, 0)] for group in range(len(choice)))
+        yield tuple(rows[place][changed.get(place, 0)] for place in range(len(choice)))
 
 
 def _neighbours(groups: Groups, choice: Choice, best: float) -> list[list[Option]]:
     """For each group: its options one step away, with what each does beside the others as chosen."""
-    rows = []
+    found = []
     for number, group in enumerate(groups.options):
         row = []
         for at in steps(group, choice[number]):
             moved = (*choice[:number], at, *choice[number + 1 :])
             row.append(replace(group[at], sensitivity=0.0 if at == choice[number] else groups.kl(moved) - best))
-        rows.append(row)
-    return rows
+        found.append(row)
+    return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quantkit.errors import DataError
-from quantkit.evaluate.run import EvaluationOptions, evaluate
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.run import evaluate
 from quantkit.results import EvaluationResult, SearchResult
 from quantkit.results.statistics import ALL_TASKS, compare_evaluations
 from quantkit.runtime.llm import LLM

@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from quantkit.allocation.candidates import (
     read_candidates,
     usable,
 )
-from quantkit.allocation.choose import SearchTarget, within_budget, within_kl
+from quantkit.allocation.choose import within_budget, within_kl
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.outputs import Outputs, open_outputs
 from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
 from quantkit.allocation.recovery import Judge
@@ -48,40 +49,8 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.results import CandidateRecord, CompressionResult, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 
-MAX_TOKENS = 8192  # that groups are measured on, and as many for the end
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchOptions:
-    """How to search.
-
-    Args:
-        recipe: to start from: its steps, calibration, format and what it ignores stay.
-        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
-        candidates: such as `int4:32`; none = the integer types that the format holds.
-        text: that sensitivities are measured on, a name as for perplexity; None = a shipped one.
-        max_tokens: of it that each group is measured on.
-        work: where trials and measured numbers are kept for further searches; None = beside the output, until done.
-        checkpoint: where the compressed model goes that is measured at the end; None = it is not kept.
-        device: "auto", "cpu", "cuda" or "cuda:<i>".
-        engine: keywords of `LLM`; the arithmetic is float32 unless given.
-        resume: go on where a killed search stopped.
-        overwrite: replace an existing recipe file or checkpoint.
-    """
-
-    recipe: Recipe
-    output: Path | None = None
-    candidates: tuple[str, ...] = ()
-    text: str | None = None
-    max_tokens: int = MAX_TOKENS
-    work: Path | None = None
-    checkpoint: Path | None = None
-    device: str = "auto"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    resume: bool = True
-    overwrite: bool = False
 
 
 def search(

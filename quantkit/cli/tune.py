@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import Listed, number
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import numbers
 from quantkit.runtime.config import KV_TYPES
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ _OPTIONS = (
     click.option("--asymmetric", is_flag=True, help="Weights of --shapes with zero points."),
     click.option(
         *("--rows", "rows"), metavar="N,...", default="1,4,16,64", show_default=True,
-        callback=numbers(int, "numbers"), help="Rows of inputs.",
+        type=Listed(number(int, minimum=1)), help="Rows of inputs.",
     ),
     click.option(
-        "--batch", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
+        "--batch", metavar="N,...", default="1,8,32", show_default=True, type=Listed(number(int, minimum=1)),
         help="Sequences of decode steps.",
     ),
     click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens per sequence."),

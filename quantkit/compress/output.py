@@ -1,16 +1,15 @@
-"""The files of a compressed checkpoint: each shard is read back when it is written, and config.json as loaders read it.
+"""Files of a compressed checkpoint, each shard read back as soon as it is written: for `quantize` and `convert`.
 
-What `quantize` and `convert` share. Not the work folder and the final name, see `checkpoints.staging`.
+Not the work folder and the final name, see `checkpoints.staging`; nor what a format demands, see `formats`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import CONFIG_NAME
@@ -18,7 +17,7 @@ from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.writer import write_index, write_json, write_shard
 from quantkit.errors import AuditError
-from quantkit.formats.base import Format
+from quantkit.formats.base import Format, identical
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -74,29 +73,18 @@ class Shard:
         return digest, sorted(stored)
 
     def check(self, reader: CheckpointReader) -> None:
-        """Bits in the file are those in memory, and these decode to the codes that calibration computed with.
+        """Bits in the file are those in memory, and decode to the numbers that calibration computed with.
 
         Raises:
             AuditError: names the tensor.
         """
-        for name, tensor in self.tensors.items():
-            if not _same_bits(reader.tensor(name), tensor):
-                raise AuditError(f"{name} in {reader.files[0].name} differs from what was written")
-        for module, (weight, scheme, names) in self._linears.items() if self._format.keeps_codes else ():
-            encoded = {local: self.tensors[f"{module}.{local}"] for local in names}
-            check_equal(module, self._format.decode(encoded, scheme), weight)
-
-
-def check_equal(module: str, decoded: QuantizedTensor, expected: QuantizedTensor) -> None:
-    """Codes, scales, zero points and group order are the same, bit for bit.
-
-    Raises:
-        AuditError: names what differs.
-    """
-    for field in ("codes", "scale", "zero_point", "group_index", "input_scale"):
-        left, right = getattr(decoded, field), getattr(expected, field)
-        if (left is None) != (right is None) or (left is not None and not _same_bits(left, right)):
-            raise AuditError(f"{module}: {field} read back from the output differs from what was to be written")
+        others = dict(self.tensors)
+        for module, (weight, scheme, names) in self._linears.items():
+            encoded = {local: others.pop(f"{module}.{local}") for local in names}
+            self._format.check_stored(module, weight, scheme, encoded, reader.tensor)
+        for name, tensor in others.items():
+            if not identical(reader.tensor(name), tensor):
+                raise AuditError(f"{name} reads back differently from what was written")
 
 
 def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, str], config: dict[str, Any]) -> int:
@@ -117,38 +105,3 @@ def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, 
     for path in source.metadata_files():
         shutil.copyfile(path, folder / path.name)
     return size
-
-
-def check_config(
-    format_: Format, config: Mapping[str, Any], linears: Mapping[str, LinearScheme], ignored: Iterable[str]
-) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was quantized with.
-
-    Args:
-        format_: of the checkpoint.
-        config: contents of its config.json.
-        linears: scheme of each quantized linear by full name.
-        ignored: full names of the others.
-    Raises:
-        AuditError: names the linear.
-    """
-    scheme = format_.recognise(config)
-    if scheme is None:
-        if format_.keeps_codes and linears:
-            raise AuditError("config.json does not describe the format it was written in")
-        return
-    for name, linear in linears.items():
-        if scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was quantized")
-    for name in ignored:
-        if scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Also where values are not equal to themselves."""
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -3,33 +3,21 @@
 No torch: `--help` is answered from it. What depends on a model or a device is checked where those are known.
 """
 
-# ruff: noqa: RUF009 - `_setting` is `field`, whose call in a class body is what dataclasses are made of
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import RequestError
 from quantkit.quantities import parse_bytes
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
     import torch
 
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
 HEAD_TYPES = ("int8", "int4")
-
-
-def _setting(default: Any, text: str, **option: Any) -> Any:
-    """A field with its description; with `flag` it is an option of the commands that run something.
-
-    Args:
-        default: value if nothing is given.
-        text: what it means, as `--help` prints it.
-        option: flag, and what the option accepts: metavar, choices or minimum. `shown` is printed as its default
-            where that is None.
-    """
-    return field(default=default, metadata={"help": text, **option})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,41 +29,39 @@ class EngineConfig:
         RequestError: a count is not positive, or settings contradict each other.
     """
 
-    device: str | torch.device = _setting("auto", "Where to compute.", flag="--device", metavar="auto|cpu|cuda[:i]")
-    dtype: str | torch.dtype = _setting(
+    device: str | torch.device = setting("auto", "Where to compute.", flag="--device", metavar="auto|cpu|cuda[:i]")
+    dtype: str | torch.dtype = setting(
         "auto", "Arithmetic to compute in.", flag="--dtype", metavar="auto|bf16|fp16|fp32"
     )
-    kv_cache: str = _setting(
-        "auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES
-    )
-    memory: int | str | None = _setting(
+    kv_cache: str = setting("auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES)
+    memory: int | str | None = setting(
         None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory", metavar="SIZE", shown="what the model can use"
     )
-    max_length: int | None = _setting(
+    max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
-    num_pages: int | None = _setting(None, "Pages of the KV cache; wins over its memory.")
-    page_size: int = _setting(64, "Tokens per page of the KV cache.")
-    max_sequences: int = _setting(32, "Requests that are computed at the same time.")
-    token_budget: int = _setting(512, "New tokens per step, of all requests together.")
-    chunked: bool = _setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
-    prefix_cache: bool = _setting(True, "Whether the pages of a common beginning are computed once.")
-    head_dtype: str | None = _setting(
+    num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
+    page_size: int = setting(64, "Tokens per page of the KV cache.")
+    max_sequences: int = setting(32, "Requests that are computed at the same time.")
+    token_budget: int = setting(512, "New tokens per step, of all requests together.")
+    chunked: bool = setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
+    prefix_cache: bool = setting(True, "Whether the pages of a common beginning are computed once.")
+    head_dtype: str | None = setting(
         None, "Round the output head too, which recipes leave as it is.", flag="--head", choices=HEAD_TYPES
     )
-    speculate: str | Path | None = _setting(
+    speculate: str | Path | None = setting(
         None, "Guess several tokens per step; the text stays the same.", flag="--speculate", metavar="ngram|MODEL"
     )
-    max_drafts: int = _setting(4, "Guessed tokens per step, at most.")
-    force_speculation: bool = _setting(False, "Whether guessing goes on where measured times say that it loses.")
-    threads: int | None = _setting(None, "CPU threads to compute with.", flag="--threads", minimum=1, shown="measured")
-    backend: Literal["auto", "native", "transformers"] = _setting(
+    max_drafts: int = setting(4, "Guessed tokens per step, at most.")
+    force_speculation: bool = setting(False, "Whether guessing goes on where measured times say that it loses.")
+    threads: int | None = setting(None, "CPU threads to compute with.", flag="--threads", minimum=1, shown="measured")
+    backend: Literal["auto", "native", "transformers"] = setting(
         "auto", "What runs the model: quantkit's own layers, transformers, or the first of them that can."
     )
-    overlap: bool | None = _setting(
+    overlap: bool | None = setting(
         None, "Whether a decode step is launched before the last one's tokens are read; None = on CUDA devices."
     )
-    seed: int = _setting(0, "Of requests that bring none.")
+    seed: int = setting(0, "Of requests that bring none.")
 
     def __post_init__(self) -> None:
         for name in ("max_length", "num_pages", "page_size", "max_sequences", "token_budget"):

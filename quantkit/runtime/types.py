@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -47,39 +49,39 @@ class PromptScoring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends. The defaults are greedy.
+    """How one request's tokens are chosen and when it ends; what an option can set stands beside it. Greedy by default.
 
     Args:
-        max_tokens: at most so many new tokens; None = until the context is full; 0 only with `scoring`.
-        temperature: 0 = greedy.
-        top_k: sample among the k most likely tokens; None = all.
-        top_p: sample among the most likely tokens that together have this probability.
-        min_p: drop tokens less likely than this share of the most likely one.
-        repetition_penalty: divides (multiplies, when negative) the logits of tokens seen in prompt or output.
-        presence_penalty: subtracted from the logits of tokens in the output.
+        max_tokens: None = until the context is full; 0 only with `scoring`.
+        top_k: None = all.
+        repetition_penalty: multiplies negative logits; of tokens in prompt and output.
+        presence_penalty: of tokens in the output.
         frequency_penalty: subtracted once for every time a token is in the output.
-        seed: of this request's draws; None = derived from the engine's seed and the request's number.
-        stop: texts that end the output; they and what follows are not part of it. One text or several.
+        seed: None = derived from the engine's seed and the request's number.
+        stop: one text or several; they and what follows are not part of the output.
         stop_token_ids: tokens that end the output, besides the model's own.
-        ignore_eos: go on after the model's end token.
         logprobs: log-probabilities of the chosen and of this many most likely tokens; None = none.
         scoring: what is asked about the prompt itself; None = nothing.
     Raises:
         RequestError: a value of the wrong type or out of range.
     """
 
-    max_tokens: int | None = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)
+    temperature: float = setting(0.0, "How freely to draw; 0 always takes the likeliest token.", flag="--temperature")
+    top_k: int | None = setting(None, "Draw from the k likeliest tokens only.", flag="--top-k", kind=int)
+    top_p: float = setting(1.0, "Draw from the likeliest tokens that together have this probability.", flag="--top-p")
+    min_p: float = setting(
+        0.0, "Draw from tokens with at least this share of the best one's probability.", flag="--min-p"
+    )
+    repetition_penalty: float = setting(
+        1.0, "Divides the scores of used tokens; above 1 discourages repeats.", flag="--repetition-penalty"
+    )
+    presence_penalty: float = setting(0.0, "Subtracted from scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | Iterable[str] = ()
+    seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
+    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop", metavar="TEXT")
     stop_token_ids: Iterable[int] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
     logprobs: int | None = None
     scoring: PromptScoring | None = None
 

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from quantkit.allocation.choose import SearchTarget, steps, within_budget, within_kl
+from quantkit.allocation.choose import steps, within_budget, within_kl
+from quantkit.allocation.options import SearchTarget
 from quantkit.allocation.solve import Option, total
 from quantkit.errors import GateFailure, InputError
 

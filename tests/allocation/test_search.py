@@ -9,11 +9,12 @@ import shutil
 import pytest
 
 import quantkit
-from quantkit.allocation import SearchOptions, SearchTarget, search
 from quantkit.allocation import run as module
 from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.recipe_file import _patterns
 from quantkit.allocation.recovery import Judge
+from quantkit.allocation.run import search
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm

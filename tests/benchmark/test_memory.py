@@ -11,8 +11,9 @@ from quantkit.benchmark.memory import (
     observed_weight_bytes,
     process_bytes,
 )
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import max_length, predict
-from quantkit.benchmark.run import BenchmarkOptions, find_ceilings, load_target, measure_model
+from quantkit.benchmark.run import find_ceilings, load_target, measure_model
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache

@@ -16,8 +16,9 @@ from quantkit.evaluate import long_context as module
 from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import check_same_language, other_arithmetic
-from quantkit.evaluate.run import EvaluationOptions, check_evaluation, evaluate
+from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics import compare_evaluations

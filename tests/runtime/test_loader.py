@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
@@ -22,6 +21,7 @@ from quantkit.runtime.model.hf_model import TransformersModel
 from quantkit.runtime.model.layers import SideBySide
 from quantkit.runtime.model.loader import load_model, pick_dtype
 from quantkit.runtime.model.model import NativeModel
+from tests import forked
 from tests.compress.pipeline.test_quantize import IDS, decoded_logits
 from tests.helpers import edit_config, edit_tensors, make_model
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
@@ -276,15 +276,12 @@ def test_shards_are_one_model(tmp_path):
     assert difference(run(load_model(folder), SEQUENCES), reference_logits(folder, SEQUENCES)) < 1e-4
 
 
-_MEASURE = """
-import sys
-from quantkit.checkpoints.memory import peak_bytes
-from quantkit.runtime.model.loader import load_model
-load_model(sys.argv[1], dtype=sys.argv[3])  # a small one first: libraries, kernels and thread pools
-before = peak_bytes()
-model = load_model(sys.argv[2], dtype=sys.argv[3])
-print(peak_bytes() - before, model.num_bytes)
-"""
+def measure(small: Path, large: Path, dtype: str, result: Path) -> None:
+    """Growth of the highest memory of this process while a model is loaded, and the model's bytes."""
+    load_model(small, dtype=dtype)  # a small one first: libraries, kernels and thread pools
+    before = peak_bytes()
+    model = load_model(large, dtype=dtype)
+    result.write_text(f"{peak_bytes() - before} {model.num_bytes}")
 
 
 def write_int4(source: Path, target: Path) -> Path:
@@ -332,19 +329,15 @@ def write_constant(folder: Path, like: Path, dtype: torch.dtype, hidden: int, wi
     return folder
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quantized"),
-    [("float32", False), pytest.param("bfloat16", False, marks=pytest.mark.slow), ("bfloat16", True)],
-)
+@pytest.mark.parametrize(("dtype", "quantized"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_loading_never_holds_two_copies(llama, tmp_path, dtype, quantized):
     hidden, width, heads = 512, 1024, 8
     large = write_constant(tmp_path / "large", llama, getattr(torch, dtype), hidden, width, heads)
     small = llama
     if quantized:
         small, large = write_int4(llama, tmp_path / "small"), write_int4(large, tmp_path / "out")
-    command = [sys.executable, "-c", _MEASURE, str(small), str(large), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    growth, num_bytes = map(int, done.stdout.split())
+    assert forked.run(measure, small, large, dtype, tmp_path / "result") == 0
+    growth, num_bytes = map(int, (tmp_path / "result").read_text().split())
     layer = (hidden * hidden * 2 * (1 + 2 / heads) + hidden * width * 3) * 4
     assert num_bytes > 20 * 2**20
     assert growth < 1.25 * num_bytes + layer, (growth, num_bytes)

@@ -22,10 +22,12 @@ from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkp
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
 from quantkit.compress.convert.gguf import Written, write_gguf
-from quantkit.compress.convert.source import DENSE, Source, open_source
-from quantkit.compress.convert.target import Target, as_written, build_target, kv_cache_scheme
-from quantkit.compress.output import Shard, check_config, write_rest
+from quantkit.compress.convert.source import Source, open_source
+from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
+from quantkit.compress.output import Shard, write_rest
 from quantkit.errors import SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
@@ -85,23 +87,23 @@ def convert(
     """
     source, output = open_source(Path(checkpoint)), Path(output)
     check_apart(output, source.reader.path)
-    if to == "gguf":
-        name, replaceable = to, check_gguf
+    format_: Format = FORMATS.load(to)
+    write: Callable[[Path], Written]
+    if format_.suffix:  # one file
         write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
     elif type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
     else:
-        target = build_target(source, to)
-        name, replaceable, write = target.name, check_checkpoint, partial(_write_checkpoint, source, target, progress)
-    with _stage(output, overwrite, replaceable) as stage:
-        draft = stage.work.path / output.name if to == "gguf" else stage.work.checkpoint
+        write = partial(_write_checkpoint, source, target_for(source, format_), progress)
+    with _stage(output, overwrite, check_gguf if format_.suffix else check_checkpoint) as stage:
+        draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
         stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
-        source_format=source.name,
+        source_format=source.format.name,
         output=str(output),
-        format=name,
+        format=format_.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -126,7 +128,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    check_config(target.format, read_config(folder), target.linears, target.ignored)
+    target.format.check_config(read_config(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
     return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
 
@@ -170,7 +172,7 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
 
 
 def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.name != DENSE:
+    if target.format.keeps_codes:
         return target.format.encode(weight, target.linears[module])
     # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
     return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
@@ -195,13 +197,13 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
         manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
-        manifest["result"]["format"] = target.name
+        manifest["result"]["format"] = target.format.name
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        manifest = {"result": {"format": target.name}}
+        manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # of the source's shards
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
-    write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
+    write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
 
 
 def _full(module: str, local: str) -> str:

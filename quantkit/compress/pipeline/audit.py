@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.output import check_config
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import AuditError
 from quantkit.numerics.scheme import LinearScheme
@@ -43,7 +41,7 @@ def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
             raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
     _check_tied(plan, reader)
-    check_config(plan.format, read_config(folder), plan.linears, plan.ignored)
+    plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
 def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerRecord]) -> None:

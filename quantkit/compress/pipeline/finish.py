@@ -13,7 +13,6 @@ from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import identity_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
-from quantkit.compress.pipeline.loaders import decode_at_load
 from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
@@ -37,9 +36,10 @@ def finish_checkpoint(plan: Plan, state: RunState) -> int:
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
-        *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored), group_order=plan.group_order
+        *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
+        group_order=plan.group_order,
+        decode_at_load=plan.family.decode_at_load,
     )
-    described = decode_at_load(described, plan.family)
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)
     size = write_rest(folder, plan.reader, state.weight_map, config)
     audit_checkpoint(folder, plan, state.records)

@@ -15,7 +15,10 @@ from quantkit.compress.calibration.kv_cache import calibrate_cache
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import writable
 from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
+from quantkit.formats.base import Format
 from quantkit.models.families import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
@@ -23,8 +26,6 @@ from quantkit.results import CacheRecord, LayerRecord
 _LATENT = "kv_lora_rank"
 _KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
 _ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
-_SCALED_FORMAT = "compressed-tensors"
-_NO_ENTRY = ("gguf",)
 
 
 def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
@@ -55,13 +56,15 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
             f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "
             "not describe; leave kv_cache out of the recipe"
         )
-    if goal.has_fixed_scales and recipe.format != _SCALED_FORMAT:
+    format_: Format = FORMATS.load(recipe.format)
+    scaled = writable(lambda other: other.holds_cache_scales)
+    if goal.has_fixed_scales and not format_.holds_cache_scales:
         raise SchemeError(
-            f"format {recipe.format!r} has no place for scales of the KV cache: set format={_SCALED_FORMAT}, "
+            f"format {recipe.format!r} has no place for scales of the KV cache: set format={scaled}, "
             "or kv_cache.granularity=token, which needs none"
         )
-    if recipe.format in _NO_ENTRY:
-        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={_SCALED_FORMAT}")
+    if not format_.describes_cache:
+        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={scaled}")
 
 
 def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:

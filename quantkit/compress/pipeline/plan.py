@@ -17,13 +17,13 @@ from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
 from quantkit.compress.discovery.discover import Discovery
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.loaders import check_loaders
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import writable
 from quantkit.formats.base import Format
 from quantkit.models.families import Family, LinearSet, split_experts
 from quantkit.models.linear_sets import WIDEN, fused_conflicts
@@ -136,7 +136,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    warnings = (*check_loaders(family, layers, recipe.format), *reader.notes)
+    warnings = (*format_.check_model(family, layers), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
@@ -256,7 +256,7 @@ def _check_steps(recipe: Recipe, format_: Format) -> None:
     if not format_.holds_group_index and _reorders_groups(recipe):
         raise SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
-            "set steps.gptq.act_order=weight, or format=dense"
+            f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
         )
 
 

@@ -34,6 +34,7 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 
 
@@ -53,8 +54,8 @@ def quantize(
     Args:
         model: directory or hub id; None = the bundled demo model.
         recipe: what to do.
-        output: directory to write, or a file for the format gguf; None = `<model>-<recipe>` in the current one. Written
-            under another name and renamed when everything has been checked.
+        output: directory to write, or file for a format that is one; None = `<model>-<recipe>` in the current one.
+            Written under another name and renamed when everything has been checked.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         activations: keep hidden states in memory or on disk.
         resume: go on where an interrupted run stopped; False starts over.
@@ -65,7 +66,7 @@ def quantize(
         ResourceError: out of disk or memory; the same command resumes.
     """
     run = partial(_quantize, device=device, activations=activations, resume=resume, listener=listener)
-    if recipe.format == "gguf":
+    if FORMATS.load(recipe.format).suffix:  # one file
         check_cache(recipe, {})
         return write_file(model, recipe, output, overwrite=overwrite, run=run)
     return run(model, recipe, output, overwrite=overwrite)
