@@ -143,10 +143,10 @@ def search(
         QuantkitError: see `quantkit.errors`; a GateFailure where no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.allocation.options import SearchOptions, Target
+    from quantkit.allocation.options import SearchOptions, SearchTarget
     from quantkit.allocation.run import search as run
 
-    target = Target(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
+    target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
     options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
     return run(None if model is None else str(model), target, options, progress=progress)

@@ -23,6 +23,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
@@ -124,7 +125,7 @@ def make_layer(family_models):
             },
             scale_dtype=dict.fromkeys(linears, torch.float32),
             head_dim=16,
-            store=ActivationStore(None, "ram", iter(batches)),
+            data=LayerData(store=ActivationStore(None, "ram", iter(batches))),
             arguments=partial(skeleton.arguments, 0),
         )
 
@@ -136,10 +137,10 @@ def output_error():
     """Relative error of a layer's output after a function has worked on it."""
 
     def measure(layer, work):
-        before = [layer.forward(hidden) for hidden in layer.store]
+        before = [layer.forward(hidden) for hidden in layer.data.store]
         with torch.inference_mode():
             work(layer)
-        after = [layer.forward(hidden) for hidden in layer.store]
+        after = [layer.forward(hidden) for hidden in layer.data.store]
         wrong = sum((a - b).square().sum() for a, b in zip(after, before, strict=True))
         return (wrong / sum(b.square().sum() for b in before)).sqrt().item()
 

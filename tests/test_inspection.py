@@ -14,7 +14,7 @@ from quantkit.api import quantize
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.formats import REGISTRY
 from quantkit.inspection import inspect
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.results import LayerRecord, LinearRecord, ModuleSummary
@@ -56,8 +56,7 @@ def quantized(folder, schemes):
     tensors = dense_tensors()
     for name, scheme in schemes.items():
         weight = tensors.pop(f"{name}.weight")
-        scale, zero_point = minmax_parameters(weight.float(), scheme.weight, torch.bfloat16)
-        codes = round_to_nearest(weight, scheme.weight, scale, zero_point, torch.bfloat16)
+        codes = round_to_nearest(weight, WeightGrid(scheme.weight, torch.bfloat16))
         tensors |= {f"{name}.{key}": value for key, value in known.encode(codes, scheme).items()}
     every = [f"model.layers.{i}.{name}" for i in range(NUM_LAYERS) for name in LINEARS]
     left = [*(name for name in every if name not in schemes), "lm_head"]

@@ -32,7 +32,8 @@ LAYERS = {
     "compress.discovery": 5,
     "compress.algorithms": 5,
     "compress.calibration": 4,
-    "compress.convert": 4,  # below the pipeline, which ends in it when the output is one file
+    "compress.output": 4,  # what quantize and convert share
+    "compress.convert": 5,  # below the pipeline, which ends in it when the output is one file
     "runtime.engine": 6,
     "runtime.model": 5,
     "runtime.cache": 4,
@@ -54,6 +55,7 @@ LAYERS = {
     "numerics": 1,
     "models": 1,
     "results": 1,
+    "devices": 1,
     "errors": 0,
     "registry": 0,
     "settings": 0,

@@ -60,7 +60,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class SearchTarget:
     """What is asked for: one of these.
 
     Raises:

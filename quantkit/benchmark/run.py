@@ -20,9 +20,9 @@ from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_room, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
+from quantkit.devices import pick_device
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
-from quantkit.runtime.devices import pick_device
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
 from quantkit.models.families import Experts, Family
 from quantkit.models.linear_sets import at
@@ -64,17 +63,13 @@ class ModelReader(CheckpointReader):
         self._view(family)
 
     @classmethod
-    def of_file(cls, file: Path, family: Family) -> ModelReader:
+    def view_file(cls, file: Path, family: Family) -> ModelReader:
         """The tensors of one file of a checkpoint."""
-        reader = cls.__new__(cls)
-        reader.path, reader.config, reader.files = file.parent, {}, (file,)
-        reader._index, reader._digests = None, None
-        reader._tensors = read_header(file)
+        reader = cls.of_file(file)
         reader._view(family)
         return reader
 
     def tensor(self, name: str) -> Tensor:
-        """See `CheckpointReader`."""
         part = self._parts.get(name)
         if part is None:
             return super().tensor(name)
@@ -101,7 +96,7 @@ class ModelReader(CheckpointReader):
         Returns:
             tensors by the names to write.
         """
-        found = dict(tensors)
+        restored = dict(tensors)
         stored: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             stored.setdefault(part.stored, []).append(name)
@@ -110,12 +105,12 @@ class ModelReader(CheckpointReader):
             if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
                 continue  # biases go with their weights
             info = self._stored[whole_name]
-            value = torch.empty(info.shape, dtype=found[names[0]].dtype)
+            value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
                 part = self._parts[name]
-                part.of(value if part.expert is None else value[part.expert]).copy_(found.pop(name))
-            found[whole_name] = value
-        return {self.stored_name(name): tensor for name, tensor in found.items()}
+                part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
+            restored[whole_name] = value
+        return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
@@ -174,28 +169,28 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
     """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
     pairs = _renamed(family)
     own = (f"{family.head}.", *(prefix for prefix, _ in pairs if prefix))
-    found: dict[str, TensorInfo] = {}
+    renamed: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
-        found[name if match is None else match[0] + name.removeprefix(match[1])] = info
-    return found
+        renamed[name if match is None else match[0] + name.removeprefix(match[1])] = info
+    return renamed
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, _Part]]:
     """Parts by name, for each stored tensor that is not itself one."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
-    found: dict[str, dict[str, _Part]] = {}
+    parts_of: dict[str, dict[str, _Part]] = {}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
         if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
-            found[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
+            parts_of[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
         elif family.experts is not None and len(info.shape) >= 2:
             parts = {prefix + key: part for key, part in _expert_parts(name, local, info, family.experts)}
-            found |= {name: parts} if parts else {}
-    return found
+            parts_of |= {name: parts} if parts else {}
+    return parts_of
 
 
 def _expert_parts(name: str, local: str, info: TensorInfo, data: Experts) -> Iterator[tuple[str, _Part]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.allocation.options import SearchOptions, Target
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
@@ -28,7 +28,7 @@ Examples:
 
 @click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
 @click.argument("model", required=False)
-@option_group("wished", settings_of(Target))
+@option_group("wished", settings_of(SearchTarget))
 @click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
 @set_option
 @click.option("-o", "--output", metavar="FILE", help="Recipe to write.  [default: ./<model>-<target>.yaml]")
@@ -63,7 +63,7 @@ def search(
         wished["num_bytes"] = parse_bytes(wished["num_bytes"])
     file = None if output is None else Path(output)
     options = SearchOptions(recipe=load(recipe, changes), output=file, engine=engine, **how, **run)
-    result = allocation.search(model, Target(**wished), options, progress=output_to.tell)
+    result = allocation.search(model, SearchTarget(**wished), options, progress=output_to.tell)
     output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     output_to.require(result.reached, lambda: _missed(result))
 

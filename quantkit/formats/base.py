@@ -150,13 +150,13 @@ class Format(ABC):
         """
         stored = {name: read(f"{module}.{name}") for name in written}
         for name, tensor in written.items():
-            if not _identical(stored[name], tensor):
+            if not identical(stored[name], tensor):
                 raise AuditError(f"{module}.{name} reads back differently from what was written")
         if not self.keeps_codes:
             return
         decoded = self.decode(stored, scheme)
         for part in _NUMBERS:
-            if not _identical(getattr(decoded, part), getattr(weight, part)):
+            if not identical(getattr(decoded, part), getattr(weight, part)):
                 raise AuditError(f"{module}: {part} decodes to others than were encoded")
 
     def config(
@@ -258,7 +258,8 @@ def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
 
 
-def _identical(left: Tensor | None, right: Tensor | None) -> bool:
+def identical(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether both are None, or the same bits in the same dtype."""
     if left is None or right is None:
         return left is right
     # As bytes: minus zero is not zero here, and a NaN is itself.

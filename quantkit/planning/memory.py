@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.compress.algorithms.base import LayerSizes, Step, predicted_bytes
+from quantkit.compress.algorithms.base import LayerSizes, Step, steps_bytes
 from quantkit.models.cache import KVForm
 from quantkit.models.tensors import Matrix
 from quantkit.planning.shape import LayerShape, ModelShape
@@ -167,7 +167,7 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
 
 
 def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step]) -> dict[str, int]:
-    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.predicted_bytes`.
+    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         shape: of the model.
@@ -182,7 +182,7 @@ def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step])
         element_bytes=shape.dtype_bytes,
         states_bytes=num_tokens * shape.hidden_size * shape.dtype_bytes,
     )
-    return predicted_bytes(steps, sizes)
+    return steps_bytes(steps, sizes)
 
 
 def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[int, int]:

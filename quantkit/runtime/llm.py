@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
+from quantkit.devices import pick_device
 from quantkit.errors import RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.devices import pick_device
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.engine import Engine

@@ -13,7 +13,7 @@ from quantkit.checkpoints.folder import find_tensors
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress import pipeline
-from quantkit.compress.pipeline.plan import make_plan, predicted_bytes
+from quantkit.compress.pipeline.plan import build_plan, predicted_bytes
 from quantkit.compress.recipe import load
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.families import REGISTRY
@@ -180,7 +180,7 @@ def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
 @pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "gptq-int4", "autoround-int4"])
 def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_path):
     chosen = load(recipe, ["weights.group_size=channel"])
-    theirs = make_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
+    theirs = build_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
     shape = from_model(tiny_llama)
     ours = plan_recipe(shape, chosen)
     found = compression_bytes(shape, 640, ours.steps)

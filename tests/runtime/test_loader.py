@@ -14,7 +14,7 @@ from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.runtime.model.hf_model import TransformersModel
@@ -292,8 +292,7 @@ def write_int4(source: Path, target: Path) -> Path:
     for name in [name for name in tensors if "_proj" in name]:
         weight = tensors.pop(name)
         if weight.shape not in made:
-            parameters = minmax_parameters(weight.float(), scheme.weight, weight.dtype)
-            rounded = round_to_nearest(weight.float(), scheme.weight, *parameters, weight.dtype)
+            rounded = round_to_nearest(weight.float(), WeightGrid(scheme.weight, weight.dtype))
             made[weight.shape] = compressed_tensors.FORMAT.encode(rounded, scheme)
         linears[name.removesuffix(".weight")] = scheme
         encoded = made[weight.shape].items()

@@ -16,7 +16,7 @@ from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rotate:
+class RotateStep:
     """Randomised Hadamard rotations folded into the weights; nothing is left to do at run time.
 
     Args:
@@ -35,4 +35,4 @@ class Rotate:
         """Nothing: the layer was rotated when it was read."""
 
 
-STEP = Rotate
+STEP = RotateStep

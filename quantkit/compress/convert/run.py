@@ -6,28 +6,28 @@ A directory is written under another name and renamed when all has been checked,
 from __future__ import annotations
 
 import json
-import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import CONFIG_NAME
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
-from quantkit.compress.convert.gguf import write_gguf
+from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
+from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
+from quantkit.compress.output import Shard, write_rest
 from quantkit.errors import SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
@@ -85,49 +85,25 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output is taken or cannot be written.
     """
-    source, path = open_source(Path(checkpoint)), Path(output)
-    check_apart(path, source.reader.path)
+    source, output = open_source(Path(checkpoint)), Path(output)
+    check_apart(output, source.reader.path)
     format_: Format = FORMATS.load(to)
-    if format_.suffix:
-        return _to_gguf(source, path, type_name, importance, overwrite, progress)
-    if type_name is not None or importance is not None:
+    write: Callable[[Path], Written]
+    if format_.suffix:  # one file
+        write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
+    elif type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
-    target = target_for(source, format_)
-    with _stage(path, overwrite) as stage:
-        size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
-        stage.promote(stage.work.checkpoint)
-    stored: dict[str, int] = {}
-    for scheme in target.linears.values():
-        stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
+    else:
+        write = partial(_write_checkpoint, source, target_for(source, format_), progress)
+    with _stage(output, overwrite, check_gguf if format_.suffix else check_checkpoint) as stage:
+        draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
+        written = write(draft)
+        stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
         source_format=source.format.name,
         output=str(output),
-        format=target.format.name,
-        num_linears=len(target.linears),
-        source_bytes=source.reader.num_bytes,
-        output_bytes=size,
-        stored=stored,
-    )
-
-
-def _to_gguf(
-    source: Source,
-    path: Path,
-    type_name: str | None,
-    importance: Mapping[str, Tensor] | None,
-    overwrite: bool,
-    progress: Progress,
-) -> Conversion:
-    with _stage(path, overwrite, check_gguf) as stage:
-        file = stage.work.path / path.name
-        written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
-        stage.promote(file)
-    return Conversion(
-        source=str(source.reader.path),
-        source_format=source.format.name,
-        output=str(path),
-        format=GGUF.name,
+        format=format_.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -137,75 +113,62 @@ def _to_gguf(
 
 
 @contextmanager
-def _stage(path: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(path, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
             yield stage
         except OSError as error:
             raise translate_os_error(error, stage.work.path) from error
 
 
-def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Progress) -> int:
-    """Write all files and check them; bytes of all tensors."""
+def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
+    """Write all files and check them."""
     folder.mkdir()
     weight_map = _write_layers(source, target, folder, progress)
-    size: int = sum(info.num_bytes for info in _infos(folder, weight_map))
-    write_index(folder, weight_map, size)
-    write_json(folder / CONFIG_NAME, _config(source, target))
-    for path in source.reader.metadata_files():
-        shutil.copyfile(path, folder / path.name)
+    size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    target.format.check_config(CheckpointReader(folder).config, target.linears, target.ignored)
-    return size
+    target.format.check_config(read_config(folder), target.linears, target.ignored)
+    stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
+    return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
     """One file per layer, and one for the rest; file name by tensor name."""
     weight_map: dict[str, str] = {}
-    units = list(source.layers())
-    for number, (layer, modules) in enumerate(units):
-        progress(number, len(units), layer or "the rest")
-        shard = f"model-{number + 1:05d}-of-{len(units):05d}.safetensors"
-        quantized = [module for module in modules if module in target.linears]
-        if not quantized:
-            names = [_full(module, local) for module in modules for local in source.modules[module]]
-            copy_tensors(source.reader, names, folder / shard)
+    layers = list(source.layers())
+    for number, (layer, modules) in enumerate(layers):
+        progress(number, len(layers), layer or "the rest")
+        file = f"model-{number + 1:05d}-of-{len(layers):05d}.safetensors"
+        if any(module in target.linears for module in modules):
+            _, names = _shard(source, target, modules).write(folder / file)
         else:
-            names = _write_unit(source, target, modules, folder / shard)
-        weight_map |= dict.fromkeys(names, shard)
-    progress(len(units), len(units), "done")
+            names = [_full(module, local) for module in modules for local in source.modules[module]]
+            copy_tensors(source.reader, names, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    progress(len(layers), len(layers), "done")
     return weight_map
 
 
-def _write_unit(source: Source, target: Target, modules: list[str], path: Path) -> list[str]:
-    """Write one layer and compare what is read back; names of its tensors."""
-    from safetensors import safe_open
-
-    tensors: dict[str, Tensor] = {}
-    weights: dict[str, tuple[QuantizedTensor, dict[str, Tensor]]] = {}
+def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
+    """One layer as the target has it."""
+    shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
-            tensors |= {
-                _full(module, local): source.reader.tensor(_full(module, local)) for local in source.modules[module]
-            }
+            names = [_full(module, local) for local in source.modules[module]]
+            shard.tensors |= {name: source.reader.tensor(name) for name in names}
             continue
         try:
             scheme = target.linears[module]
             weight = as_written(source.weight(module), scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            local = _encode(source, target, module, weight)
+            encoded = _encode(source, target, module, weight)
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
-        weights[module] = weight, local
         if "bias" in source.modules[module]:
-            local["bias"] = source.reader.tensor(f"{module}.bias")
-        tensors |= {f"{module}.{name}": tensor for name, tensor in local.items()}
-    write_shard(path, tensors)
-    with safe_open(path, framework="pt") as file:
-        for module, (weight, local) in weights.items():
-            target.format.check_stored(module, weight, target.linears[module], local, file.get_tensor)
-    return sorted(tensors)
+            encoded["bias"] = source.reader.tensor(f"{module}.bias")
+        shard.add_linear(module, weight, scheme, encoded)
+    return shard
 
 
 def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
@@ -241,13 +204,6 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
-
-
-def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
-    from quantkit.checkpoints.header import read_header
-
-    for name in sorted(set(weight_map.values())):
-        yield from read_header(folder / name).values()
 
 
 def _full(module: str, local: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
@@ -200,8 +201,7 @@ def _fill(block: nn.Module, generator: torch.Generator) -> None:
             values /= parameter.shape[-1] ** 0.5
         else:
             values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
-        owner, _, leaf = name.rpartition(".")
-        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+        set_parameter(block, name, values)
 
 
 def _family_of(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Family:
@@ -237,15 +237,15 @@ def _stored_prefix(reader: CheckpointReader, layout: Layout, layers: nn.Module) 
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     wanted = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
-    found: Counter[str] = Counter()
+    votes: Counter[str] = Counter()
     for name in reader.names:
         start = name.rfind(f"{local}.0.")
         prefix, rest = name[: max(start, 0)], name[max(start, 0) :]
         if (not prefix or prefix.endswith(".")) and reader.info(name).shape == wanted.get(rest):
-            found[prefix] += 1
-    if not found or found[own] == max(found.values()):
+            votes[prefix] += 1
+    if not votes or votes[own] == max(votes.values()):
         return None
-    return found.most_common(1)[0][0]
+    return votes.most_common(1)[0][0]
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
@@ -253,5 +253,5 @@ def _stored_head(reader: CheckpointReader, head: str) -> str | None:
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]
-    found = [name for name in reader.names if name.endswith(f".{leaf}.weight")]
-    return found[0].removesuffix(".weight") if len(found) == 1 else None
+    heads = [name for name in reader.names if name.endswith(f".{leaf}.weight")]
+    return heads[0].removesuffix(".weight") if len(heads) == 1 else None

@@ -25,7 +25,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
         raise AuditError(f"{prefix}: a code is outside {dtype.name}")
 
 
-def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
+def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
     """Every target is quantized, everything else is as it was, and the size is what was planned.
 
     Args:
@@ -69,13 +69,13 @@ def planned_bytes(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: tor
     dtype = weight.dtype
     # Integers beside integer inputs lie a byte each, ready for the product.
     code_bits = 8 if activation is not None and activation.dtype.kind == "int" else dtype.bits
-    scale_bits = 8 if dtype.scale != "float" else 8 * torch.empty((), dtype=scale_dtype).element_size()
+    scale_bits = 8 if dtype.scale != "float" else 8 * scale_dtype.itemsize
     scales = weight.num_scale_rows(shape[0]) * groups
     zeros = 0 if weight.symmetric else dtype.bits * groups * shape[0]
     constant = dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
     beside = 4 * (dtype.scale == "e4m3")
     if activation is not None and activation.is_calibrated:
-        beside += 4 if activation.dtype.scale == "e4m3" else torch.empty((), dtype=scale_dtype).element_size()
+        beside += 4 if activation.dtype.scale == "e4m3" else scale_dtype.itemsize
     size = (code_bits * shape[1] * shape[0] + scale_bits * scales + zeros) / 8 + beside
     return size, 4 * (shape[0] + groups) + constant
 

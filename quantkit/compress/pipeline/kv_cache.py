@@ -67,7 +67,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
         raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={scaled}")
 
 
-def find_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
+def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
     """Decide on the KV cache of a layer whose weights are final.
 
     Args:
@@ -75,12 +75,12 @@ def find_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRec
         family: of the model.
         layer: modified: gets the scales to write, and a note where the decision differs from the goal.
     """
-    found = calibrate_cache(layer, goal)
-    if found.note is not None:
-        layer.notes.append(found.note)
+    calibrated = calibrate_cache(layer, goal)
+    if calibrated.note is not None:
+        layer.chosen.notes.append(calibrated.note)
     if goal.has_fixed_scales:
-        layer.cache_scales = cache_tensors(attention_module(layer.block, family), found.cache)
-    return found.record
+        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, family), calibrated.cache)
+    return calibrated.record
 
 
 def attention_module(block: nn.Module, family: Family) -> str:
@@ -101,21 +101,15 @@ def attention_module(block: nn.Module, family: Family) -> str:
     return str(numbered[0])
 
 
-def check_scales(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """The scales in a shard are those that calibration found, each a positive number.
+def check_scales(scales: Mapping[str, Tensor]) -> None:
+    """Each is a positive number.
 
     Raises:
         AuditError: names the tensor.
     """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name, tensor in expected.items():
-            found = file.get_tensor(name)
-            if not torch.equal(found, tensor) or found.dtype != tensor.dtype:
-                raise AuditError(f"{name} in {path.name} is not the scale that was calibrated")
-            if not bool(((found > 0) & torch.isfinite(found)).all()):
-                raise AuditError(f"{name} is zero, negative or not finite")
+    for name, scale in scales.items():
+        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+            raise AuditError(f"{name} is zero, negative or not finite")
 
 
 def with_cache(

@@ -24,8 +24,8 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     """
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
-        found = discover(reader)
-        return found.family, found
+        discovery = discover(reader)
+        return discovery.family, discovery
     return find_compressible(reader.config), None
 
 

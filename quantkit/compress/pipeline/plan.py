@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -15,14 +14,14 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original
-from quantkit.compress.algorithms.base import predicted_bytes as steps_bytes
+from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
 from quantkit.compress.discovery.discover import Discovery
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
-from quantkit.errors import InputError, ModelError, RecipeError, SchemeError
+from quantkit.devices import pick_device
+from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats.base import Format
@@ -89,7 +88,7 @@ class Plan:
     @property
     def group_order(self) -> bool:
         """Whether some step forms groups in another order than that of the inputs."""
-        return any(getattr(step, "reorders_groups", False) for step in self.recipe.steps)
+        return _reorders_groups(self.recipe)
 
     @property
     def needs_original(self) -> bool:
@@ -103,11 +102,6 @@ class Plan:
         return [name for name in self.reader.names if not name.startswith(prefixes)]
 
     @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        return self.skeleton.head_dim
-
-    @property
     def bundled_text(self) -> Path:
         """The text that `calibration.data: bundled` means for this model."""
         if self.reader.path.resolve() == DEMO_MODEL.resolve():
@@ -115,7 +109,7 @@ class Plan:
         return GENERAL_TEXT
 
 
-def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
+def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
     """Check model, recipe and format against each other.
 
     Args:
@@ -134,10 +128,10 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
     reader = _open(source.path, family, recipe, described=discovery is None)
-    place = pick_device(device)
+    target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
-    compute = pick_compute_dtype(dtype, place)
-    skeleton = Skeleton(reader, family, compute, place)
+    compute = pick_compute_dtype(dtype, target_device)
+    skeleton = Skeleton(reader, family, compute, target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
@@ -156,11 +150,11 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         format=format_,
         layers=layers,
         ignored=ignored,
-        scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
+        scale_dtype={linear: scale_dtype_of(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
         source_dtype=dtype,
         compute_dtype=compute,
         output=target,
-        device=place,
+        device=target_device,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
@@ -176,24 +170,7 @@ def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> Mod
     return ModelReader(path, family)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device a user means.
-
-    Raises:
-        InputError: there is no such device on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
-    return device
-
-
-def stored_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
+def scale_dtype_of(source: torch.dtype, format_: Format) -> torch.dtype:
     """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
     return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
@@ -231,12 +208,12 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     ignored: list[str] = []
     for index in range(skeleton.num_layers):
         prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
-        found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
-        for conflict in fused_conflicts(sets, found):
+        assigned = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
+        for conflict in fused_conflicts(sets, assigned):
             raise RecipeError(f"{prefix}: {conflict}; {WIDEN}")
-        every += [f"{prefix}.{name}" for name in found]
-        layers.append({name: item for name, item in found.items() if item is not None})
-        ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]
+        every += [f"{prefix}.{name}" for name in assigned]
+        layers.append({name: item for name, item in assigned.items() if item is not None})
+        ignored += [f"{prefix}.{name}" for name, item in assigned.items() if item is None]
         ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
     for rule in scheme.unmatched(every):
         raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
@@ -271,8 +248,12 @@ def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
+def _reorders_groups(recipe: Recipe) -> bool:
+    return any(getattr(step, "reorders_groups", False) for step in recipe.steps)
+
+
 def _check_steps(recipe: Recipe, format_: Format) -> None:
-    if not format_.holds_group_index and any(getattr(step, "reorders_groups", False) for step in recipe.steps):
+    if not format_.holds_group_index and _reorders_groups(recipe):
         raise SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
@@ -280,7 +261,7 @@ def _check_steps(recipe: Recipe, format_: Format) -> None:
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """What a run will hold in memory at once, by purpose; see `algorithms.base.predicted_bytes`.
+    """What a run will hold in memory at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         plan: the run.
@@ -296,18 +277,3 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         states_bytes=num_tokens * plan.skeleton.hidden_size * size,
     )
     return steps_bytes(plan.recipe.steps, sizes)
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions of everything that decides the bits of a result."""
-    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
-        return "unknown"

@@ -22,7 +22,7 @@ from quantkit.kernels.linear import Linear, join, make_linear
 from quantkit.kernels.torch_linear import DenseLinear
 from quantkit.models.config import NotNative
 from quantkit.models.families import Family, find, supported
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -263,5 +263,5 @@ def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
     blocks = []
     for rows in weight.split(_HEAD_ROWS):  # type: ignore[no-untyped-call]
         values = rows.float()
-        blocks.append(round_to_nearest(values, scheme, *minmax_parameters(values, scheme, weight.dtype), weight.dtype))
+        blocks.append(round_to_nearest(values, WeightGrid(scheme, weight.dtype)))
     return cast(QuantizedTensor, join(blocks))  # of one scheme, so that they can be joined

@@ -11,6 +11,7 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
 from tests.helpers import (
     COMPRESSED_ONLY,
@@ -51,7 +52,7 @@ def contexts(folder):
             schemes={},
             scale_dtype={},
             head_dim=skeleton.head_dim,
-            store=ActivationStore(None, "ram", iter(())),
+            data=LayerData(store=ActivationStore(None, "ram", iter(()))),
             arguments=lambda hidden, index=index: skeleton.arguments(index, hidden),
         )
 

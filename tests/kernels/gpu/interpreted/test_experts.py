@@ -10,7 +10,7 @@ from quantkit.kernels import ops
 from quantkit.kernels.gpu import experts, grouped_rows
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.torch_linear import DenseLinear
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
@@ -35,7 +35,7 @@ def linear(rows, width, kind, seed):
         return DenseLinear(values.half(), bias=None, activation=None, description="dense")
     name, group, symmetric = kind
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
-    weight = round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+    weight = round_to_nearest(values, WeightGrid(scheme, torch.float16))
     return packed_linear.PackedLinear(weight, bias=None, dtype=torch.float16, device=CPU)
 
 

@@ -11,7 +11,7 @@ from quantkit.kernels.gpu import partial_argmax as maxima
 from quantkit.kernels.gpu.linear import PackedLinear
 from quantkit.kernels.head import logits
 from quantkit.kernels.linear import make_linear
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
 from tests.helpers import one_of_each
@@ -21,7 +21,7 @@ INT8 = WeightScheme(dtype=DTYPES["int8"], group_size=None, symmetric=True)
 
 
 def rounded(values, scheme=INT8):
-    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+    return round_to_nearest(values, WeightGrid(scheme, torch.float16))
 
 
 class Known:
