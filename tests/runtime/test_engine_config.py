@@ -51,8 +51,8 @@ def test_contradictions_are_found_before_loading(settings, said):
 
 def test_every_setting_is_described_and_what_a_flag_accepts_is_known():
     for field in dataclasses.fields(EngineConfig):
-        assert field.metadata["help"].endswith("."), field.name
-        assert field.metadata.keys() <= {"help", "flag", "metavar", "choices", "minimum", "shown"}, field.name
+        assert field.metadata["text"].endswith("."), field.name
+        assert field.metadata.keys() <= {"text", "flag", "metavar", "choices", "minimum", "shown"}, field.name
 
 
 def test_memory_is_bytes_afterwards_and_what_is_unknown_is_refused():

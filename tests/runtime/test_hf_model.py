@@ -90,7 +90,7 @@ def test_what_the_engine_asks_of_a_model(tmp_path):
 
 def test_what_transformers_cannot_load_is_one_line(tmp_path):
     folder = make_loud_model(tmp_path, "olmo")
-    edit_config(folder, architectures=["NovelForCausalLM"], model_type="novel")
+    edit_config(folder, architectures=["UnheardOfForCausalLM"], model_type="unheard_of")  # no test registers it
     with pytest.raises(ModelError, match="transformers cannot load this model") as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)

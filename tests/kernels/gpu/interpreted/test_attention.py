@@ -10,7 +10,7 @@ import torch
 import triton
 
 from quantkit.kernels import ops
-from quantkit.kernels.attention import TorchAttention
+from quantkit.kernels.attention import AttentionOptions, TorchAttention
 from quantkit.kernels.gpu import choices, configs
 from quantkit.kernels.gpu import split_kv as parts
 from quantkit.kernels.gpu.attention import TritonAttention, can
@@ -183,7 +183,7 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
         )
         states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
         angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
-        outputs.append(caches[-1].attend(0, *states, batch, scale=0.2, angles=angles)[0])
+        outputs.append(caches[-1].attend(0, *states, batch, AttentionOptions(scale=0.2), angles)[0])
     assert torch.equal(*outputs)
     assert_same_memory(*caches)
 
