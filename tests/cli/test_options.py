@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from quantkit.allocation.options import SearchOptions, Target
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.evaluate.options import EvaluationOptions
@@ -98,7 +98,7 @@ def test_names_of_recipe_fields_arrive_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "kind", [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, Target]
+    "kind", [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, SearchTarget]
 )
 def test_every_option_of_a_class_fills_a_field_and_has_a_sentence(kind):
     settings = settings_of(kind)

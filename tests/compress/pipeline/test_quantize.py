@@ -70,7 +70,7 @@ def loads_in_float32(name: str) -> bool:
     return default is not None and default.weight.dtype.scale == "float"
 
 
-@pytest.mark.parametrize("recipe", filter(loads_in_float32, shipped()))
+@pytest.mark.parametrize("recipe", [name for name in shipped() if loads_in_float32(name)])
 def test_every_shipped_recipe_loads_in_transformers(tiny_llama, tmp_path, text_file, recipe):
     changes = {"steps.autoround.iterations": 20} if recipe == "autoround-int4" else {}
     result = run(tiny_llama, recipe, tmp_path / "out", text_file, overrides=changes)
