@@ -136,17 +136,17 @@ def search(
         recovery: per cent of the original's task scores at least.
         overrides: recipe fields to replace, by dotted path.
         progress: told what is going on, in lines.
-        how: further fields of `quantkit.allocation.SearchOptions`: candidates, text, work, checkpoint and so on.
+        how: further fields of `quantkit.allocation.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
         what was chosen, expected and measured; `reached` says whether the target is met.
     Raises:
         QuantkitError: see `quantkit.errors`; a GateFailure where no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.allocation import SearchOptions, Target
-    from quantkit.allocation import search as run
+    from quantkit.allocation.options import SearchOptions, SearchTarget
+    from quantkit.allocation.run import search as run
 
-    target = Target(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
+    target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
     options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
     return run(None if model is None else str(model), target, options, progress=progress)

@@ -12,6 +12,8 @@ from typing import Any
 
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import InputError, ModelError, OutputError, first_line
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
 from quantkit.report.markdown import markdown_table
@@ -23,11 +25,7 @@ CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _CARRIED = ("license", "license_name", "license_link", "language", "base_model")
-_TAGS = {"compressed-tensors": ["compressed-tensors"], "gptq-v2": ["gptq"], "gguf": ["gguf"]}
-_SERVE = {
-    "gguf": "llama-server -m {file}",
-    "dense": "vllm serve {repo}",
-}
+_SERVE = {"llama.cpp": "llama-server -m {file}", "vllm": "vllm serve {repo}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +71,12 @@ def hub_card(checkpoint: Path, repo: str, origin: Origin) -> str:
     import yaml
 
     summary = inspect(checkpoint)
+    format_: Format = FORMATS.load(summary.format)
     front: dict[str, Any] = {key: value for key, value in origin.entries.items() if key != "base_model"}
     if origin.base_model is not None:
         front |= {"base_model": origin.base_model, "base_model_relation": "quantized"}
-    front |= {"library_name": "gguf" if summary.format == "gguf" else "transformers", "pipeline_tag": "text-generation"}
-    front["tags"] = ["quantkit", *_TAGS.get(summary.format, [summary.format])]
+    front |= {"library_name": format_.library, "pipeline_tag": "text-generation"}
+    front["tags"] = ["quantkit", format_.tag or format_.name]
     return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n{_body(checkpoint, repo, origin, summary)}"
 
 
@@ -149,7 +148,8 @@ def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummar
     made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
     recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
-    serve = _SERVE.get(summary.format, "vllm serve {repo}").format(repo=repo, file=checkpoint.name)
+    engine = next(engine for engine in FORMATS.load(summary.format).engines if engine in _SERVE)
+    serve = _SERVE[engine].format(repo=repo, file=checkpoint.name)
     modules = Table(
         columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
         rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),

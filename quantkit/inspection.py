@@ -21,12 +21,12 @@ from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
+from quantkit.formats.dense import FORMAT as DENSE
+from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
 
 __all__ = ["compare", "inspect"]
-
-DENSE = "dense"
 
 # Describes a weight and is not counted as its bits; so does the order of its groups.
 _SHAPE = "weight_shape"
@@ -64,8 +64,8 @@ def inspect(path: str | Path) -> CheckpointSummary:
     recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
     modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
     recipe, layers = _read_manifest(reader.path)
-    name = DENSE if recognised is None else recognised[0]
-    return _summary(str(path), _architecture(reader.config), name, modules, recipe, layers)
+    format_ = DENSE if recognised is None else recognised[0]
+    return _summary(str(path), _architecture(reader.config), format_.name, modules, recipe, layers)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -96,16 +96,16 @@ def _summary(
 
 
 def _module(
-    reader: CheckpointReader, name: str, tensors: list[str], recognised: tuple[str, Format, Scheme] | None
+    reader: CheckpointReader, name: str, tensors: list[str], recognised: tuple[Format, Scheme] | None
 ) -> _Module:
     infos = {local: reader.info(f"{name}.{local}" if name else local) for local in tensors}
     num_bytes = sum(info.num_bytes for info in infos.values())
-    linear = recognised[2].find(name) if recognised is not None and stores_codes(tensors) else None
+    linear = recognised[1].find(name) if recognised is not None and stores_codes(tensors) else None
     if recognised is None or linear is None:
         dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
         return _Module(name=name, stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
-    codes = _num_codes(reader, name, infos, linear, recognised[1])
+    codes = _num_codes(reader, name, infos, linear, recognised[0])
     extra = {local: info for local, info in infos.items() if local == "bias"}
     uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local in _UNCOUNTED)
     return _Module(
@@ -136,18 +136,18 @@ def _inspect_gguf(path: Path) -> CheckpointSummary:
     file = read_gguf(path)
     modules = []
     for name, info in file.tensors.items():
-        count, is_codes = math.prod(info.shape), info.block.dtype is None
+        count = math.prod(info.shape)
         modules.append(
             _Module(
                 name=_GGUF_NUMBER.sub(r"\1.\2.", name).rpartition(".")[0],
                 stored_as=info.block.name,
                 num_parameters=count,
                 num_bytes=info.num_bytes,
-                num_quantized=count if is_codes else 0,
-                quantized_bytes=info.num_bytes if is_codes else 0,
+                num_quantized=count if info.is_quantized else 0,
+                quantized_bytes=info.num_bytes if info.is_quantized else 0,
             )
         )
-    return _summary(str(path), str(file.metadata.get("general.architecture", "unknown")), "gguf", modules)
+    return _summary(str(path), str(file.metadata.get("general.architecture", "unknown")), GGUF.name, modules)
 
 
 def _summaries(modules: Iterable[_Module]) -> list[ModuleSummary]:

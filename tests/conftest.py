@@ -23,6 +23,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
@@ -107,9 +108,10 @@ def make_layer(family_models):
 
     def make(family="llama", dtype="int4", group_size=16, symmetric=True, activation=None, ignored=()):
         reader = CheckpointReader(family_models[family])
-        architecture = find(reader.config)
-        skeleton = Skeleton(reader, architecture, torch.float32, torch.device("cpu"))
+        family = find(reader.config)
+        skeleton = Skeleton(reader, family, torch.float32, torch.device("cpu"))
         weight = WeightScheme(dtype=DTYPES[dtype], group_size=group_size, symmetric=symmetric)
+        linears = [name for group in family.sets for name in group.linears]
         generator = torch.Generator().manual_seed(7)
         # Correlated inputs with a few loud channels: on white noise no algorithm could beat rounding.
         mix = torch.randn(64, 64, generator=generator) * torch.rand(64, generator=generator).mul(6).exp() / 20
@@ -119,13 +121,11 @@ def make_layer(family_models):
             block=skeleton.layer(0),
             sets=skeleton.linear_sets(0),
             schemes={
-                name: LinearScheme(weight=weight, activation=activation)
-                for name in architecture.linears
-                if name not in ignored
+                name: LinearScheme(weight=weight, activation=activation) for name in linears if name not in ignored
             },
-            scale_dtype=dict.fromkeys(architecture.linears, torch.float32),
+            scale_dtype=dict.fromkeys(linears, torch.float32),
             head_dim=16,
-            store=ActivationStore(None, "ram", iter(batches)),
+            data=LayerData(store=ActivationStore(None, "ram", iter(batches))),
             arguments=partial(skeleton.arguments, 0),
         )
 
@@ -137,10 +137,10 @@ def output_error():
     """Relative error of a layer's output after a function has worked on it."""
 
     def measure(layer, work):
-        before = [layer.forward(hidden) for hidden in layer.store]
+        before = [layer.forward(hidden) for hidden in layer.data.store]
         with torch.inference_mode():
             work(layer)
-        after = [layer.forward(hidden) for hidden in layer.store]
+        after = [layer.forward(hidden) for hidden in layer.data.store]
         wrong = sum((a - b).square().sum() for a, b in zip(after, before, strict=True))
         return (wrong / sum(b.square().sum() for b in before)).sqrt().item()
 

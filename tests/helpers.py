@@ -122,7 +122,7 @@ def known_to_transformers(family: str) -> bool:
     return family in CONFIG_MAPPING_NAMES
 
 
-def one_of_each(names: Iterable[str], choices: Collection[str]) -> list[Any]:
+def one_of_each(names: Iterable[str], choices: Collection[Any]) -> list[Any]:
     """Every pair, for `parametrize`; slow but for one choice of each name: the next name's is the next one."""
     return [
         pytest.param(name, choice, marks=[] if number % len(choices) == turn else [pytest.mark.slow])

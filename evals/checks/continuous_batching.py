@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.runtime.engine.assembly import make_engine
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.scheduler import SchedulerOptions
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 
@@ -43,17 +43,16 @@ def main() -> None:
 
     requests = [([5 + draw.randrange(200) for _ in range(length())], length()) for _ in range(options.requests)]
 
-    def engine(batching: str, sequences: int) -> Engine:
-        limits = SchedulerOptions(page_size=64, token_budget=512, max_sequences=sequences, batching=batching)  # type: ignore[arg-type]
-        return make_engine(model, options=limits, max_length=2 * options.longest, prefix_cache=False)
+    def engine(sequences: int) -> Engine:
+        config = EngineConfig(max_sequences=sequences, max_length=2 * options.longest, prefix_cache=False)
+        return build_engine(model, config)
+
+    batches = [requests[at : at + STATIC] for at in range(0, len(requests), STATIC)]
 
     ways: dict[str, Callable[[], int]] = {
-        "continuous": lambda: serve(engine("continuous", options.requests), requests),
-        "static, early exit": lambda: serve(engine("static", STATIC), requests),
-        "static, padded": lambda: sum(
-            serve(engine("static", STATIC), padded(requests[at : at + STATIC]))
-            for at in range(0, len(requests), STATIC)
-        ),
+        "continuous": lambda: serve(engine(options.requests), requests),
+        "static, early exit": lambda: sum(serve(engine(STATIC), batch) for batch in batches),
+        "static, padded": lambda: sum(serve(engine(STATIC), padded(batch)) for batch in batches),
     }
     seconds: dict[str, list[tuple[float, float, int]]] = {name: [] for name in ways}
     for _ in range(options.rounds):

@@ -101,7 +101,6 @@ def record_step(llm: LLM) -> list[Call]:
             (block.mlp, "down"),
         ):
             replace(owner, name, Recorder(getattr(owner, name), calls))
-        replace(block.mlp, "_function", recorded(block.mlp._function))
     replace(llm.model, "head", Recorder(llm.model.head, calls))
     llm.engine.step()
     for owner, name, value in reversed(undo):

@@ -17,6 +17,7 @@ from timing import Results, dtype_on, gemm_rate, parse
 from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import kv_scheme, layer_layout, page_bytes
+from quantkit.kernels.types import AttentionOptions
 from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "int8", "fp8", "int4")
@@ -56,7 +57,7 @@ def decode_batch(batch: int, context: int, device: str, page_size: int = PAGE) -
 
 def fill(cache: KVCache) -> None:
     """Random bytes that are small, ordinary numbers in every type."""
-    for memory in (*cache._pools, *(tail for tail in cache._tails if tail is not None)):
+    for memory in (*cache._pools, *(tail for tail in cache._residuals if tail is not None)):
         memory.view(torch.uint8).random_(0, 0x3F)
 
 
@@ -74,10 +75,8 @@ def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     tokens = case.batch * case.new
     query = torch.randn(tokens, case.heads, case.dim, device=device, dtype=dtype)
     key, value = (torch.randn(tokens, case.kv_heads, case.dim, device=device, dtype=dtype) for _ in range(2))
-    scale = case.dim**-0.5
-    found = measure(
-        [lambda cache=cache: cache.attend(0, query, key, value, step, scale=scale) for cache in caches], device
-    )
+    options = AttentionOptions(scale=case.dim**-0.5)
+    found = measure([lambda cache=cache: cache.attend(0, query, key, value, step, options) for cache in caches], device)
     return {**found, "bytes": size}
 
 

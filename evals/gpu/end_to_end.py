@@ -31,9 +31,9 @@ from random_model import make_model
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, kv_scheme, page_bytes
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.engine.assembly import make_engine
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.scheduler import SchedulerOptions
 from quantkit.runtime.model.model import NativeModel
 from quantkit.runtime.types import SamplingParams
 
@@ -77,7 +77,7 @@ def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: 
     """Milliseconds of a decode step."""
 
     def step() -> object:
-        found = model.step(batch, cache)
+        found = model.forward(batch, cache)
         return found.values.argmax(-1) if found.best is None else found.best
 
     if device == "cuda":
@@ -148,21 +148,20 @@ def steps(
 def _engine(model: NativeModel, kv: str, batch: int, length: int, way: str) -> Iterator[Engine]:
     """An engine for this many sequences of this length, run in one of the ways."""
     graphs, overlap = WAYS[way]
-    options = SchedulerOptions(page_size=PAGE, max_sequences=batch, token_budget=max(8192, batch))
+    config = EngineConfig(
+        page_size=PAGE,
+        max_sequences=batch,
+        token_budget=max(8192, batch),
+        kv_cache=kv,
+        max_length=length,
+        num_pages=batch * -(-length // PAGE),
+        prefix_cache=False,
+        overlap=None if overlap else False,
+    )
     saved = os.environ.get("QUANTKIT_CUDA_GRAPHS")
     os.environ["QUANTKIT_CUDA_GRAPHS"] = "1" if graphs else "0"
     try:
-        engine = make_engine(
-            model,
-            options=options,
-            kv_cache=kv,
-            max_length=length,
-            num_pages=batch * -(-length // PAGE),
-            prefix_cache=False,
-        )
-        if not overlap:
-            engine._overlap = None
-        yield engine
+        yield build_engine(model, config)
     finally:
         os.environ.pop("QUANTKIT_CUDA_GRAPHS")
         if saved is not None:

@@ -24,14 +24,14 @@ from random_model import settings
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.compress.pipeline.events import Silent
+from quantkit.compress.pipeline.events import Listener
 from quantkit.results import LayerRecord
 
 LAYERS = 32
 _TOKENIZER = Path(quantkit.__file__).parent / "demo" / "model"
 
 
-class _Clock(Silent):
+class _Clock(Listener):
     """Notes when layers begin and end."""
 
     def __init__(self, on_gpu: bool) -> None:

@@ -18,7 +18,7 @@ from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.layers import Norm, RMSNorm
 from quantkit.runtime.model.model import NativeModel
-from quantkit.runtime.model.weights import make_block
+from quantkit.runtime.model.weights import build_block
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -139,7 +139,7 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
     source = RandomWeights(config=config, kind=kind, device=device, dtype=dtype_on(device.type))
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
     embedding = source.tensor("embedding", (config.vocab_size, config.hidden_size))
-    blocks = [make_block(source, index, ropes) for index in range(len(config.layers))]  # type: ignore[arg-type]
+    blocks = [build_block(source, index, ropes) for index in range(len(config.layers))]  # type: ignore[arg-type]
     head = source.make(config.vocab_size, config.hidden_size, head_kind)
     return NativeModel(
         config=config,

@@ -151,12 +151,12 @@ def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> t
     with _on_meta(count, pools):
         model = make_model(shape, weights, META)
         cache = KVCache(model.layouts(kv_scheme(kv), PAGE), batch * -(-context // PAGE), batch, META)
-        stored = [*cache._pools, *(tail for tail in cache._tails if tail is not None)]
+        stored = [*cache._pools, *(tail for tail in cache._residuals if tail is not None)]
         pools |= {tensor.untyped_storage()._cdata for tensor in stored}
         count.launches.clear()
         count.bytes_read, count.num_layers = 0, len(model.blocks)
         with _Operations(count):
-            found = model.step(decode_batch(batch, context), cache)
+            found = model.forward(decode_batch(batch, context), cache)
             assert found.best is not None, "the likeliest tokens come with the logits"
     return count, model
 

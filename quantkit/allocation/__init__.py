@@ -1,6 +1,4 @@
-"""Which numbers each fused group should have: measured, solved for a budget, written as a recipe, and verified."""
+"""Which numbers each fused group should have: measured, solved for a budget, written as a recipe, and verified.
 
-from quantkit.allocation.choose import Target
-from quantkit.allocation.run import SearchOptions, search
-
-__all__ = ["SearchOptions", "Target", "search"]
+Nothing is imported here: `--help` is answered from `options`.
+"""

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.compress.pipeline.plan import Plan, make_plan
+from quantkit.compress.pipeline.plan import Plan, build_plan
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import DTYPES, find_dtype
 from quantkit.planning.weights import from_linear
 
@@ -76,7 +77,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
     Raises:
         RecipeError: one that cannot be read.
     """
-    found = []
+    candidates = []
     for text in texts:
         name, colon, size = text.strip().partition(":")
         if name == SKIP and not colon:
@@ -88,10 +89,10 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
         if colon and size != "channel" and not re.fullmatch(r"[1-9]\d*", size):
             raise RecipeError(f"candidate {text!r}: {size!r} is no group size; write int4:32 or int8:channel")
         groups: int | str = (size if size == "channel" else int(size)) if colon else group_size
-        found.append(Candidate(dtype=dtype.name, group_size=groups))
-    if not found:
+        candidates.append(Candidate(dtype=dtype.name, group_size=groups))
+    if not candidates:
         raise RecipeError("no candidates to choose from; give number types such as int3,int4,int8")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(candidates))
 
 
 def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
@@ -101,10 +102,10 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
         group_size: of the base recipe.
     """
     names = [dtype.name for dtype in DTYPES.values() if dtype.kind == "int"]
-    found = [Candidate(dtype=name, group_size=group_size) for name in names]
+    candidates = [Candidate(dtype=name, group_size=group_size) for name in names]
     if group_size == "channel" or int(group_size) > FINE:
-        found += [Candidate(dtype=name, group_size=FINE) for name in names if DTYPES[name].bits in (3, 4, 5)]
-    return tuple(found)
+        candidates += [Candidate(dtype=name, group_size=FINE) for name in names if DTYPES[name].bits in (3, 4, 5)]
+    return tuple(candidates)
 
 
 def uniform(base: Recipe, candidate: Candidate) -> Recipe:
@@ -186,8 +187,10 @@ def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], dev
     """
     if base.source["overrides"]:
         raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")
-    if base.format == "gguf":
-        raise RecipeError("a GGUF file is not run by quantkit, so nothing can be measured; search with another format")
+    if FORMATS.load(base.format).suffix:
+        raise RecipeError(
+            f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
+        )
     kept: list[Candidate] = []
     least: dict[str, int] = {}
     weights = 0
@@ -195,11 +198,11 @@ def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], dev
     refused: SchemeError | None = None
     for candidate in candidates:
         try:
-            plan = make_plan(model, uniform(base, candidate), _NOWHERE, device)
+            plan = build_plan(model, uniform(base, candidate), _NOWHERE, device)
             names, sizes = list(plan.linears), dict(_stored_bytes(plan))
             layer = [name for name in names if name.rsplit(".", 2)[0] == names[0].rsplit(".", 2)[0]]
             if kept and len(layer) < len(names):
-                make_plan(model, mixed(base, kept[0], [(layer, candidate)]), _NOWHERE, device)
+                build_plan(model, mixed(base, kept[0], [(layer, candidate)]), _NOWHERE, device)
         except SchemeError as error:
             refused = error
             notes.append(f"left out {candidate.name}: {first_line(error)}")

@@ -9,46 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
-from quantkit.errors import GateFailure, InputError
+from quantkit.errors import GateFailure
 
 _ROUNDS = 3  # of moving every group; each measures the model about twice per group
 _PAIRS = 6  # of moves that are measured where all of them together do not help
 _TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What is asked for: one of these.
-
-    Args:
-        bits: stored bits per weight on average, at most.
-        num_bytes: of the whole checkpoint, at most.
-        kl: mean KL at most.
-        recovery: per cent of the original's task scores, at least.
-    """
-
-    bits: float | None = None
-    num_bytes: int | None = None
-    kl: float | None = None
-    recovery: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
-        if len(given) != 1 or given[0] <= 0:
-            raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
-
-    @property
-    def text(self) -> str:
-        """As a condition, e.g. `bits<=4.5`."""
-        if self.bits is not None:
-            return f"bits<={self.bits:g}"
-        if self.num_bytes is not None:
-            return f"bytes<={self.num_bytes}"
-        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
 
 
 class Groups(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from quantkit.allocation.candidates import Candidate
-from quantkit.allocation.sensitivities import Place
+from quantkit.allocation.sensitivities import MeasuredGroup
 from quantkit.allocation.solve import Choice
 from quantkit.checkpoints.writer import write_text
 from quantkit.compress.recipe import Recipe
@@ -19,42 +19,41 @@ from quantkit.compress.recipe import Recipe
 _FEW = 4  # modules of a group that are listed by name; of more a pattern is looked for
 
 
-def default_candidate(candidates: Sequence[Candidate], places: Sequence[Place], choice: Choice) -> Candidate:
+def default_candidate(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> Candidate:
     """What most weights are given, which the recipe says once; ignoring is said of each group."""
     counts = Counter[int]()
-    for place, number in zip(places, choice, strict=True):
+    for group, number in zip(groups, choice, strict=True):
         if number < len(candidates):
-            counts[number] += place.num_weights
+            counts[number] += group.num_weights
     return candidates[counts.most_common(1)[0][0] if counts else 0]
 
 
 def overrides(
-    candidates: Sequence[Candidate], places: Sequence[Place], choice: Choice, others: Sequence[str] = ()
-) -> list[tuple[list[tuple[Place, list[str]]], Candidate | None]]:
+    candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice
+) -> list[tuple[list[tuple[MeasuredGroup, list[str]]], Candidate | None]]:
     """Groups that differ from the default, by what they are given.
 
     Args:
         candidates: in the order that `choice` counts in; one beyond the last is leaving alone.
-        places: the groups.
+        groups: the groups.
         choice: number of the candidate of each.
-        others: linears that are no group; no pattern may match them.
     Returns:
         for each candidate in use but the default: its groups, each with patterns, and the candidate or None.
     """
-    common = default_candidate(candidates, places, choice)
-    every = [name for place in places for name in place.modules] + list(others)
-    found = []
+    common = default_candidate(candidates, groups, choice)
+    every = [name for group in groups for name in group.modules]
+    entries = []
     for number, candidate in enumerate([*candidates, None]):
         mine = [
-            (place, _patterns(place.modules, every)) for place, n in zip(places, choice, strict=True) if n == number
+            (group, _patterns(group.modules, every)) for group, n in zip(groups, choice, strict=True) if n == number
         ]
         if mine and candidate != common:
-            found.append((mine, candidate))
-    return found
+            entries.append((mine, candidate))
+    return entries
 
 
 def flat(
-    entries: Sequence[tuple[Sequence[tuple[Place, list[str]]], Candidate | None]],
+    entries: Sequence[tuple[Sequence[tuple[MeasuredGroup, list[str]]], Candidate | None]],
 ) -> list[tuple[list[str], Candidate | None]]:
     """Overrides without their groups, as `candidates.mixed` takes them."""
     return [([name for _, names in mine for name in names], candidate) for mine, candidate in entries]
@@ -80,7 +79,7 @@ def _shared(names: Sequence[Sequence[str]]) -> str:
 def write_recipe(
     path: Path,
     recipe: Recipe,
-    entries: Sequence[tuple[Sequence[tuple[Place, list[str]]], Candidate | None]],
+    entries: Sequence[tuple[Sequence[tuple[MeasuredGroup, list[str]]], Candidate | None]],
     remarks: Sequence[str],
     sensitivity: dict[tuple[int, str], float],
 ) -> None:
@@ -109,8 +108,8 @@ def write_recipe(
             else f"weights: {{dtype: {candidate.dtype}, group_size: {candidate.group_size}}}"
         )
         lines += [f"  - {what}", "    modules:"]
-        for place, names in mine:
-            lines += [f"      # layer {place.layer} {place.name}: KL {sensitivity[place.layer, place.name]:.2g} alone"]
+        for group, names in mine:
+            lines += [f"      # layer {group.layer} {group.name}: KL {sensitivity[group.layer, group.name]:.2g} alone"]
             lines += [f"      - {_flow(name)}" for name in names]
     lines += ["steps:" if source["steps"] else "steps: []", *(f"  - {_flow(step)}" for step in source["steps"])]
     lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _SAID]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quantkit.errors import DataError
-from quantkit.evaluate.run import EvaluationOptions, evaluate
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.run import evaluate
 from quantkit.results import EvaluationResult, SearchResult
 from quantkit.results.statistics import ALL_TASKS, compare_evaluations
 from quantkit.runtime.llm import LLM
@@ -42,10 +43,10 @@ class Judge:
         if self._answers is None:
             self._answers = evaluate(self.original, asked)
         compared = compare_evaluations(evaluate(llm, asked), self._answers)
-        found = next((c.recovery for c in compared if c.subject == ALL_TASKS), None)
-        if found is None:
+        overall = next((c.recovery for c in compared if c.subject == ALL_TASKS), None)
+        if overall is None:
             raise DataError("the suite 'quick' has no task that gives a recovery here; search for --kl instead")
-        return found
+        return overall
 
     def first_kl(self, rough: tuple[LLM, float]) -> float:
         """A KL that may do, learned from a coarse model.

@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,17 @@ from quantkit.allocation.candidates import (
     read_candidates,
     usable,
 )
-from quantkit.allocation.choose import Target, within_budget, within_kl
+from quantkit.allocation.choose import within_budget, within_kl
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.outputs import Outputs, open_outputs
 from quantkit.allocation.recipe_file import default_candidate, flat, overrides, write_recipe
 from quantkit.allocation.recovery import Judge
-from quantkit.allocation.sensitivities import Measured, Workshop, measure_units
+from quantkit.allocation.sensitivities import MeasuredGroups, TrialRunner, measure_groups
 from quantkit.allocation.solve import Choice, total
-from quantkit.allocation.state import State
+from quantkit.allocation.state import SearchState
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.pipeline.plan import describe_versions
+from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
@@ -48,44 +49,12 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.results import CandidateRecord, CompressionResult, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 
-MAX_TOKENS = 8192  # that groups are measured on, and as many for the end
 _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchOptions:
-    """How to search.
-
-    Args:
-        recipe: to start from: its steps, calibration, format and what it ignores stay.
-        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
-        candidates: such as `int4:32`; none = the integer types that the format holds.
-        text: that sensitivities are measured on, a name as for perplexity; None = a shipped one.
-        max_tokens: of it that each group is measured on.
-        work: where trials and measured numbers are kept for further searches; None = beside the output, until done.
-        checkpoint: where the compressed model goes that is measured at the end; None = it is not kept.
-        device: "auto", "cpu", "cuda" or "cuda:<i>".
-        engine: keywords of `LLM`; the arithmetic is float32 unless given.
-        resume: go on where a killed search stopped.
-        overwrite: replace an existing recipe file or checkpoint.
-    """
-
-    recipe: Recipe
-    output: Path | None = None
-    candidates: tuple[str, ...] = ()
-    text: str | None = None
-    max_tokens: int = MAX_TOKENS
-    work: Path | None = None
-    checkpoint: Path | None = None
-    device: str = "auto"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    resume: bool = True
-    overwrite: bool = False
-
-
 def search(
-    model: str | None, target: Target, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
+    model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
 ) -> SearchResult:
     """Find which numbers each fused group of a model should have, and write them as a recipe.
 
@@ -112,7 +81,7 @@ def search(
 
 
 def _prepare(
-    model: str | None, target: Target, options: SearchOptions, outputs: Outputs, progress: Callable[[str], None]
+    model: str | None, target: SearchTarget, options: SearchOptions, outputs: Outputs, progress: Callable[[str], None]
 ) -> _Run:
     """Measure what each unit costs in each of its forms."""
     output, work = outputs.recipe.output, outputs.work.path
@@ -125,10 +94,10 @@ def _prepare(
     name, windows, text_notes = _windows(original, options)
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
     identity = _identity(options.recipe, folder, original, used)
-    state = State(work / "state.json", identity)
+    state = SearchState(work / "state.json", identity)
     if state.resumed:
         progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
-    shop = Workshop(
+    runner = TrialRunner(
         model=model,
         source=identity["source"],
         base=options.recipe,
@@ -137,9 +106,9 @@ def _prepare(
         engine=engine,
         progress=progress,
     )
-    measured = measure_units(shop, candidates.candidates, original, Probe(original, used), state)
+    measured = measure_groups(runner, candidates.candidates, original, Probe(original, used), state)
     return _Run(
-        shop=shop,
+        runner=runner,
         target=target,
         candidates=candidates.candidates,
         measured=measured,
@@ -157,10 +126,10 @@ def _prepare(
 class _Run:
     """One search with everything measured; what is left is to choose and to prove."""
 
-    shop: Workshop
-    target: Target
+    runner: TrialRunner
+    target: SearchTarget
     candidates: tuple[Candidate, ...]
-    measured: Measured
+    measured: MeasuredGroups
     original: LLM
     probed: Windows
     held_out: Windows
@@ -173,73 +142,73 @@ class _Run:
     @property
     def draft(self) -> Path:
         """The recipe until everything is known; only then it takes its place."""
-        return self.shop.folder / self.output.name
+        return self.runner.folder / self.output.name
 
     def find(self) -> SearchResult:
         """Choose, write, compress and measure, again with a stricter KL where the target was missed."""
         target, weights = self.target, self.measured.num_weights
         if target.bits is not None:
-            return self.prove(within_budget(self.measured, target.bits * weights / 8, progress=self.shop.progress))
+            return self.verify(within_budget(self.measured, target.bits * weights / 8, progress=self.runner.progress))
         if target.num_bytes is not None:
-            room = target.num_bytes - self.measured.rest_bytes
-            if room <= 0:
+            left = target.num_bytes - self.measured.rest_bytes
+            if left <= 0:
                 raise GateFailure(
                     f"what is never compressed alone takes {self.measured.rest_bytes} bytes; ask for more"
                 )
-            return self.prove(within_budget(self.measured, room, progress=self.shop.progress))
+            return self.verify(within_budget(self.measured, left, progress=self.runner.progress))
         judge = None if target.recovery is None else Judge(original=self.original, wanted=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(self._rough())
         assert kl is not None
-        found: SearchResult | None = None
+        result: SearchResult | None = None
         for _ in range(_TRIES):
-            found = self.prove(within_kl(self.measured, kl, progress=self.shop.progress), judge)
-            if found.reached:
+            result = self.verify(within_kl(self.measured, kl, progress=self.runner.progress), judge)
+            if result.reached:
                 break
-            kl = kl * 0.97 * kl / found.measured_kl if judge is None else judge.next_kl(found)
-        assert found is not None
-        return found
+            kl = kl * 0.97 * kl / result.measured_kl if judge is None else judge.next_kl(result)
+        assert result is not None
+        return result
 
     def _rough(self) -> tuple[LLM, float]:
         """The model in its coarsest form that is still a model: what a loss of accuracy is first learned from."""
-        choices = [(n,) * len(self.measured.places) for n in range(len(self.candidates))]
+        choices = [(n,) * len(self.measured.groups) for n in range(len(self.candidates))]
         known = sorted((self.measured.kl(choice), choice[0]) for choice in choices)
         kl, number = next(((kl, n) for kl, n in reversed(known) if kl < 0.2), known[0])
         recipe = f"{self.candidates[number].dtype}-{self.candidates[number].group_size}"
-        return self.shop.load(self.shop.folder / recipe), kl
+        return self.runner.load(self.runner.folder / recipe), kl
 
-    def prove(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
+    def verify(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
         """Write the recipe of a choice, compress by it and measure; the file is written before and after."""
-        measured, shop = self.measured, self.shop
+        measured, runner = self.measured, self.runner
         summed, fresh = total(measured.options, choice), Probe(self.original, self.held_out)
         expected = measured.kl_on(fresh, choice)
         bits = 8 * summed.cost / measured.num_weights
         hopes = [
-            f"Written by `quantkit search` for {self.target.text}, from {shop.base.name}: {bits:.3f} bits per weight.",
+            f"Written by `quantkit search` for {self.target.text} from {runner.base.name}: {bits:.3f} bits per weight.",
             f"Expected KL to the original {expected:.5f} nats per token, on {self.data}.",
             f"On the tokens of the choice {measured.kl(choice):.5f}; one at a time {summed.sensitivity:.5f}.",
         ]
         recipe = self._write(choice, hopes)
-        shop.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
+        runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits; compressing")
         said = json.dumps([recipe.source, recipe.gates])  # a choice is only numbers of candidates, which may change
-        folder = shop.folder / f"result-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
-        made = shop.compress(recipe, folder)
+        folder = runner.folder / f"result-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+        made = runner.compress(recipe, folder)
         self.folder = folder
-        llm = shop.load(folder)
-        found = fresh.compare(llm).mean
-        self._write(choice, [*hopes, f"Measured after compressing: {found:.5f}."])
-        return self._result(choice, made, expected, found, None if judge is None else judge.recovery(llm))
+        llm = runner.load(folder)
+        kl = fresh.compare(llm).mean
+        self._write(choice, [*hopes, f"Measured after compressing: {kl:.5f}."])
+        return self._result(choice, made, expected, kl, None if judge is None else judge.recovery(llm))
 
     def _write(self, choice: Choice, remarks: list[str]) -> Recipe:
         """The recipe of a choice, also as a file."""
-        base, places = self.shop.base, self.measured.places
-        entries = overrides(self.candidates, places, choice)
-        common = default_candidate(self.candidates, places, choice)
+        base, groups = self.runner.base, self.measured.groups
+        entries = overrides(self.candidates, groups, choice)
+        common = default_candidate(self.candidates, groups, choice)
         changes = mixed_changes(common, flat(entries))
         description = f"{base.name} with the numbers of each fused group chosen by a search for {self.target.text}."
         gates = list(base.gates) if self.target.recovery is None and self.target.kl is None else [self.target.text]
         data = {**base.source, "name": self.name, "description": description, "gates": gates}
         recipe = build(patched(data, changes), self.output.name)
-        sensitivity = {(p.layer, p.name): p.options[n].sensitivity for p, n in zip(places, choice, strict=True)}
+        sensitivity = {(p.layer, p.name): p.options[n].sensitivity for p, n in zip(groups, choice, strict=True)}
         write_recipe(self.draft, recipe, entries, remarks, sensitivity)
         return recipe
 
@@ -248,19 +217,19 @@ class _Run:
         choice: Choice,
         made: CompressionResult,
         expected: float,
-        found: float,
+        kl: float,
         recovery: float | None,
     ) -> SearchResult:
         measured, target = self.measured, self.target
         summed = total(measured.options, choice)
         bits = 8 * summed.cost / measured.num_weights
-        reached = target.kl is None or found <= target.kl
+        reached = target.kl is None or kl <= target.kl
         if target.recovery is not None:
             reached = recovery is not None and recovery >= target.recovery
         return SearchResult(
             model=made.model,
             recipe=str(self.output),
-            base=self.shop.base.name,
+            base=self.runner.base.name,
             target=target.text,
             reached=reached,
             bits_per_weight=bits,
@@ -272,33 +241,33 @@ class _Run:
             sum_kl=summed.sensitivity,
             search_kl=measured.kl(choice),
             expected_kl=expected,
-            measured_kl=found,
+            measured_kl=kl,
             recovery=recovery,
             notes=self.notes,
         )
 
     def _candidates(self) -> tuple[CandidateRecord, ...]:
-        places = self.measured.places
-        found = []
+        groups = self.measured.groups
+        records = []
         for number, name in enumerate([*(candidate.name for candidate in self.candidates), SKIP]):
-            sums = total(self.measured.options, (number,) * len(places))
+            sums = total(self.measured.options, (number,) * len(groups))
             bits = 8 * sums.cost / self.measured.num_weights
-            found.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.sensitivity))
-        return tuple(found)
+            records.append(CandidateRecord(name=name, bits_per_weight=bits, sum_kl=sums.sensitivity))
+        return tuple(records)
 
     def _groups(self, choice: Choice) -> tuple[GroupChoice, ...]:
         names = [*(candidate.name for candidate in self.candidates), SKIP]
         return tuple(
             GroupChoice(
-                layer=place.layer,
-                group=place.name,
-                modules=place.modules,
-                num_weights=place.num_weights,
+                layer=group.layer,
+                group=group.name,
+                modules=group.modules,
+                num_weights=group.num_weights,
                 choice=names[number],
-                bits_per_weight=8 * place.options[number].cost / place.num_weights,
-                kl=place.options[number].sensitivity,
+                bits_per_weight=8 * group.options[number].cost / group.num_weights,
+                kl=group.options[number].sensitivity,
             )
-            for place, number in zip(self.measured.places, choice, strict=True)
+            for group, number in zip(self.measured.groups, choice, strict=True)
         )
 
 
@@ -320,7 +289,7 @@ def _short(model: str | None) -> str:
     return "demo" if model is None else Path(model).name or Path(model).resolve().name
 
 
-def _slug(target: Target) -> str:
+def _slug(target: SearchTarget) -> str:
     """`bits-4.5` of `bits<=4.5`."""
     return re.sub(r"[<>]=", "-", target.text)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quantkit.allocation.candidates import Candidate, uniform
 from quantkit.allocation.solve import Choice, Option
-from quantkit.allocation.state import State
+from quantkit.allocation.state import SearchState
 from quantkit.compress.pipeline import quantize
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
@@ -28,7 +28,7 @@ from quantkit.runtime.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workshop:
+class TrialRunner:
     """What compressing and loading need.
 
     Args:
@@ -62,11 +62,11 @@ class Workshop:
                 json.loads((output / f"{name}.json").read_bytes()) for name in ("quantkit", "quantkit-run")
             )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
-            found = {name: (output / name).stat().st_size for name in sizes}
+            present = {name: (output / name).stat().st_size for name in sizes}
             same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
                 json.loads(json.dumps(recipe.source)),
                 self.source,
-                found,
+                present,
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             same = False
@@ -83,7 +83,7 @@ class Workshop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class MeasuredGroup:
     """One fused group of the model and what it may become.
 
     Args:
@@ -102,29 +102,29 @@ class Place:
 
 
 @dataclass(kw_only=True, slots=True)
-class Measured:
+class MeasuredGroups:
     """All groups with all their options; a choice can be measured.
 
     Args:
-        places: in running order.
+        groups: in running order.
         rest_bytes: of the tensors that no choice changes.
     """
 
-    places: list[Place]
+    groups: list[MeasuredGroup]
     rest_bytes: int
     _probe: Probe
-    _state: State
+    _state: SearchState
     _names: tuple[str, ...] = field(default=())
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
         """Options of every group."""
-        return [place.options for place in self.places]
+        return [group.options for group in self.groups]
 
     @property
     def num_weights(self) -> int:
         """Of all groups."""
-        return sum(place.num_weights for place in self.places)
+        return sum(group.num_weights for group in self.groups)
 
     def kl(self, choice: Choice) -> float:
         """KL of the original with every group in its chosen form, none of it additive."""
@@ -133,17 +133,17 @@ class Measured:
 
     def kl_on(self, probe: Probe, choice: Choice) -> float:
         """The same on the text of another probe."""
-        chosen = [place.forms[n] for place, n in zip(self.places, choice, strict=True) if n < len(place.forms)]
+        chosen = [group.forms[n] for group, n in zip(self.groups, choice, strict=True) if n < len(group.forms)]
         return probe.measure(chosen).mean
 
 
-def measure_units(
-    shop: Workshop, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: State
-) -> Measured:
+def measure_groups(
+    runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState
+) -> MeasuredGroups:
     """Compress the model once per candidate and measure every group of each.
 
     Args:
-        shop: how to compress and load.
+        runner: how to compress and load.
         candidates: what groups may be given.
         original: loaded; as before when this returns.
         probe: the original's answers.
@@ -156,57 +156,62 @@ def measure_units(
     sizes: list[dict[str, tuple[int, int]]] = []
     rest = 0
     for candidate in candidates:
-        recipe = uniform(shop.base, candidate)
-        shop.progress(f"compressing with {candidate.name}")
-        made = shop.compress(recipe, shop.folder / recipe.name)
-        groups = find_fused_groups(shop.load(shop.folder / recipe.name), original)
+        recipe = uniform(runner.base, candidate)
+        runner.progress(f"compressing with {candidate.name}")
+        made = runner.compress(recipe, runner.folder / recipe.name)
+        groups = find_fused_groups(runner.load(runner.folder / recipe.name), original)
         forms.append(groups)
-        sensitivities.append(_sensitivities(shop, candidate, groups, probe, state))
+        sensitivities.append(_sensitivities(runner, candidate, groups, probe, state))
         sizes.append(_sizes(made))
         rest = made.output_bytes - sum(stored for _, stored in sizes[-1].values())
         gc.collect()
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
-    places = [
-        _place(number, [groups[number] for groups in forms], [found[number] for found in sensitivities], sizes)
+    measured = [
+        _measured_group(
+            number,
+            [groups[number] for groups in forms],
+            [of_candidate[number] for of_candidate in sensitivities],
+            sizes,
+        )
         for number in range(len(forms[0]))
     ]
-    return Measured(
-        places=places, rest_bytes=rest, _probe=probe, _state=state, _names=tuple(c.name for c in candidates)
+    return MeasuredGroups(
+        groups=measured, rest_bytes=rest, _probe=probe, _state=state, _names=tuple(c.name for c in candidates)
     )
 
 
 def _sensitivities(
-    shop: Workshop, candidate: Candidate, groups: list[FusedGroup], probe: Probe, state: State
+    runner: TrialRunner, candidate: Candidate, groups: list[FusedGroup], probe: Probe, state: SearchState
 ) -> list[float]:
-    found = []
+    sensitivities = []
     for number, group in enumerate(groups, start=1):
         key = f"{candidate.name} {group.layer} {group.name}"
         if not state.knows(key):
-            shop.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
-        found.append(state.get(key, lambda group=group: probe.measure([group]).mean))  # type: ignore[misc]
-    return found
+            runner.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
+        sensitivities.append(state.get(key, lambda group=group: probe.measure([group]).mean))  # type: ignore[misc]
+    return sensitivities
 
 
 def _sizes(made: CompressionResult) -> dict[str, tuple[int, int]]:
     """Number of weights and stored bytes of each quantized linear, by full name."""
-    found = {}
+    sizes = {}
     for layer in made.layers:
         for linear in layer.linears:
             count = linear.shape[0] * linear.shape[1]
-            found[f"{layer.name}.{linear.name}"] = (count, round(linear.bits_per_weight * count / 8))
-    return found
+            sizes[f"{layer.name}.{linear.name}"] = (count, round(linear.bits_per_weight * count / 8))
+    return sizes
 
 
-def _place(
+def _measured_group(
     number: int, forms: list[FusedGroup], sensitivities: list[float], sizes: list[dict[str, tuple[int, int]]]
-) -> Place:
+) -> MeasuredGroup:
     group = forms[0]
     costs = [sum(stored[module][1] for module in group.modules) for stored in sizes]
     options = [
         Option(cost=cost, sensitivity=sensitivity) for cost, sensitivity in zip(costs, sensitivities, strict=True)
     ]
-    return Place(
+    return MeasuredGroup(
         layer=group.layer,
         name=group.name,
         modules=group.modules,

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.writer import write_json
-from quantkit.compress.pipeline.state import differences
+from quantkit.compress.pipeline.identity import differences
 from quantkit.errors import ResumeError
 
 
-class State:
-    """Measured numbers by key; saved after every one.
+class SearchState:
+    """MeasuredGroups numbers by key; saved after every one.
 
     Args:
         path: of the file; read if it is there.
@@ -54,12 +54,12 @@ class State:
         try:
             saved = json.loads(self._path.read_bytes())
             self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
-            found = list(differences(saved["identity"], self._identity))
+            changes = list(differences(saved["identity"], self._identity))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResumeError(f"{self._path} is damaged ({error}); start over with --no-resume") from error
-        if found:
+        if changes:
             raise ResumeError(
-                f"the search in {self._path.parent} was started from something else ({'; '.join(found[:3])}); "
+                f"the search in {self._path.parent} was started from something else ({'; '.join(changes[:3])}); "
                 "give another --work, or start over with --no-resume"
             )
         self.resumed = len(self._numbers)

@@ -1,6 +1,6 @@
 """Bytes of one linear in the layouts that kernels want: whole panels of outputs, even inputs, scales as they multiply.
 
-Arithmetic of its own beside `kernels.linear`, see `predict`. N outputs, K inputs, G scales per row, g = K / G.
+Arithmetic of its own beside `kernels.ops.linear`, see `predict`. N outputs, K inputs, G scales per row, g = K / G.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the memory goes, predicted beside observed: weights, KV pool, tails, activations, and their sum, the peak.
+"""Where the memory goes, predicted beside observed: weights, KV pool, residuals, activations, and their sum, the peak.
 
 Observed means counted on the tensors that are there, not asked of the code that made them. On CUDA the allocator's own
 peak is read; on a CPU it is the sum of the parts, because the process holds libraries too and the system gives out
@@ -40,7 +40,7 @@ def observed_weight_bytes(model: Model) -> int:
 
 
 def observed_cache_bytes(cache: KVCache | None) -> int:
-    """Bytes of all pools and tails of a cache, counted on its tensors."""
+    """Bytes of all pools and residuals of a cache, counted on its tensors."""
     return 0 if cache is None else _storage_bytes(_walk(cache))
 
 
@@ -101,10 +101,10 @@ def memory_records(
         activations: observed, of that step.
         device: where they are.
     """
-    pool = tails = None
+    pool = residuals = None
     if prediction is not None and cache is not None:
-        pool, tails = num_pages * prediction.page_bytes, max_sequences * prediction.tail_bytes
-    observed_tails = 0 if cache is None else cache.tail_bytes
+        pool, residuals = num_pages * prediction.page_bytes, max_sequences * prediction.residual_bytes
+    observed_residuals = 0 if cache is None else cache.residual_bytes
     parts = [
         MemoryRecord(
             part="weights",
@@ -114,14 +114,14 @@ def memory_records(
         MemoryRecord(
             part="kv pool",
             predicted_bytes=pool,
-            observed_bytes=None if cache is None else observed_cache_bytes(cache) - observed_tails,
+            observed_bytes=None if cache is None else observed_cache_bytes(cache) - observed_residuals,
             note=f"{num_pages * page_size:,} tokens of capacity" if cache is not None else "kept by transformers",
         ),
         MemoryRecord(
-            part="kv tails",
-            predicted_bytes=tails,
-            observed_bytes=observed_tails,
-            note="newest keys, not quantized yet" if observed_tails else "",
+            part="kv residuals",
+            predicted_bytes=residuals,
+            observed_bytes=observed_residuals,
+            note="newest keys, not quantized yet" if observed_residuals else "",
         ),
         MemoryRecord(
             part="activations",

@@ -27,7 +27,7 @@ from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import find_format, pick_dtype
-from quantkit.runtime.model.manifest import head_name, is_stacked, make_manifest
+from quantkit.runtime.model.manifest import head_name, manifest_of
 from quantkit.runtime.model.model import config_layouts
 
 _HEADS = {"int8": INT8, "int4": INT4}
@@ -40,7 +40,7 @@ class Prediction:
     Args:
         weight_bytes: of all weights in memory.
         page_bytes: of one page of the KV cache, all layers.
-        tail_bytes: per sequence, of keys that are not quantized yet.
+        residual_bytes: per sequence, of keys that are not quantized yet.
         config: of the model.
         dtype: of the computation.
         native: by the kernels compiled from C.
@@ -48,7 +48,7 @@ class Prediction:
 
     weight_bytes: int
     page_bytes: int
-    tail_bytes: int
+    residual_bytes: int
     config: ModelConfig
     dtype: torch.dtype
     native: bool
@@ -66,7 +66,7 @@ class Prediction:
         # The stream and what is pending, of this layer and of the one before; then the fused projection and what
         # attention makes of it, or the two halves of the MLP and their product.
         attention = 4 * hidden + 2 * queries + 2 * keys
-        mlp = 5 * hidden + (3 if config.architecture.parts.gated else 2) * config.width
+        mlp = 5 * hidden + (3 if config.family.parts.gated else 2) * config.width
         if config.experts is not None:  # one expert at a time, with its tokens gathered
             mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
         layer = tokens * max(attention, mlp) * size
@@ -113,7 +113,7 @@ def predict(
     return Prediction(
         weight_bytes=sizes.total(head_dtype),
         page_bytes=page_bytes(layouts),
-        tail_bytes=residual_bytes(layouts, 1),
+        residual_bytes=residual_bytes(layouts, 1),
         config=config,
         dtype=chosen,
         native=on_cpu,
@@ -148,24 +148,24 @@ class _Sizes:
     place: Place
 
     def total(self, head_dtype: str | None) -> int:
-        manifest = make_manifest(self.config, self.reader)
-        stacked, table = self._stacked(), f"{self.config.architecture.embedding}.weight"
+        manifest = manifest_of(self.config, self.reader)
+        table = f"{self.config.family.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
         total = 0
         for name, shape in plain.items():
-            if name in stacked:
+            if len(shape) == 3:  # all experts of a layer
                 count, rows, width = shape
                 total += count * dense_bytes(rows, width, False, self._stored(name), self.place)
             else:  # the embedding stays as it is stored
                 kept = self._stored(name) if name == table else self.place.dtype
                 total += math.prod(shape) * kept.itemsize
-        head = None if self.config.tied else head_name(self.config.architecture, self.reader)
+        head = None if self.config.tied else head_name(self.config.family, self.reader)
         total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
         return total + self._head(head, head_dtype, self._stored(table))
 
     def quantized(self) -> list[tuple[str, int, int, LinearScheme]]:
         """Name, N, K and scheme of each product whose weight is codes."""
-        linears, found = make_manifest(self.config, self.reader).linears, []
+        linears, found = manifest_of(self.config, self.reader).linears, []
         for group in self._groups(set(linears)):
             schemes = [self._scheme_of(name) for name in group]
             alike = all(scheme == schemes[0] for scheme in schemes)
@@ -175,18 +175,9 @@ class _Sizes:
                     found.append((names[0], rows, linears[names[0]][1], scheme))
         return found
 
-    def _stacked(self) -> set[str]:
-        """Tensors that hold the weights of all experts of a layer."""
-        data, found = self.config.architecture, set()
-        for index, layer in enumerate(self.config.layers):
-            prefix = f"{data.layers}.{index}."
-            if layer.has_experts and data.experts is not None and is_stacked(self.config, prefix, self.reader):
-                found |= {f"{prefix}{data.experts.stacked_up}", f"{prefix}{data.experts.stacked_down}"}
-        return found
-
     def _groups(self, linears: set[str]) -> list[list[str]]:
         """Linears as they are fused: query, key and value, and the two that an MLP's input goes through."""
-        data, groups, left = self.config.architecture, [], set(linears)
+        data, groups, left = self.config.family, [], set(linears)
         fused: list[tuple[str, ...]] = [data.parts.qkv, data.parts.up]
         if data.experts is not None and self.config.experts is not None:
             fused += [

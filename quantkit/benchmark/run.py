@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,78 +14,19 @@ from quantkit.benchmark.compare import join_rounds, turns
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
 from quantkit.benchmark.memory import memory_records, observed_activation_bytes
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
-from quantkit.benchmark.workload import check_room, closed_loop, make_load, poisson, request_key, sweep
+from quantkit.benchmark.workload import check_room, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import RequestError
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE
+from quantkit.devices import pick_device
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
-from quantkit.runtime.cache.sizing import pick_device
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchmarkOptions:
-    """What to measure.
-
-    Args:
-        concurrencies: one closed loop each.
-        rates: requests per second, one run with Poisson arrivals each.
-        prompt_tokens, new_tokens: of each request.
-        num_requests: of each run; None = twice the concurrency, at least 4.
-        spread: lengths are drawn evenly from (1 - spread) times those up to them.
-        static: also send the same requests in static batches.
-        rounds: repetitions of every run.
-        seed: of everything drawn.
-        ttft_limit_s, tpot_limit_s: what a request must meet to count as goodput.
-    """
-
-    concurrencies: tuple[int, ...] = (1, 8)
-    rates: tuple[float, ...] = ()
-    prompt_tokens: int = 256
-    new_tokens: int = 128
-    num_requests: int | None = None
-    spread: float = 0.0
-    static: bool = False
-    rounds: int = 1
-    seed: int = 0
-    ttft_limit_s: float | None = None
-    tpot_limit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        counts = {"concurrency": min(self.concurrencies, default=1), "number of rounds": self.rounds}
-        counts |= {"prompt length": self.prompt_tokens, "number of new tokens": self.new_tokens}
-        counts |= {} if self.num_requests is None else {"number of requests": self.num_requests}
-        for name, value in counts.items():
-            if value < 1:
-                raise RequestError(f"the {name} is {value}; it must be 1 at least")
-        if not self.concurrencies and not self.rates:
-            raise RequestError("nothing to measure: give a concurrency or a rate")
-        if not all(rate > 0 for rate in self.rates):
-            raise RequestError(f"the rates are {self.rates}; each must be above 0 requests per second")
-        if not 0 <= self.spread < 1:
-            raise RequestError(f"spread is {self.spread}; it must be from 0 to below 1")
-
-    @property
-    def max_sequences(self) -> int:
-        """That the engine must be able to run together."""
-        return max([*self.concurrencies, *(32 for _ in self.rates)])
-
-    def workloads(self) -> list[Workload]:
-        """All runs, the one for the fits last."""
-        sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
-        asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
-        loads = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
-        if self.static:
-            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
-        loads += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
-        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
-        return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +174,7 @@ def _finish(
     target: BenchmarkTarget, options: BenchmarkOptions, runs: tuple[BenchmarkRun, ...], ceilings: Ceilings
 ) -> BenchmarkResult:
     engine, cost = target.llm.engine, target.cost
-    budget = engine.options.token_budget
+    budget = engine.config.token_budget
     decode = [decode_record(run, cost, ceilings) for run in runs if run.workload.mode == "closed"]
     prefill = [prefill_record(run, cost, ceilings, budget) for run in runs]
     first = next((record for record in prefill if record is not None), None)
@@ -245,7 +186,7 @@ def _finish(
         memory=_memory(target, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,
-        capacity_tokens=pages * engine.options.page_size if engine.runner.cache is not None else None,
+        capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
     )
@@ -263,14 +204,14 @@ def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
 
     cache = engine.runner.cache
     activations = observed_activation_bytes(largest_steps, target.llm.device)
-    tokens = min(engine.options.token_budget, count * options.prompt_tokens)
+    tokens = min(engine.config.token_budget, count * options.prompt_tokens)
     return memory_records(
         target.llm.model,
         cache,
         target.prediction,
         num_pages=engine.pool.num_pages,
-        max_sequences=engine.options.max_sequences,
-        page_size=engine.options.page_size,
+        max_sequences=engine.config.max_sequences,
+        page_size=engine.config.page_size,
         step=(tokens, options.prompt_tokens, count),
         activations=activations,
         device=target.llm.device,
@@ -278,7 +219,7 @@ def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
 
 
 def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
-    options = target.llm.engine.options
+    options = target.llm.engine.config
     kinds = linear_kinds(target.llm.model)
     return {
         "computed in": str(target.llm.model.dtype).removeprefix("torch."),

@@ -21,8 +21,9 @@ from quantkit.errors import InputError, suggestion
 from quantkit.kernels.gpu import choices, configs, packing, spaces
 from quantkit.kernels.gpu.choices import Choice
 from quantkit.kernels.gpu.packing import Packing
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, kv_scheme
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.kernels.layouts import kv_scheme
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -174,7 +175,7 @@ def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.dev
     values = torch.randn(rows, width, device=device) * width**-0.5
     if not scheme.symmetric:
         values += 0.25 * width**-0.5
-    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.bfloat16), torch.bfloat16)
+    return round_to_nearest(values, WeightGrid(scheme, torch.bfloat16))
 
 
 def _product_case(work: ProductWork, chip: int) -> Case | None:

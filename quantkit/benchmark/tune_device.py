@@ -16,10 +16,10 @@ from quantkit.benchmark.tune import Outcome, Tuning, tune
 from quantkit.benchmark.tune_cases import Shapes, cases_of, shapes_of_model, shapes_of_preset
 from quantkit.benchmark.tune_problems import opener
 from quantkit.checkpoints.source import resolve
+from quantkit.devices import pick_device
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
 from quantkit.kernels.gpu import configs, tuned
-from quantkit.runtime.cache.sizing import pick_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,11 +23,12 @@ from quantkit.benchmark.tune_cases import PageWork, ProductWork, random_weight
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import configs
 from quantkit.kernels.gpu.choices import Choice
-from quantkit.kernels.layouts import DEFAULT_PAGE_SIZE, KVLayout, KVViews, kv_scheme, layer_layout, page_bytes
+from quantkit.kernels.layouts import KVLayout, KVViews, kv_scheme, layer_layout, page_bytes
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.types import AttentionOptions, States
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.inputs import fake_quantize_inputs
 
 _TOLERANCE = 0.05  # of what comes out, in units of its root mean square; a tile left out is more

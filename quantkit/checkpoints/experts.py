@@ -14,7 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.families import Architecture, Experts
+from quantkit.models.families import Experts, Family
+
+
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module a parameter, in place of one of this name, e.g. on the meta device; without gradients.
+
+    Args:
+        module: modified.
+        name: relative, dots included.
+        value: itself, not a copy.
+    """
+    owner, _, leaf = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
 class Expert(nn.Module):
@@ -81,9 +93,9 @@ class LinearExperts(nn.ModuleList):
             top_k_weights = top_k_weights.gather(1, top_k_index)
         output = torch.zeros_like(flat)
         for number, expert in enumerate(self):
-            tokens, places = torch.where(top_k_index == number)
+            tokens, slots = torch.where(top_k_index == number)
             if len(tokens):
-                weighed = expert(flat[tokens]) * top_k_weights[tokens, places, None]
+                weighed = expert(flat[tokens]) * top_k_weights[tokens, slots, None]
                 output.index_add_(0, tokens, weighed.to(output.dtype))
         return output.view_as(hidden_states)
 
@@ -98,8 +110,8 @@ class _Gate:
         apply: Any = getattr(self._fused, "_apply_gate", None)
         if apply is not None:
             both = torch.stack((gate, up), dim=-1).flatten(-2) if self._interleaved else torch.cat((gate, up), dim=-1)
-            found: Tensor = apply(both)
-            return found
+            output: Tensor = apply(both)
+            return output
         fused: Any = self._fused
         if self._interleaved:  # gpt-oss before transformers 5
             gate, up = gate.clamp(max=fused.limit), up.clamp(min=-fused.limit, max=fused.limit)
@@ -109,24 +121,25 @@ class _Gate:
         return activated
 
 
-def rebuild_layer(layer: nn.Module, architecture: Architecture) -> None:
+def rebuild_layer(layer: nn.Module, family: Family) -> None:
     """Give a layer on the meta device plain linears under the names of the checkpoint.
 
     Args:
         layer: modified.
-        architecture: its family.
+        family: its family.
     """
     for name, module in list(layer.named_modules()):
-        if architecture.experts is not None and _is_fused(module):
-            _replace(layer, name, LinearExperts(module, architecture.experts))
-        elif type(module).__name__ == "Conv1D" and name in architecture.transposed:
+        if family.experts is not None and is_stacked(module):
+            _replace(layer, name, LinearExperts(module, family.experts))
+        elif type(module).__name__ == "Conv1D" and name in family.transposed:
             width, rows = module.get_parameter("weight").shape
             with torch.device("meta"):
                 _replace(layer, name, nn.Linear(width, rows))
-    _rename(layer, architecture.stored_modules)
+    _rename(layer, family.stored_modules)
 
 
-def _is_fused(module: nn.Module) -> bool:
+def is_stacked(module: nn.Module) -> bool:
+    """Whether a module holds experts in two 3-D parameters."""
     parameters = dict(module.named_parameters(recurse=False))
     return all(name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
 

@@ -112,6 +112,14 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
     return read_header(file), (file,), None
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Files that hold a checkpoint's tensors, those that its index names, whether they are there or not."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    return [folder / name for name in sorted(set(_read_weight_map(index).values()))]
+
+
 def metadata_files(folder: Path) -> list[Path]:
     """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
     return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))

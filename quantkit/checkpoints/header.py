@@ -1,5 +1,7 @@
 """The safetensors file layout: length, JSON header, tensor bytes. Tensors themselves are read by `reader`.
 
+Torch is imported only where somebody asks for a torch dtype, so that `planning` reads headers without it.
+
     | length: u64 LE | header: JSON, padded with spaces to 8 bytes | tensor bytes, without gaps |
 
 Source: safetensors `README.md`, section "Format"; the order of tensors is that of its own writer.
@@ -10,22 +12,25 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
-
-import torch
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _DAMAGED = "the file is damaged; download or copy it again"
 
 # In the order in which the safetensors library writes them: wide types first, which keeps every tensor aligned.
-_NAMES = {
+# Other kinds (4 and 6 bits) pack several elements into a byte; they can be counted, not read.
+_TORCH_NAMES = {
     "U64": "uint64",
     "I64": "int64",
     "F64": "float64",
@@ -43,10 +48,9 @@ _NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-# float8_e8m0fnu exists from torch 2.7 on.
-_DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
-_KEYS = {dtype: key for key, dtype in _DTYPES.items()}
-_RANKS = {dtype: rank for rank, dtype in enumerate(_KEYS)}
+_KINDS = {name: kind for kind, name in _TORCH_NAMES.items()}
+_ITEM_BYTES = {kind: int((re.search(r"\d+", kind) or ["8"])[0]) // 8 for kind in _TORCH_NAMES}  # BOOL: 1
+_RANKS = {kind: rank for rank, kind in enumerate(_TORCH_NAMES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +58,31 @@ class TensorInfo:
     """Where one tensor lies.
 
     Args:
-        dtype: of its elements.
+        kind: of its elements, in the words of safetensors: `BF16`.
         shape: empty for a single number.
         file: the safetensors file that holds it.
         offset: of its first byte from the start of the file.
         num_bytes: its length.
     """
 
-    dtype: torch.dtype
+    kind: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     num_bytes: int
+
+    @property
+    def dtype_name(self) -> str | None:
+        """The kind as torch calls it; None = torch has no such numbers."""
+        return _TORCH_NAMES.get(self.kind)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The kind as torch has it; of every tensor that `checked_dtypes` passed."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[self.kind])
+        return dtype
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -79,7 +96,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            header = _parse(path, _header_bytes(path, file, file_bytes))
+            header = _parse(path, _read_text(path, file, file_bytes))
             data_start = file.tell()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
@@ -89,7 +106,26 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def make_header(
+def checked_dtypes(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    """`tensors`, if torch can hold all of them.
+
+    Raises:
+        CheckpointError: names the first that it cannot, and what it can.
+    """
+    import torch
+
+    # float8_e8m0fnu exists from torch 2.7 on.
+    known = [kind for kind, name in _TORCH_NAMES.items() if hasattr(torch, name)]
+    for name, info in tensors.items():
+        if info.kind not in known:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has dtype {info.kind!r}, which is not supported; "
+                f"supported: {', '.join(known)}"
+            )
+    return tensors
+
+
+def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[str]]:
     """The bytes in front of the tensors of a new file.
@@ -103,23 +139,26 @@ def make_header(
     Raises:
         CheckpointError: a dtype that safetensors cannot hold.
     """
-    for name, (dtype, _) in tensors.items():
-        if dtype not in _KEYS:
-            raise CheckpointError(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold; cast it first")
-    order = sorted(tensors, key=lambda name: (_RANKS[tensors[name][0]], name))
+    kinds = {name: _KINDS.get(str(dtype).removeprefix("torch."), "") for name, (dtype, _) in tensors.items()}
+    for name, kind in kinds.items():
+        if not kind:
+            raise CheckpointError(
+                f"tensor {name!r} has dtype {tensors[name][0]}, which safetensors cannot hold; cast it first"
+            )
+    order = sorted(tensors, key=lambda name: (_RANKS[kinds[name]], name))
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
     for name in order:
         dtype, shape = tensors[name]
         end = offset + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _KEYS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": kinds[name], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
 
 
-def _header_bytes(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
+def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
     """The JSON text of the header, `file` then standing at the first tensor byte."""
     start = file.read(_LENGTH_BYTES)
     if start == b"version ":
@@ -154,23 +193,21 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     """One entry of the header, its offsets made absolute."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
-    key, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(key, str) or key not in _DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {key!r}, which is not supported; supported: {', '.join(_DTYPES)}"
-        )
+    kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {kind!r}, which is not supported; {_DAMAGED}")
     if not _is_sizes(shape):
         raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r}; {_DAMAGED}")
     if not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets!r}; {_DAMAGED}")
-    dtype = _DTYPES[key]
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if offsets[1] - offsets[0] != num_bytes:
+    num_bytes = offsets[1] - offsets[0]
+    expected = math.prod(shape) * _ITEM_BYTES.get(kind, 0)
+    if num_bytes < 0 or (kind in _ITEM_BYTES and num_bytes != expected):
         raise CheckpointError(
-            f"{path}: tensor {name!r} has data_offsets {offsets}, {offsets[1] - offsets[0]} bytes, "
-            f"but shape {shape} of {key} takes {num_bytes}; {_DAMAGED}"
+            f"{path}: tensor {name!r} has data_offsets {offsets}, {num_bytes} bytes, "
+            f"but shape {shape} of {kind} takes {expected}; {_DAMAGED}"
         )
-    return TensorInfo(dtype=dtype, shape=tuple(shape), file=path, offset=data_start + offsets[0], num_bytes=num_bytes)
+    return TensorInfo(kind=kind, shape=tuple(shape), file=path, offset=data_start + offsets[0], num_bytes=num_bytes)
 
 
 def _is_sizes(values: Any) -> TypeGuard[list[int]]:

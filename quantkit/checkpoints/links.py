@@ -13,8 +13,6 @@ from pathlib import Path
 
 from quantkit.errors import ModelError, first_line
 
-__all__ = ["check_links"]
-
 # Folders inside a model's folder that transformers reads.
 _READ_FOLDERS = ("additional_chat_templates",)
 

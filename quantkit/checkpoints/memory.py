@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["peak_bytes", "release_freed_memory"]
-
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:

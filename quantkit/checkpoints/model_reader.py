@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
-from quantkit.models.families import Architecture, Experts
-from quantkit.models.family import at
+from quantkit.models.families import Experts, Family
+from quantkit.models.linear_sets import at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +49,7 @@ class ModelReader(CheckpointReader):
 
     Args:
         path: of the checkpoint.
-        architecture: its family.
+        family: its family.
     Attributes:
         notes: what a user should know about the view, a sentence each.
     Raises:
@@ -59,22 +58,18 @@ class ModelReader(CheckpointReader):
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path | str, architecture: Architecture) -> None:
+    def __init__(self, path: Path | str, family: Family) -> None:
         super().__init__(path)
-        self._view(architecture)
+        self._view(family)
 
     @classmethod
-    def of_file(cls, file: Path, architecture: Architecture) -> ModelReader:
+    def view_file(cls, file: Path, family: Family) -> ModelReader:
         """The tensors of one file of a checkpoint."""
-        reader = cls.__new__(cls)
-        reader.path, reader.config, reader.files = file.parent, {}, (file,)
-        reader._index, reader._digests = None, None
-        reader._tensors = read_header(file)
-        reader._view(architecture)
+        reader = cls.of_file(file)
+        reader._view(family)
         return reader
 
     def tensor(self, name: str) -> Tensor:
-        """See `CheckpointReader`."""
         part = self._parts.get(name)
         if part is None:
             return super().tensor(name)
@@ -101,7 +96,7 @@ class ModelReader(CheckpointReader):
         Returns:
             tensors by the names to write.
         """
-        found = dict(tensors)
+        restored = dict(tensors)
         stored: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             stored.setdefault(part.stored, []).append(name)
@@ -110,16 +105,16 @@ class ModelReader(CheckpointReader):
             if not {whole_name, whole_name.removesuffix("_bias")} <= whole:
                 continue  # biases go with their weights
             info = self._stored[whole_name]
-            value = torch.empty(info.shape, dtype=found[names[0]].dtype)
+            value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
                 part = self._parts[name]
-                part.of(value if part.expert is None else value[part.expert]).copy_(found.pop(name))
-            found[whole_name] = value
-        return {self.stored_name(name): tensor for name, tensor in found.items()}
+                part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
+            restored[whole_name] = value
+        return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
         """What the files call a tensor of this view; parts of a stored tensor keep their names."""
-        names = self._architecture
+        names = self._family
         for own, stored in _renamed(names):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
@@ -129,81 +124,73 @@ class ModelReader(CheckpointReader):
         info = self._stored[stored]
         if expert is not None:
             size = info.num_bytes // info.shape[0]
-            info = TensorInfo(
-                dtype=info.dtype,
-                shape=info.shape[1:],
-                file=info.file,
-                offset=info.offset + expert * size,
-                num_bytes=size,
-            )
+            info = replace(info, shape=info.shape[1:], offset=info.offset + expert * size, num_bytes=size)
         return self._read_tensor(info)
 
-    def _view(self, architecture: Architecture) -> None:
-        self._architecture = architecture
-        if architecture.stored_prefix is None:
-            self._tensors = _with_prefix(self._tensors, architecture)
-        self._tensors = _with_own_names(self._tensors, architecture)
+    def _view(self, family: Family) -> None:
+        self._family = family
+        if family.stored_prefix is None:
+            self._tensors = _with_prefix(self._tensors, family)
+        self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, _Part] = {}
         self._stored: dict[str, TensorInfo] = {}
-        for stored, parts in _find_parts(self._tensors, architecture).items():
+        for stored, parts in _find_parts(self._tensors, family).items():
             info = self._stored[stored] = self._tensors.pop(stored)
             shape = info.shape if next(iter(parts.values())).expert is None else info.shape[1:]
             for name, part in parts.items():
                 own = tuple(part.of(torch.empty(shape, device="meta")).shape)
                 size = torch.Size(own).numel() * info.dtype.itemsize
                 self._parts[name] = part
-                self._tensors[name] = TensorInfo(
-                    dtype=info.dtype, shape=own, file=info.file, offset=info.offset, num_bytes=size
-                )
+                self._tensors[name] = replace(info, shape=own, num_bytes=size)
         self.names = tuple(sorted(self._tensors))
 
 
-def _with_prefix(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+def _with_prefix(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names as the causal LM has them, where a file was saved from the model inside it."""
-    prefix, _, inside = architecture.layers.partition(".")
+    prefix, _, inside = family.layers.partition(".")
     if not inside or any(name.startswith(f"{prefix}.") for name in tensors):
         return tensors
     if not any(name.startswith(f"{inside}.") for name in tensors):
         return tensors
-    return {name if name.startswith(f"{architecture.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
+    return {name if name.startswith(f"{family.head}.") else f"{prefix}.{name}": i for name, i in tensors.items()}
 
 
-def _renamed(architecture: Architecture) -> list[tuple[str, str]]:
+def _renamed(family: Family) -> list[tuple[str, str]]:
     """Prefixes of tensor names in the model and in the files, where they differ; the head's first."""
     pairs = []
-    if architecture.stored_head is not None:
-        pairs.append((f"{architecture.head}.", f"{architecture.stored_head}."))
-    if architecture.stored_prefix is not None:
-        pairs.append((f"{architecture.backbone}." if architecture.backbone else "", architecture.stored_prefix))
+    if family.stored_head is not None:
+        pairs.append((f"{family.head}.", f"{family.stored_head}."))
+    if family.stored_prefix is not None:
+        pairs.append((f"{family.backbone}." if family.backbone else "", family.stored_prefix))
     return pairs
 
 
-def _with_own_names(tensors: dict[str, TensorInfo], architecture: Architecture) -> dict[str, TensorInfo]:
+def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
     """Names of a language model's tensors as its modules have them, where a wrapper's files keep others."""
-    pairs = _renamed(architecture)
-    own = (f"{architecture.head}.", *(prefix for prefix, _ in pairs if prefix))
-    found: dict[str, TensorInfo] = {}
+    pairs = _renamed(family)
+    own = (f"{family.head}.", *(prefix for prefix, _ in pairs if prefix))
+    renamed: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
-        found[name if match is None else match[0] + name.removeprefix(match[1])] = info
-    return found
+        renamed[name if match is None else match[0] + name.removeprefix(match[1])] = info
+    return renamed
 
 
-def _find_parts(tensors: Mapping[str, TensorInfo], architecture: Architecture) -> dict[str, dict[str, _Part]]:
+def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, _Part]]:
     """Parts by name, for each stored tensor that is not itself one."""
-    layer = re.compile(rf"{re.escape(architecture.layers)}\.\d+\.")
-    found: dict[str, dict[str, _Part]] = {}
+    layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
+    parts_of: dict[str, dict[str, _Part]] = {}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
-        if local.removesuffix(".weight") in architecture.transposed and len(info.shape) == 2:
-            found[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
-        elif architecture.experts is not None and len(info.shape) >= 2:
-            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, architecture.experts)}
-            found |= {name: parts} if parts else {}
-    return found
+        if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
+            parts_of[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
+        elif family.experts is not None and len(info.shape) >= 2:
+            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, family.experts)}
+            parts_of |= {name: parts} if parts else {}
+    return parts_of
 
 
 def _expert_parts(name: str, local: str, info: TensorInfo, data: Experts) -> Iterator[tuple[str, _Part]]:

@@ -81,15 +81,15 @@ def pass_through(model: nn.Module, backbone: str, layers: str, **inputs: Tensor)
     """
     for length in range(4):  # a model may take the first of several outputs
         try:
-            found = _pass(model, backbone, layers, length, inputs)
+            recorders = _pass(model, backbone, layers, length, inputs)
         except (_OtherShape, IndexError):
             continue
         except ValueError as error:
             if "to unpack" not in str(error):
                 raise
             continue
-        if all(recorder.hidden is not None for recorder in found):
-            return found
+        if all(recorder.hidden is not None for recorder in recorders):
+            return recorders
         break
     raise ModelError(f"the model's forward does not pass its hidden states through {layers}")
 
@@ -106,8 +106,8 @@ def pass_first(
     Returns:
         what the first and the second layer are called with.
     """
-    found = _pass(model, backbone, layers, 0, {"inputs_embeds": hidden}, first)
-    return found[0], found[1]
+    recorders = _pass(model, backbone, layers, 0, {"inputs_embeds": hidden}, first)
+    return recorders[0], recorders[1]
 
 
 @torch.inference_mode()
@@ -147,8 +147,8 @@ def build_model(reader: CheckpointReader) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
-            found = class_of(reader, config)
-            build = getattr(found, "_from_config", None) or found.from_config
+            kind = class_of(reader, config)
+            build = getattr(kind, "_from_config", None) or kind.from_config
             model: nn.Module = build(config)
             return model.eval()
     except Exception as error:  # whatever transformers raises on a config it cannot use
@@ -161,7 +161,7 @@ def class_of(reader: CheckpointReader, config: Any) -> Any:
     import transformers
 
     for name in reader.config.get("architectures") or ():
-        found = getattr(transformers, str(name), None)
-        if getattr(found, "config_class", None) is type(config):
-            return found
+        kind = getattr(transformers, str(name), None)
+        if getattr(kind, "config_class", None) is type(config):
+            return kind
     return transformers.AutoModelForCausalLM

@@ -14,16 +14,18 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, metadata_files, read_config
-from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 
 __all__ = ["CheckpointReader", "TensorInfo"]
+
+R = TypeVar("R", bound="CheckpointReader")
 
 _CHUNK_BYTES = 1 << 22
 
@@ -50,9 +52,20 @@ class CheckpointReader:
     def __init__(self, path: Path | str) -> None:
         self.path: Path = check_folder(Path(path))
         self.config: dict[str, Any] = read_config(self.path)
-        self._tensors, self.files, self._index = find_tensors(self.path)
+        tensors, self.files, self._index = find_tensors(self.path)
+        self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
         self._digests: dict[str, str] | None = None
+
+    @classmethod
+    def of_file(cls: type[R], file: Path) -> R:
+        """The tensors of one safetensors file of a checkpoint."""
+        reader = cls.__new__(cls)
+        reader.path, reader.config, reader.files = file.parent, {}, (file,)
+        reader._index, reader._digests = None, None
+        reader._tensors = read_header(file)
+        reader.names = tuple(sorted(reader._tensors))
+        return reader
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -156,7 +169,7 @@ class CheckpointReader:
         if self._digests is None:
             names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
             present = sorted(path for path in names if path is not None and path.is_file())
-            self._digests = {path.name: _sha256(path) for path in present}
+            self._digests = {path.name: file_digest(path) for path in present}
         return dict(self._digests)
 
     def metadata_files(self) -> list[Path]:
@@ -216,7 +229,12 @@ def _read(file: io.FileIO, info: TensorInfo, start: int, num_bytes: int) -> Tens
     return data
 
 
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     digest = hashlib.sha256()
     with _opened(path) as file:
         while piece := file.read(_CHUNK_BYTES):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 from quantkit.numerics.hadamard import random_rotation
 
 
@@ -30,19 +30,19 @@ class RotatedReader(ModelReader):
 
     Args:
         path: of the checkpoint.
-        architecture: its family.
+        family: its family.
         seed: of the rotations.
         heads: rotate value heads too.
     Raises:
         ModelError: the family cannot be rotated; says why.
     """
 
-    def __init__(self, path: Path | str, architecture: Architecture, *, seed: int, heads: bool) -> None:
-        super().__init__(path, architecture)
-        self._names = architecture
-        self._head = f"{architecture.stored_head or architecture.head}.weight"
-        self._embedding, self._final_norm = f"{architecture.embedding}.weight", f"{architecture.final_norm}.weight"
-        parts = architecture.parts
+    def __init__(self, path: Path | str, family: Family, *, seed: int, heads: bool) -> None:
+        super().__init__(path, family)
+        self._names = family
+        self._head = f"{family.stored_head or family.head}.weight"
+        self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"
+        parts = family.parts
         self._readers = {**dict.fromkeys(parts.qkv, parts.input_norm), **dict.fromkeys(parts.up, parts.mlp_norm)}
         self._check(path)
         self._tied = self._head not in self._tensors
@@ -57,14 +57,12 @@ class RotatedReader(ModelReader):
         self._heads = random_rotation(width, seed + 1) if heads and len(parts.qkv) == 3 else None
 
     def tensor(self, name: str) -> Tensor:
-        """See `CheckpointReader`."""
         if name in (self._embedding, self._head):
             return self.rows(name, 0, self.info(name).shape[0])
         value = super().tensor(name)
         return self._rotated(name, value.float()).to(value.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See `CheckpointReader`."""
         if name not in (self._embedding, self._head):
             return self.tensor(name)[start:stop].clone()
         value = super().rows(self._embedding if self._tied else name, start, stop)
@@ -78,7 +76,6 @@ class RotatedReader(ModelReader):
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
-        """See `CheckpointReader`."""
         shape, width = self.info(name).shape, self.info(name).num_bytes // self.info(name).shape[0]
         step = max(1, size // width) if name in (self._embedding, self._head) else shape[0]
         for start in range(0, shape[0], step):
@@ -88,10 +85,10 @@ class RotatedReader(ModelReader):
     def _rotated(self, name: str, value: Tensor) -> Tensor:
         """A tensor (N, K) or (N,) float32 of the rotated model."""
         names, parts = self._names, self._names.parts
-        found = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
-        if found is None:
+        match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
+        if match is None:
             return torch.full_like(value, 1 - names.norm_offset) if name == self._final_norm else value
-        prefix, module, kind = found.groups()
+        prefix, module, kind = match.groups()
         if module in (parts.input_norm, parts.mlp_norm):
             return torch.full_like(value, 1 - names.norm_offset)
         if module in self._readers and kind == "weight":
@@ -129,8 +126,8 @@ class RotatedReader(ModelReader):
             layer = re.compile(rf"{re.escape(names.layers)}\.\d+\.(.+)\.(weight|bias)$")
             outside = (self._embedding, self._head, self._final_norm)
             for name in self.names:
-                found = layer.match(name)
-                if name not in outside and (found is None or found.group(1) not in known):
+                match = layer.match(name)
+                if name not in outside and (match is None or match.group(1) not in known):
                     reason = f"it is not known what {name} does to the residual stream"
                     break
         if reason is not None:

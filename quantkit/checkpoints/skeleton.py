@@ -16,7 +16,7 @@ from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.passing import Recorder, build_model, pass_first, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.families import Architecture, LinearSet
+from quantkit.models.families import Family, LinearSet
 
 # Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
 _MOST_SHAPES = 256
@@ -27,28 +27,26 @@ class Skeleton:
 
     Args:
         reader: where weights come from.
-        architecture: names of the model's parts.
+        family: names of the model's parts.
         dtype: of the weights handed out.
         device: where layers are put.
     Raises:
-        ModelError: transformers cannot build the model, or it has no decoder layers where the architecture says.
+        ModelError: transformers cannot build the model, or it has no decoder layers where the family says.
     """
 
-    def __init__(
-        self, reader: CheckpointReader, architecture: Architecture, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.reader, self.architecture, self.dtype, self.device = reader, architecture, dtype, device
+    def __init__(self, reader: CheckpointReader, family: Family, dtype: torch.dtype, device: torch.device) -> None:
+        self.reader, self.family, self.dtype, self.device = reader, family, dtype, device
         self._model = build_model(reader)
         model: Any = self._model
         self._config = model.config.get_text_config()
         try:
-            layers = self._model.get_submodule(architecture.layers)
+            layers = self._model.get_submodule(family.layers)
         except AttributeError:
             layers = nn.ModuleList()
         if not isinstance(layers, nn.ModuleList) or not len(layers):
-            raise ModelError(f"{reader.path}: the model has no decoder layers at {architecture.layers!r}")
+            raise ModelError(f"{reader.path}: the model has no decoder layers at {family.layers!r}")
         for layer in layers:
-            rebuild_layer(layer, architecture)
+            rebuild_layer(layer, family)
         self._layers = layers
         self._load_stem()
         self._arguments: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -72,13 +70,13 @@ class Skeleton:
 
     def layer_name(self, index: int) -> str:
         """Full module name of a layer."""
-        return f"{self.architecture.layers}.{index}"
+        return f"{self.family.layers}.{index}"
 
     def linear_sets(self, index: int) -> tuple[LinearSet, ...]:
         """Linears of a layer that read the same tensor, in running order; layers of one model may differ."""
-        if self.architecture.layer_sets:
-            return self.architecture.layer_sets[index]
-        return self.architecture.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
+        if self.family.layer_sets:
+            return self.family.layer_sets[index]
+        return self.family.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
 
     def other_linears(self) -> list[str]:
         """Full names of all linears of the model that are in no set: the head, gates, a vision tower."""
@@ -101,7 +99,7 @@ class Skeleton:
 
     def first_two(self, first: nn.Module, hidden: Tensor) -> tuple[Recorder, Recorder]:
         """What the model calls its first two layers with, the first one computed, for hidden states (B, T, D)."""
-        return pass_first(self._model, self.architecture.backbone, self.architecture.layers, first, hidden)
+        return pass_first(self._model, self.family.backbone, self.family.layers, first, hidden)
 
     def blank_layer(self, index: int) -> nn.Module:
         """A copy of one layer without weights, on the meta device, in evaluation mode."""
@@ -111,7 +109,7 @@ class Skeleton:
         """(N, K) of each quantizable linear of a layer, by relative name, without reading a weight.
 
         Raises:
-            ModelError: the layer lacks a linear that the architecture names.
+            ModelError: the layer lacks a linear that the family names.
         """
         shapes: dict[str, tuple[int, int]] = {}
         for name in (name for group in self.linear_sets(index) for name in group.linears):
@@ -135,7 +133,7 @@ class Skeleton:
             CheckpointError: names the tensor, what was expected and what was found.
         """
         expected: dict[str, torch.Size] = {
-            f"{self.architecture.embedding}.weight": self._embedding().get_parameter("weight").shape
+            f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape
         }
         for index, layer in enumerate(self._layers):
             for name, parameter in layer.state_dict(keep_vars=True).items():
@@ -176,7 +174,7 @@ class Skeleton:
 
     def _load_stem(self) -> None:
         """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
-        backbone, names = self._model.get_submodule(self.architecture.backbone), self.architecture
+        backbone, names = self._model.get_submodule(self.family.backbone), self.family
         known = tuple(f"{name}." for name in (names.layers, names.embedding, names.final_norm))
         for name in backbone.state_dict(keep_vars=True):
             full = f"{names.backbone}.{name}"
@@ -212,11 +210,11 @@ class Skeleton:
         return self._arguments[key][index]
 
     def _embedding(self) -> nn.Module:
-        return self._model.get_submodule(self.architecture.embedding)
+        return self._model.get_submodule(self.family.embedding)
 
     def _record(self, hidden: Tensor) -> list[Recorder]:
         """A recorder for each layer, after a forward pass of hidden states (B, T, D) through them."""
-        names = self.architecture
+        names = self.family
         return pass_through(self._model, names.backbone, names.layers, inputs_embeds=hidden)
 
 

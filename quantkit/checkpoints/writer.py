@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import INDEX_NAME
-from quantkit.checkpoints.header import make_header
+from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import OutputError, QuantkitError, ResourceError
 from quantkit.quantities import byte_size
@@ -43,7 +43,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         OutputError: the place cannot be written.
         CheckpointError: a dtype that safetensors cannot hold.
     """
-    header, order = make_header(
+    header, order = encode_header(
         {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata
     )
     num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -66,7 +66,7 @@ def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, sto
     """
     sources = {stored(name): name for name in names}
     infos = {name: reader.info(source) for name, source in sources.items()}
-    header, order = make_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
+    header, order = encode_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
     num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
     return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(sources[name])), num_bytes)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli._output import report_error
+from quantkit.cli._errors import end_output, open_streams, report_error
 from quantkit.errors import suggestion
 from quantkit.registry import Registry
 
@@ -52,12 +52,23 @@ class _Commands(click.Group):
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is told by us
         if not standalone_mode:
             return super().main(given, standalone_mode=False, **extra)
+        open_streams()
+        stdout = sys.stdout
+        failure: BaseException | None = None
+        result: Any = 0
         try:
             result = super().main(given, standalone_mode=False, **extra)
+        except SystemExit:
+            if sys.stdout is stdout:
+                raise
+            failure = BrokenPipeError()  # click's answer to one is to wrap the streams and to leave
         except (Exception, KeyboardInterrupt) as error:
-            flags = given[: given.index("--")] if "--" in given else given
-            sys.exit(report_error(_mended(error), as_json="--json" in flags, verbose="--verbose" in flags))
-        sys.exit(result if isinstance(result, int) else 0)
+            failure = _mended(error)
+        failure = end_output() or failure
+        if failure is None:
+            sys.exit(result if isinstance(result, int) else 0)
+        flags = given[: given.index("--")] if "--" in given else given
+        sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
 
 
 def _mended(error: BaseException) -> BaseException:

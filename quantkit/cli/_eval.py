@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import click
 
 if TYPE_CHECKING:
     from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
-
-
-def progress(name: str) -> Callable[[str], None]:
-    """Tells on stderr what is going on; to the stderr of now, while lm-eval's own is kept away."""
-    stream = sys.stderr
-    return lambda text: click.echo(f"{name}: {text}", file=stream)
 
 
 def settings_line(result: EvaluationResult) -> str:

@@ -1,36 +1,152 @@
-"""Options that belong together, added to a command in one line and handed to it in one dict."""
+"""Options of commands, made from the dataclasses that they fill: a setting is spelled once, where it is described.
+
+A command gets what the user gave, and nothing else: defaults are those of the class, or the command's own.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
 from typing import Any
 
+import click
+
+from quantkit.runtime.config import EngineConfig
+from quantkit.settings import setting
+
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+Settings = Mapping[str, "Field[Any]"]  # by name
 
 
-def option_group(
-    argument: str, *options: Decorator, collect: Callable[[dict[str, Any]], Any] = lambda values: values
-) -> Decorator:
-    """Options that a command gets together.
+def settings_of(source: type, *names: str) -> Settings:
+    """The fields of a dataclass that are options: those with a flag, or those named."""
+    offered = {field.name: field for field in fields(source) if "flag" in field.metadata}
+    return {name: offered[name] for name in names} if names else offered
+
+
+def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | None = None) -> Decorator:
+    """Options that a command gets together: those that were given, by the names of the settings.
 
     Args:
-        argument: under which the command gets their values, by name.
-        options: made by `click.option`, in the order of the help.
-        collect: what becomes of the values before.
+        argument: of the command, that gets them.
+        settings: in the order of the help.
+        shown: printed as defaults, where the command's differ.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def command(*args: Any, **given: Any) -> None:
-            values = {name: given.pop(name) for name in names}
-            function(*args, **{argument: collect(values)}, **given)
+        def command(*args: Any, **values: Any) -> None:
+            given = {name: _value(field, values.pop(_identifier(name))) for name, field in settings.items()}
+            function(*args, **{argument: {name: value for name, value in given.items() if value is not None}}, **values)
 
-        decorated: Any = command
-        for option in reversed(options):
-            decorated = option(decorated)
-        # Click keeps options on the function, the last one first; wraps() has handed over those of before.
-        names = [parameter.name for parameter in decorated.__click_params__[-len(options) :]]
-        return command
+        result: Callable[..., None] = command
+        for name, field in reversed(list(settings.items())):  # the last decorator's option is printed first
+            result = _option(name, field, (shown or {}).get(name))(result)
+        return result
 
     return decorate
+
+
+def _identifier(name: str) -> str:
+    return name.replace(".", "_")  # a recipe field's path is no keyword
+
+
+def _value(field: Field[Any], value: Any) -> Any:
+    """What was given for a field; None if nothing was."""
+    if not _repeatable(field):
+        return value
+    parts = sum(value, ()) if "commas" in field.metadata else value
+    return parts or None
+
+
+def _repeatable(field: Field[Any]) -> bool:
+    return isinstance(field.default, tuple)
+
+
+def _option(name: str, field: Field[Any], shown: str | None) -> Decorator:
+    meta = field.metadata
+    shown = shown or meta.get("shown") or _shown(field.default)
+    return click.option(
+        meta["flag"],
+        _identifier(name),
+        # None = not given, also where a flag would otherwise be off: the class has the default.
+        default=None,
+        is_flag=isinstance(field.default, bool) or "/" in meta["flag"],
+        multiple=_repeatable(field),
+        type=_accepted(field),
+        metavar=meta.get("metavar"),
+        help=meta["text"] + (f"  [default: {shown}]" if shown else ""),
+    )
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return "" if default is None or isinstance(default, bool) else str(default)
+
+
+def _accepted(field: Field[Any]) -> Any:
+    meta = field.metadata
+    if isinstance(field.default, bool) or "/" in meta["flag"]:
+        return None
+    if "choices" in meta:
+        return click.Choice(meta["choices"])
+    default: Any = field.default
+    one = default[0] if _repeatable(field) and default else default
+    bounds = {name: meta[name] for name in ("minimum", "maximum", "above", "below") if name in meta}
+    kind = meta.get("kind") or type(next((value for value in (one, *bounds.values()) if value not in (None, ())), ""))
+    value = number(kind, **bounds) if kind in (int, float) else click.Path(path_type=kind) if kind is not str else None
+    return Listed(value or click.STRING) if "commas" in meta else value
+
+
+def number(kind: type, **bounds: float) -> click.ParamType[Any]:
+    """A number of this kind within bounds, as `quantkit.settings` names them."""
+    low, high = (bounds.get("minimum", bounds.get("above")), bounds.get("maximum", bounds.get("below")))
+    limits: dict[str, Any] = {"min": low, "max": high, "min_open": "above" in bounds, "max_open": "below" in bounds}
+    if not bounds:
+        return click.INT if kind is int else click.FLOAT
+    return click.IntRange(**limits) if kind is int else FiniteRange(**limits)
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers that can be computed with: `nan` is in every range of click."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        result = super().convert(value, param, ctx)
+        if not math.isfinite(result):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return result
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """Several values in one, `1,8`."""
+
+    name = "list"
+
+    def __init__(self, one: click.ParamType[Any]) -> None:
+        self.one = one
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.one.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
+
+
+runtime_options = option_group("engine", settings_of(EngineConfig))
+"""The engine's options, keywords of `LLM`."""
+
+RUN: Settings = {
+    "device": settings_of(EngineConfig)["device"],
+    "resume": setting(
+        True, "Go on where a killed run stopped, or start over.", flag="--resume/--no-resume", shown="resume"
+    ),
+    "overwrite": setting(False, "Replace an existing output.", flag="--overwrite"),
+}
+"""How commands that compress go about it."""
+
+set_option = click.option(
+    "--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."
+)
+push_option = click.option("--push-to-hub", metavar="USER/NAME", help="Upload the output with a model card.")

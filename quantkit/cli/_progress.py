@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
+from quantkit.cli._errors import say
 from quantkit.cli._output import Output, plain_console
 from quantkit.quantities import byte_size, elapsed
 
@@ -57,7 +57,7 @@ class Log(Progressing):
     def plan(self, summary: dict[str, Any]) -> None:
         """The plan in one line."""
         self._total, self._first = _num(summary, "num_layers"), _num(summary, "resumed_layers")
-        click.echo(plan_line(summary), err=True)
+        say(plan_line(summary))
         self._start_s = time.monotonic()
 
     def layer_finished(self, record: LayerRecord) -> None:
@@ -67,11 +67,11 @@ class Log(Progressing):
         parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(memory_in_use())]
         if left > 0:
             parts.append(f"{elapsed(left)} left")
-        click.echo(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}", err=True)
+        say(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}")
 
     def warning(self, text: str) -> None:
         """The warning in one line."""
-        click.echo(f"warning: {text}", err=True)
+        say(f"warning: {text}")
 
 
 class Bar(Progressing):

@@ -10,80 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import option_group
 from quantkit.cli._output import Output
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.evaluate.verify import Pair, VerifyOptions
+    from quantkit.evaluate.verify import VerifyOptions
     from quantkit.report.table import Table
     from quantkit.results import CompressionResult, Report
 
-GATE_HELP = "What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]"
-
-
-gate_option = option_group(
+gate_option = click.option(
+    "--gate",
     "gates",
-    click.option("--gate", multiple=True, metavar="GATE", help=GATE_HELP),
-    collect=lambda values: values["gate"] or None,
+    multiple=True,
+    metavar="GATE",
+    callback=lambda _ctx, _option, gates: gates or None,
+    help="What must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
 )
-"""--gate, repeatable; None where it was not given."""
-
-
-evaluation_options = option_group(
-    "asked",
-    click.option(
-        "--suite",
-        default="quick",
-        show_default=True,
-        metavar="NAME|FILE",
-        help="Set of tasks: quick, standard, long-context or none.",
-    ),
-    click.option("--tasks", metavar="A,B", help="Further tasks by name."),
-    click.option("--limit", type=click.IntRange(min=1), help="Items of each task, at most.  [default: the suite's]"),
-    click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on."),
-    click.option("--data", multiple=True, metavar="DIR", help="Folder of items and texts on disk; repeatable."),
-    click.option(
-        "--include-path", multiple=True, metavar="DIR", help="Folder of further lm-eval task files; repeatable."
-    ),
-    click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random."),
-)
-"""Options that say what both models are asked."""
 
 
 def verify_options(
-    asked: Mapping[str, Any], engine: Mapping[str, Any], *, bench: bool = True, sensitivity: bool | None = None
+    asked: Mapping[str, Any], engine: Mapping[str, Any], *, text: str | None = None, bench: bool = True, **what: Any
 ) -> VerifyOptions:
-    """What to verify, from the options of a command."""
-    from quantkit.evaluate.run import EvaluationOptions
+    """What to verify, from the options of a command.
+
+    Args:
+        asked: fields of `EvaluationOptions`.
+        engine: keywords of `LLM`.
+        text: that distributions are compared on.
+        bench: whether both models are timed.
+        what: further fields of `VerifyOptions`.
+    """
+    from quantkit.evaluate.options import EvaluationOptions
     from quantkit.evaluate.verify.run import BENCH, VerifyOptions
 
-    evaluation = EvaluationOptions(
-        suite=None if asked["suite"] == "none" else asked["suite"],
-        tasks=tuple(filter(None, (asked["tasks"] or "").split(","))),
-        limit=asked["limit"],
-        texts=(asked["text"],) if asked["text"] else (),
-        data=tuple(map(Path, asked["data"])),
-        include_path=tuple(map(Path, asked["include_path"])),
-        seed=asked["seed"],
-    )
     return VerifyOptions(
-        evaluation=evaluation,
-        text=asked["text"],
+        evaluation=EvaluationOptions(**{"suite": "quick", "texts": (text,) if text else (), **asked}),
+        text=text,
         bench=BENCH if bench else None,
-        sensitivity=sensitivity,
-        engine={name: value for name, value in engine.items() if value is not None},
+        engine=engine,
         command=shlex.join(["quantkit", *sys.argv[1:]]),
+        **what,
     )
-
-
-def run(output_to: Output, pair: Pair, options: VerifyOptions) -> Report:
-    """Verify, telling progress."""
-    from quantkit.evaluate.verify import verify_pair
-
-    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
-    tell: Callable[[str], None] = lambda text: click.echo(text, err=True)  # noqa: E731
-    return verify_pair(pair, options, progress=tell if output_to.shows_progress else quiet)
 
 
 def finish(
@@ -100,16 +67,10 @@ def finish(
     Raises:
         GateFailure: a gate did not hold; with --json the exit code alone says so.
     """
-    from quantkit.errors import GateFailure
-
-    if problem and output_to.shows_progress:
-        click.echo(f"warning: {problem}", err=True)
+    if problem:
+        output_to.tell(f"warning: {problem}")
     output_to.result(lambda: {**(entries or {}), **numbers(report, files)}, *shown(report, files))
-    if report.held:
-        return
-    if output_to.as_json:
-        click.get_current_context().exit(GateFailure.exit_code)
-    raise GateFailure(failure(report))
+    output_to.require(report.held, lambda: failure(report))
 
 
 def failure(report: Report) -> str:
@@ -169,11 +130,12 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
     """
     from quantkit.errors import RecipeError
     from quantkit.evaluate.verify import VerifyOptions, check_gates, check_options
+    from quantkit.formats import REGISTRY as FORMATS
 
-    if recipe.format == "gguf":
+    if FORMATS.load(recipe.format).suffix:
         raise RecipeError(
-            "a GGUF file is not run by quantkit, so --verify cannot run it; verify the same recipe as "
-            "compressed-tensors and convert that with `quantkit convert --to gguf`"
+            f"a {recipe.format} file is not run by quantkit, so --verify cannot run it; verify the same recipe as "
+            f"compressed-tensors and convert that with `quantkit convert --to {recipe.format}`"
         )
     check_gates(recipe.gates if gates is None else gates)
     check_options(VerifyOptions())
@@ -184,7 +146,7 @@ def verify_result(
     result: CompressionResult,
     model: str | None,
     gates: tuple[str, ...] | None,
-    device: str,
+    how: Mapping[str, Any],
     summary: Callable[[], Table],
 ) -> None:
     """After compressing: verify the checkpoint, and give it another name when it fails.
@@ -193,16 +155,15 @@ def verify_result(
         GateFailure: it failed.
     """
     from quantkit.demo import DEMO_MODEL
-    from quantkit.evaluate.verify import check_pair, set_aside, write_files
+    from quantkit.evaluate.verify import check_pair, set_aside, verify_pair, write_files
 
-    defaults = {**dict.fromkeys(("tasks", "limit", "text", "seed")), "suite": "quick", "data": (), "include_path": ()}
     path = Path(result.output)
     pair = check_pair(path, DEMO_MODEL if model is None else model, gates)
-    report = run(output_to, pair, verify_options(defaults, {"device": device}))
+    options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
+    report = verify_pair(pair, options, progress=output_to.tell)
     if not report.held:
         report, path = set_aside(report, path)
-        if output_to.shows_progress:
-            click.echo(f"the checkpoint failed and is kept as {path}", err=True)
+        output_to.tell(f"the checkpoint failed and is kept as {path}")
     files, problem = write_files(report, path)
     if not output_to.as_json:
         output_to.result(dict, summary, lambda: "")

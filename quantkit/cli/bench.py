@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
-from quantkit.cli._options import option_group
+from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import numbers, runtime_options
 
 if TYPE_CHECKING:
     from quantkit.benchmark.ceilings import Ceilings
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from quantkit.results import BenchmarkResult
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
-DEFAULT_PROMPT, DEFAULT_NEW = 256, 128
-ROUNDS_AGAINST = 4
 
 EPILOG = f"""\b
 {show.DEFINITIONS}
@@ -36,69 +33,22 @@ Examples:
 """
 
 
-_COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
-_workload_options = option_group(
-    "workload",
-    click.option(
-        "--batch",
-        metavar="N,...",
-        callback=numbers(int, "numbers"),
-        help="Requests in flight at once.  [default: 1,8]",
-    ),
-    click.option(
-        "--rate", metavar="R,...", callback=numbers(float, "rates"), help="Requests per second, as Poisson arrivals."
-    ),
-    click.option("--prompt-tokens", type=_COUNT, help=f"Tokens in each prompt.  [default: {DEFAULT_PROMPT}]"),
-    click.option("--new-tokens", type=_COUNT, help=f"Tokens made for each request.  [default: {DEFAULT_NEW}]"),
-    click.option(
-        "--requests", "num_requests", type=_COUNT, help="Requests in each run.  [default: 2 x batch, at least 4]"
-    ),
-    click.option(
-        "--spread",
-        type=click.FloatRange(0, 1, max_open=True),
-        default=0.0,
-        help="Spread of lengths: 0.8 draws them from 20 to 100 %.",
-    ),
-    click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison."),
-    click.option(
-        "--rounds", type=_COUNT, help=f"Repetitions of every run.  [default: 1; {ROUNDS_AGAINST} with --against]"
-    ),
-    click.option(
-        "--ttft-limit",
-        "ttft_limit_s",
-        type=_SECONDS,
-        metavar="SECONDS",
-        help="Longest TTFT of a request that counts as goodput.",
-    ),
-    click.option(
-        "--tpot-limit",
-        "tpot_limit_s",
-        type=_SECONDS,
-        metavar="SECONDS",
-        help="Longest TPOT of a request that counts as goodput.",
-    ),
-    click.option(
-        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of prompts and arrivals."
-    ),
-)
-"""Options that say what is sent."""
-
-
 @click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
+@click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @output_options
 @runtime_options
-@_workload_options
+@option_group("workload", settings_of(BenchmarkOptions))
 def bench(
     output_to: Output,
-    engine: dict[str, Any],
     *,
+    engine: dict[str, Any],
     checkpoint: str | None,
     against: str | None,
     no_cache: bool,
+    batching: str | None,
     workload: dict[str, Any],
 ) -> None:
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
@@ -112,35 +62,23 @@ def bench(
         return
     from quantkit.benchmark import run as benchmark
 
-    options = benchmark.BenchmarkOptions(**_options(workload, against is not None))
+    if "rates" in workload:
+        workload.setdefault("concurrencies", ())
+    if against:
+        workload.setdefault("rounds", ROUNDS_AGAINST)
+    options = BenchmarkOptions(static=batching == "static", **workload)
     models = [checkpoint, against] if against else [checkpoint]
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)
-    progress = _progress(output_to)
-    progress("loading")
+    output_to.tell("loading")
     targets = [benchmark.load_target(model, options, engine) for model in models]
-    progress("measuring the ceilings of this machine")
+    output_to.tell("measuring the ceilings of this machine")
     ceilings = benchmark.find_ceilings(targets)
     if against:
-        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, progress))
+        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, output_to.tell))
     else:
-        results = [benchmark.measure_model(targets[0], options, ceilings, progress)]
+        results = [benchmark.measure_model(targets[0], options, ceilings, output_to.tell)]
     _report(output_to, targets, results, ceilings)
-
-
-def _options(workload: dict[str, Any], compares: bool) -> dict[str, Any]:
-    """Keywords of `BenchmarkOptions`: what was left out gets its default."""
-    given = dict(workload)
-    batch, rate, rounds, batching = (given.pop(name) for name in ("batch", "rate", "rounds", "batching"))
-    return {
-        **given,
-        "concurrencies": batch or (() if rate else (1, 8)),
-        "rates": rate or (),
-        "prompt_tokens": given["prompt_tokens"] or DEFAULT_PROMPT,
-        "new_tokens": given["new_tokens"] or DEFAULT_NEW,
-        "static": batching == "static",
-        "rounds": rounds or (ROUNDS_AGAINST if compares else 1),
-    }
 
 
 def _report(
@@ -186,18 +124,16 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     """The same text with the cache and without."""
     from quantkit.benchmark.no_cache import compare_cache
     from quantkit.benchmark.predict import max_length
-    from quantkit.benchmark.run import BenchmarkOptions, check_target, load_target
+    from quantkit.benchmark.run import check_target, load_target
     from quantkit.benchmark.workload import make_load
 
-    prompt_tokens = workload["prompt_tokens"] or NO_CACHE_PROMPT
-    room = engine["max_length"] or max_length(model)
-    new_tokens = workload["new_tokens"] or max(1, min(NO_CACHE_TOKENS, (room or NO_CACHE_TOKENS) - prompt_tokens))
-    options = BenchmarkOptions(
-        concurrencies=(1,), prompt_tokens=prompt_tokens, new_tokens=new_tokens, num_requests=1, seed=workload["seed"]
-    )
+    sizes = {name: workload[name] for name in ("prompt_tokens", "new_tokens", "seed") if name in workload}
+    prompt_tokens = sizes.setdefault("prompt_tokens", NO_CACHE_PROMPT)
+    longest = engine.get("max_length") or max_length(model) or NO_CACHE_TOKENS
+    new_tokens = sizes.setdefault("new_tokens", max(1, min(NO_CACHE_TOKENS, longest - prompt_tokens)))
+    options = BenchmarkOptions(concurrencies=(1,), num_requests=1, **sizes)
     check_target(model, options, engine)
-    progress = _progress(output_to)
-    progress("loading")
+    output_to.tell("loading")
     target = load_target(model, options, engine)
     load = make_load(options.workloads()[0], target.llm.model.vocab_size, avoid=target.llm.model.eos_ids)
     every = max(1, new_tokens // 10)
@@ -205,14 +141,9 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         target.llm.engine,
         load.prompts[-1],
         new_tokens,
-        lambda done: progress(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
+        lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
     output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
-
-
-def _progress(output_to: Output) -> Callable[[str], None]:
-    """Tells on stderr what is going on, if wanted."""
-    return (lambda text: click.echo(text, err=True)) if output_to.shows_progress else (lambda _: None)
 
 
 COMMAND = bench

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import push_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
 
@@ -39,7 +40,7 @@ Examples:
     metavar="TYPE",
     help="Number type in a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16...",
 )
-@click.option("--push-to-hub", metavar="USER/NAME", help="Upload the output with a model card.")
+@push_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @output_options
 def convert(
@@ -61,9 +62,10 @@ def convert(
     from pathlib import Path
 
     from quantkit.compress.convert import convert as run
+    from quantkit.formats import REGISTRY as FORMATS
 
-    name = Path(checkpoint).resolve().name
-    target = output or (f"{name}.gguf" if to == "gguf" else f"{name}-{to}")
+    name, suffix = Path(checkpoint).resolve().name, FORMATS.load(to).suffix
+    target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
     result = run(
         checkpoint,
         to,

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import option_group
+from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options, plain_console
-from quantkit.cli._runtime import runtime_options
 from quantkit.quantities import byte_size, duration
+from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
     from quantkit.report.table import Table
     from quantkit.runtime.llm import LLM
-    from quantkit.runtime.types import Completion, SamplingParams
+    from quantkit.runtime.types import Completion
 
 EPILOG = """\b
 Examples:
@@ -28,71 +28,19 @@ Examples:
 """
 
 
-_sampling_options = option_group(
-    "sampling",
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(min=1),
-        default=128,
-        show_default=True,
-        help="New tokens, at most.",
-    ),
-    click.option(
-        "--temperature",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="How freely to draw; 0 always takes the likeliest token.",
-    ),
-    click.option("--top-k", type=int, help="Draw from the k likeliest tokens only."),
-    click.option(
-        "--top-p",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Draw from the likeliest tokens that together have this probability.",
-    ),
-    click.option(
-        "--min-p",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Draw from tokens with at least this share of the best one's probability.",
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Divides the scores of used tokens; above 1 discourages repeats.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Subtracted from scores of used tokens.",
-    ),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this one; repeatable."),
-    click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token."),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawing."),
-)
-"""Options that are fields of `SamplingParams`."""
-
-
 @click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")
 @click.argument("checkpoint", required=False)
 @click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
-@_sampling_options
+@option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @output_options
 @runtime_options
 def generate(
     output_to: Output,
-    engine: dict[str, Any],
     *,
+    engine: dict[str, Any],
     checkpoint: str | None,
     prompt: str,
     chat: bool,
@@ -104,9 +52,7 @@ def generate(
 
     Compressed and original models run in the same engine. Text appears on stdout as it is made.
     """
-    from quantkit.runtime.types import SamplingParams
-
-    params = SamplingParams(**sampling)  # bad values are refused before a model is loaded
+    params = SamplingParams(**{"seed": 0, **sampling})  # bad values are refused before a model is loaded
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a conversation; give --chat too")
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
@@ -120,7 +66,10 @@ def generate(
     if output_to.as_json:
         output_to.result(lambda: numbers)
     elif stats:
-        plain_console(stderr=True).print(_table(llm, numbers))
+        from quantkit.report.terminal import terminal_table
+
+        console = plain_console(stderr=True)
+        console.print(terminal_table(_table(llm, numbers), console))
 
 
 def _text(given: bytes) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._options import Settings, option_group, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, duration, scaled_count, short
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.planning import Estimate
@@ -23,74 +24,93 @@ Examples:
   quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
 """
 
-_PARAMS_HELP = "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token."
-
-
-_OPTIONS = (
-    click.option(
-        "--shape", metavar="FILE", help="YAML or JSON file of sizes, named as in config.json, in place of MODEL."
+_DEVICE: Settings = {
+    "name": setting(
+        None,
+        "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
+        flag="--device",
+        metavar="NAME",
     ),
-    click.option("--params", metavar="NUMBER", help=_PARAMS_HELP),
-    click.option(
-        "--recipe", metavar="NAME|FILE", help="Plan this recipe; without one, compare the usual number types."
+    "memory_bytes": setting(
+        None, "Memory to plan for, such as 24GiB; alone or in place of the device's.", flag="--memory", metavar="SIZE"
     ),
-    click.option("--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."),
-    click.option(
-        "--device", metavar="NAME", help="What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ..."
+    "bandwidth": setting(
+        None,
+        "Measured bandwidth, such as 4.3TB/s, in place of the data sheet's.",
+        flag="--bandwidth",
+        metavar="RATE",
     ),
-    click.option(
-        "--memory", metavar="SIZE", help="Memory to plan for, such as 24GiB; alone or in place of the device's."
+    "peak": setting(
+        None, "Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's.", flag="--peak", metavar="RATE"
     ),
-    click.option(
-        "--bandwidth", metavar="RATE", help="Measured bandwidth, such as 4.3TB/s, in place of the data sheet's."
+}
+_ESTIMATE: Settings = {
+    "shape_file": setting(
+        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape", metavar="FILE"
     ),
-    click.option(
-        "--peak", metavar="RATE", help="Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's."
+    "params": setting(
+        None,
+        "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.",
+        flag="--params",
+        metavar="NUMBER",
     ),
-    click.option(
-        "--context", metavar="TOKENS", help="Tokens per sequence, such as 32k.  [default: 4096 or the model's]"
+    "recipe": setting(
+        None,
+        "Plan this recipe; without one, compare the usual number types.",
+        flag="--recipe",
+        metavar="NAME|FILE",
     ),
-    click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."),
-    click.option(
-        "--prompt", metavar="TOKENS", help="Tokens of a prompt whose prefill is timed.  [default: the context]"
+    "context": setting(
+        None,
+        "Tokens per sequence, such as 32k.",
+        flag="--context",
+        metavar="TOKENS",
+        shown="4096 or the model's",
     ),
-    click.option(
-        "--kv-cache",
+    "batch": setting(1, "Sequences at once.", flag="--batch", minimum=1),
+    "prompt": setting(
+        None, "Tokens of a prompt whose prefill is timed.", flag="--prompt", metavar="TOKENS", shown="the context"
+    ),
+    "kv_cache": setting(
+        None,
+        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
+        flag="--kv-cache",
         metavar="TYPE",
-        help="Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
     ),
-    click.option("--head", metavar="TYPE", help="Number type of the output head when it is loaded: int8 or int4."),
-)
+    "head": setting(
+        None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head", metavar="TYPE"
+    ),
+}
+_UNITS = {
+    "memory_bytes": "parse_bytes",
+    "bandwidth": "parse_rate",
+    "peak": "parse_flops",
+    "context": "parse_tokens",
+    "prompt": "parse_tokens",
+}
 
 
-def _plan_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of this command, in the order of _OPTIONS."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+def _in_units(given: dict[str, Any]) -> dict[str, Any]:
+    from quantkit import quantities
+
+    return {
+        name: getattr(quantities, _UNITS[name])(value) if name in _UNITS else value for name, value in given.items()
+    }
 
 
 @click.command("plan", epilog=EPILOG, short_help="Predict memory, disk and the fastest possible speed of a model.")
 @click.argument("model", required=False)
-@_plan_options
+@option_group("wishes", _ESTIMATE)
+@set_option
+@option_group("device", _DEVICE)
 @output_options
 def plan(
     output_to: Output,
     *,
     model: str | None,
-    shape: str | None,
-    params: str | None,
-    recipe: str | None,
+    device: dict[str, Any],
+    wishes: dict[str, Any],
     changes: tuple[str, ...],
-    device: str | None,
-    memory: str | None,
-    bandwidth: str | None,
-    peak: str | None,
-    context: str | None,
-    batch: int,
-    prompt: str | None,
-    kv_cache: str | None,
-    head: str | None,
 ) -> None:
     """Say what MODEL would take and how fast it could be at best: computed from its shape, nothing is measured.
 
@@ -99,29 +119,11 @@ def plan(
     """
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document
-    from quantkit.planning.units import parse_bytes, parse_flops, parse_rate, parse_tokens
 
-    if changes and recipe is None:
+    if changes and "recipe" not in wishes:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
-    target = make_device(
-        device,
-        None if memory is None else parse_bytes(memory),
-        None if bandwidth is None else parse_rate(bandwidth),
-        None if peak is None else parse_flops(peak),
-    )
-    planned = estimate(
-        model,
-        shape_file=shape,
-        params=params,
-        recipe=recipe,
-        overrides=changes,
-        device=target,
-        context=None if context is None else parse_tokens(context),
-        batch=batch,
-        prompt=None if prompt is None else parse_tokens(prompt),
-        kv_cache=kv_cache,
-        head=head,
-    )
+    target = make_device(**_in_units(device))
+    planned = estimate(model, device=target, overrides=changes, **_in_units(wishes))
     parts = (_overview, _weights, _caches, _device, _compression, _loaders, _footnote)
     output_to.result(lambda: to_document(planned), *(lambda part=part: part(planned) for part in parts))
 

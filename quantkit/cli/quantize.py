@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._options import option_group
+from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.report.table import Table
@@ -25,56 +27,36 @@ Examples:
 """
 
 
-_field_options = option_group(
-    "fields",
-    click.option(
-        "--calibration",
+_RECIPES = "the recipe's"
+_FIELDS: Settings = {
+    "calibration.data": setting(
+        None,
+        "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
+        flag="--calibration",
         metavar="NAME|FILE",
-        help="Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
     ),
-    click.option(
-        "--samples", type=click.IntRange(min=1), help="Number of calibration sequences.  [default: the recipe's]"
+    "calibration.samples": setting(
+        None, "Number of calibration sequences.", flag="--samples", minimum=1, shown=_RECIPES
     ),
-    click.option(
-        "--sequence-length",
-        type=click.IntRange(min=8),
-        help="Tokens per calibration sequence.  [default: the recipe's]",
+    "calibration.sequence_length": setting(
+        None, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8, shown=_RECIPES
     ),
-    click.option(
-        "--format", "format_name", metavar="NAME", help="On-disk format of the result.  [default: the recipe's]"
-    ),
-    click.option("--seed", type=click.IntRange(min=0), help="Seed of everything random.  [default: the recipe's]"),
-    collect=lambda given: _flag_changes(given),
+    "format": setting(None, "On-disk format of the result.", flag="--format", metavar="NAME", shown=_RECIPES),
+    "seed": setting(None, "Seed of everything random.", flag="--seed", minimum=0, shown=_RECIPES),
+}
+_ACTIVATIONS = setting(
+    "ram", "Where hidden states are kept between layers.", flag="--activations", choices=("ram", "disk")
 )
-"""Options that are recipe fields, in the form of --set."""
-
-
-_run_options = option_group(
-    "how",
-    click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to compute."),
-    click.option(
-        "--activations",
-        type=click.Choice(["ram", "disk"]),
-        default="ram",
-        show_default=True,
-        help="Where hidden states are kept between layers.",
-    ),
-    click.option(
-        "--resume/--no-resume", default=True, show_default=True, help="Go on where a killed run stopped, or start over."
-    ),
-    click.option("--overwrite", is_flag=True, help="Replace an existing output directory."),
-)
-"""Options that say how to work, not what to compress to."""
 
 
 @click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
 @click.argument("model", required=False)
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
-@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a recipe field; repeatable.")
-@_field_options
-@_run_options
-@click.option("--push-to-hub", metavar="USER/NAME", help="Upload the result with a model card.")
+@set_option
+@option_group("fields", _FIELDS)
+@option_group("how", {**RUN, "activations": _ACTIVATIONS})
+@push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
 @output_options
@@ -89,7 +71,7 @@ def quantize(
     push_to_hub: str | None,
     verify: bool,
     gates: tuple[str, ...] | None,
-    fields: list[str],
+    fields: dict[str, Any],
 ) -> None:
     """Compress MODEL, a directory or a hub id, to a new checkpoint; without MODEL, the bundled demo model.
 
@@ -100,13 +82,14 @@ def quantize(
     from quantkit.cli._progress import for_output
     from quantkit.compress.recipe import load
 
-    plan = load(recipe, [*changes, *fields])
+    # JSON text is YAML that needs no guessing: a file may be called `a: b`.
+    plan = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         _verify.check_before(plan, gates)
     with for_output(output_to) as listener:
         result = pipeline.quantize(model, plan, output, listener=listener, **how)
     if verify:  # a checkpoint that fails goes nowhere
-        _verify.verify_result(output_to, result, model, gates, how["device"], lambda: _summary(result))
+        _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
@@ -118,22 +101,6 @@ def quantize(
             lambda: _worst(result) if result.num_quantized else None,
             lambda: _next_steps(result),
         )
-
-
-FLAGS = {
-    "calibration": "calibration.data",
-    "samples": "calibration.samples",
-    "sequence_length": "calibration.sequence_length",
-    "format_name": "format",
-    "seed": "seed",
-}
-
-
-def _flag_changes(fields: dict[str, Any]) -> list[str]:
-    """The options that are recipe fields, as `path=value`; JSON text is YAML that needs no guessing."""
-    import json
-
-    return [f"{path}={json.dumps(fields[flag])}" for flag, path in FLAGS.items() if fields[flag] is not None]
 
 
 def _summary(result: CompressionResult) -> Table:

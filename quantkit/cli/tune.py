@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import option_group
+from quantkit.cli._options import Listed, number
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import KV_TYPES, numbers
+from quantkit.runtime.config import KV_TYPES
 
 if TYPE_CHECKING:
     from quantkit.benchmark.tune import Outcome, Tuning
@@ -34,35 +34,30 @@ def _kv_types(ctx: click.Context, option: click.Parameter, text: str) -> tuple[s
     return names
 
 
-_WORK = option_group(
-    "work",
+_OPTIONS = (
     click.option("--shapes", type=click.Choice(SHAPES), multiple=True, help="Layers of a Llama of that size."),
+    click.option("--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Weights of --shapes."),
     click.option(
-        "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, callback=lambda *given: int(given[2]),
-        help="Weights of --shapes.",
-    ),
-    click.option(
-        "--group", type=click.IntRange(min=0), default=128, show_default=True, callback=lambda *given: given[2] or None,
+        "--group",
+        type=click.IntRange(min=0),
+        default=128,
+        show_default=True,
         help="Group size of --shapes; 0 = a scale per output.",
     ),
     click.option("--asymmetric", is_flag=True, help="Weights of --shapes with zero points."),
     click.option(
-        "--rows", metavar="N,...", default="1,4,16,64", show_default=True, callback=numbers(int, "numbers"),
-        help="Rows of inputs.",
+        *("--rows", "rows"), metavar="N,...", default="1,4,16,64", show_default=True,
+        type=Listed(number(int, minimum=1)), help="Rows of inputs.",
     ),
     click.option(
-        "--batch", "batches", metavar="N,...", default="1,8,32", show_default=True, callback=numbers(int, "numbers"),
+        "--batch", metavar="N,...", default="1,8,32", show_default=True, type=Listed(number(int, minimum=1)),
         help="Sequences of decode steps.",
     ),
     click.option("--context", type=click.IntRange(min=2), default=4000, show_default=True, help="Tokens per sequence."),
     click.option(
-        "--kv-cache", "kv_types", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True,
-        callback=_kv_types, help="Number types of keys and values.",
+        "--kv-cache", metavar="TYPE,...|none", default="auto,fp8,int8,int4", show_default=True, callback=_kv_types,
+        help="Number types of keys and values.",
     ),
-    collect=lambda values: {"symmetric": not values.pop("asymmetric"), **values},
-)  # fmt: skip
-_RUN = option_group(
-    "run",
     click.option(
         "--seconds", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
         help="Stop after this long; the same command goes on.",
@@ -72,17 +67,38 @@ _RUN = option_group(
         "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
         help="File to write.  [default: in the cache folder, where kernels look]",
     ),
+    click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing."),
     click.option("--device", default="auto", show_default=True, metavar="auto|cuda[:i]", help="Which GPU."),
 )  # fmt: skip
 
 
+def _tune_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of this command, in the order of _OPTIONS."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.command("tune", epilog=EPILOG, short_help="Measure which tiles the kernels run fastest with on this GPU.")
 @click.argument("model", required=False)
-@_WORK
-@_RUN
-@click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
+@_tune_options
 @output_options
-def tune(output_to: Output, *, model: str | None, work: dict[str, Any], run: dict[str, Any], listing: bool) -> None:
+def tune(
+    output_to: Output,
+    *,
+    model: str | None,
+    bits: str,
+    group: int,
+    asymmetric: bool,
+    batch: tuple[int, ...],
+    kv_cache: tuple[str, ...],
+    seconds: float,
+    again: bool,
+    output: Path | None,
+    listing: bool,
+    device: str,
+    **others: Any,
+) -> None:
     """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
 
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
@@ -94,7 +110,18 @@ def tune(output_to: Output, *, model: str | None, work: dict[str, Any], run: dic
         files = find_files()
         output_to.result(lambda: {"files": [_file_document(file) for file in files]}, lambda: _files(files))
         return
-    tuning = tune_device(TuneOptions(model=model, **work), report=_progress(output_to), **run)
+    options = TuneOptions(
+        model=model,
+        bits=int(bits),
+        group=group or None,
+        symmetric=not asymmetric,
+        batches=batch,
+        kv_types=kv_cache,
+        **others,
+    )
+    tuning = tune_device(
+        options, device=device, seconds=seconds, again=again, output=output, report=_progress(output_to)
+    )
     output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
@@ -133,12 +160,12 @@ def _summary(tuning: Tuning) -> str:
     from quantkit.quantities import elapsed
 
     done = len([outcome for outcome in tuning.outcomes if outcome.entry is not None])
-    told = [f"{done} measured in {elapsed(tuning.seconds)}"]
+    parts = [f"{done} measured in {elapsed(tuning.seconds)}"]
     if tuning.num_kept:
-        told.append(f"{tuning.num_kept} known before")
+        parts.append(f"{tuning.num_kept} known before")
     if tuning.num_left:
-        told.append(f"{tuning.num_left} left: the same command goes on with them")
-    return f"{', '.join(told)}; {tuning.table.path}"
+        parts.append(f"{tuning.num_left} left: the same command goes on with them")
+    return f"{', '.join(parts)}; {tuning.table.path}"
 
 
 def _document(tuning: Tuning) -> dict[str, Any]:

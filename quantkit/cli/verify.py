@@ -8,8 +8,11 @@ from typing import Any
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
-from quantkit.cli._runtime import runtime_options
+from quantkit.evaluate.options import EvaluationOptions
+
+ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 
 EPILOG = """\b
 Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99,
@@ -36,35 +39,33 @@ Examples:
     default=None,
     help="Find the parts of the model that hurt.  [default: when accuracy fails]",
 )
+@click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
 @_verify.gate_option
-@_verify.evaluation_options
+@option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @output_options
 @runtime_options
 def verify(
     output_to: Output,
-    engine: dict[str, Any],
     *,
     checkpoint: str,
     baseline: str | None,
     output: str | None,
-    bench: bool,
-    sensitivity: bool | None,
     gates: tuple[str, ...] | None,
-    asked: dict[str, Any],
+    **what: Any,
 ) -> None:
     """Read CHECKPOINT back from disk, run it beside its original, and judge it by gates; exit code 3 if one fails.
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
     """
-    from quantkit.evaluate.verify import check_options, check_pair, write_files
+    from quantkit.evaluate.verify import check_options, check_pair, verify_pair, write_files
     from quantkit.evaluate.verify.pair import check_output
 
-    options = _verify.verify_options(asked, engine, bench=bench, sensitivity=sensitivity)
+    options = _verify.verify_options(**what)
     check_options(options)
     if output is not None:
         check_output(Path(output))
     pair = check_pair(checkpoint, baseline, gates)
-    report = _verify.run(output_to, pair, options)
+    report = verify_pair(pair, options, progress=output_to.tell)
     files, problem = write_files(report, pair.path if output is None else Path(output))
     _verify.finish(output_to, report, files, problem)
 

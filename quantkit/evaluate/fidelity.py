@@ -140,7 +140,7 @@ def check_vocabulary(llm: LLM, original: LLM) -> None:
 
 def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
     """As many windows as one step of an engine takes."""
-    count = max(1, llm.engine.options.token_budget // max(map(len, windows)))
+    count = max(1, llm.engine.config.token_budget // max(map(len, windows)))
     for start in range(0, len(windows), count):
         yield windows[start : start + count]
 
@@ -151,7 +151,7 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     With a quantized cache every token takes the decode path: within a prompt the newest keys and values are exact, and
     what the cache costs would not show.
     """
-    size = min(max(map(len, windows)), llm.engine.options.token_budget)
+    size = min(max(map(len, windows)), llm.engine.config.token_budget)
     return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
 
 

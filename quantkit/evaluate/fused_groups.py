@@ -105,14 +105,14 @@ def find_fused_groups(llm: LLM, original: LLM) -> list[FusedGroup]:
         )
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in arithmetic or layers; load both in the same way")
-    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.architecture.layers)
+    sources = _Sources(CheckpointReader(llm.path), CheckpointReader(original.path), ours.config.family.layers)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 
 def _layer_groups(sources: _Sources, ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
     """The fused groups of one layer."""
-    architecture = ours.config.architecture
-    parts, here, there = architecture.parts, ours.blocks[index], theirs.blocks[index]
+    family = ours.config.family
+    parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
     pieces: list[tuple[tuple[str, ...], Any, Any, str]] = [
         (parts.qkv, here.attention, there.attention, "qkv"),
         ((parts.output,), here.attention, there.attention, "output"),
@@ -120,7 +120,7 @@ def _layer_groups(sources: _Sources, ours: NativeModel, theirs: NativeModel, ind
     if isinstance(here.mlp, MLP):
         pieces.append((parts.up, here.mlp, there.mlp, "up"))
         pieces.append(((parts.down,), here.mlp, there.mlp, "down"))
-    sets = architecture.sets_of_layer(partial(sources.has, index), sources.original.config)
+    sets = family.sets_of_layer(partial(sources.has, index), sources.original.config)
     for names, mine, other, attribute in pieces:
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
         if any(sources.is_quantized(module) for module in modules):

@@ -20,9 +20,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.errors import RequestError
 from quantkit.evaluate.engine import load_llm
-from quantkit.runtime.engine.likelihood import Query, TokenScores, score_tokens
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.types import SamplingParams
+from quantkit.runtime.types import PromptScores, SamplingParams, ScoredText
 
 DEFAULT_NEW_TOKENS = 256  # as HFLM
 
@@ -70,7 +69,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             raise RequestError(f"{self.llm.path} has no usable tokenizer; tasks are text, so they need one")
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
-        self.batch_size = self.llm.engine.options.max_sequences
+        self.batch_size = self.llm.engine.config.max_sequences
         self.answered: Callable[[int], None] | None = None  # told how many requests were answered
         self._prefix_token_id = prefix_token_id
         self._chat_template_args = chat_template_args or {}
@@ -166,14 +165,14 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
-        answers = [(float(score.logprobs.sum()), score.greedy) for score in scores]
+        answers = [(float(score.logprobs.sum()), bool(score.greedy.all())) for score in scores]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
-    def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[TokenScores]:
+    def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[PromptScores]:
         """Score continuations; what is too long loses its beginning."""
-        queries = []
+        texts = []
         for context, continuation in pairs:
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise RequestError(
@@ -181,8 +180,8 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
                     f"each is needed, and {self.max_length} fit"
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
-            queries.append(Query(ids=tuple(ids), num_scored=len(continuation)))
-        return score_tokens(self.llm.engine, queries, progress=self.answered)
+            texts.append(ScoredText(ids=tuple(ids), num_scored=len(continuation)))
+        return self.llm.score_tokens(texts, progress=self.answered)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""

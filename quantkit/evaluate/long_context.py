@@ -73,11 +73,11 @@ def long_context(
         raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test must be 0 to 1")
     if llm.tokenizer is None:
         raise DataError(f"{llm.path} has no usable tokenizer; a long-context test is text, so it needs one")
-    room = llm.engine.capacity - ANSWER_TOKENS
-    fitting = sorted({length for length in lengths if length <= room})
+    longest = llm.engine.capacity - ANSWER_TOKENS
+    fitting = sorted({length for length in lengths if length <= longest})
     if not fitting:
         raise DataError(
-            f"no length of {', '.join(map(str, lengths))} tokens fits: {llm.path} has room for {room} beside the answer"
+            f"no length of {', '.join(map(str, lengths))} tokens fits: {llm.path} holds {longest} beside the answer"
         )
     write = write_passkey if ledgers is None else ledger_writer(ledgers)
     name = "passkey" if ledgers is None else "ledger"

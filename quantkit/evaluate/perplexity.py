@@ -18,22 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import DataError
 from quantkit.results import PerplexityResult, Through
-from quantkit.runtime.engine.likelihood import Query, score_tokens
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import ScoredText
 
 DEFAULT_WINDOW = 2048
 _CHUNKS: dict[str, int | None] = {"prefill": None, "decode": 1}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
-    ids: tuple[int, ...]
-    num_scored: int
 
 
 def perplexity(
@@ -51,7 +44,7 @@ def perplexity(
     """Perplexity of one text.
 
     Args:
-        llm: without running requests.
+        llm: to score with.
         text: a text, or token ids.
         data: name of the text, for the record.
         window: tokens per window, BOS included; None = 2048, or the model's context where that is shorter.
@@ -62,7 +55,7 @@ def perplexity(
         progress: told how many windows are done since the last time.
     Raises:
         DataError: the text has fewer than two tokens, or window and stride contradict each other or the model.
-        RequestError: requests are running, or tokens are unknown.
+        RequestError: tokens are unknown.
     """
     if through not in _CHUNKS:
         raise DataError(f"through is {through!r}; it can be 'prefill' or 'decode'")
@@ -71,15 +64,16 @@ def perplexity(
     if not 2 <= window <= capacity:
         raise DataError(f"window is {window} tokens; it must be 2 to {capacity}, the context of {llm.path}")
     bos = _bos(llm, add_bos)
-    room = window - len(bos)
-    stride = room if stride is None else stride
-    if not 1 <= stride <= room:
-        raise DataError(f"stride is {stride}; it must be 1 to {room}, the tokens of the text in a window of {window}")
-    windows = make_windows(_ids(llm, text), room=room, stride=stride, bos=bos)[:max_windows]
+    num_text = window - len(bos)
+    stride = num_text if stride is None else stride
+    if not 1 <= stride <= num_text:
+        raise DataError(
+            f"stride is {stride}; it must be 1 to {num_text}, the tokens of the text in a window of {window}"
+        )
+    windows = cut_windows(_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
     if not windows:
         raise DataError(f"the text {data!r} is too short to score: give at least two tokens")
-    queries = [Query(ids=item.ids, num_scored=item.num_scored) for item in windows]
-    scores = score_tokens(llm.engine, queries, chunk_size=_CHUNKS[through], progress=progress)
+    scores = llm.score_tokens(windows, chunk_size=_CHUNKS[through], progress=progress)
     return PerplexityResult(
         data=data,
         window=window,
@@ -90,22 +84,22 @@ def perplexity(
     )
 
 
-def make_windows(ids: Sequence[int], *, room: int, stride: int, bos: tuple[int, ...] = ()) -> list[_Window]:
+def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[int, ...] = ()) -> list[ScoredText]:
     """Cut a text as the module says.
 
     Args:
         ids: tokens of the text.
-        room: tokens of the text in one window.
-        stride: from one window's beginning to the next; at most `room`.
+        num_text: tokens of the text in one window.
+        stride: from one window's beginning to the next; at most `num_text`.
         bos: what every window begins with: one token or none.
     """
     windows = []
     scored = 0  # tokens before this one have been scored, or never can be
     for start in range(0, len(ids), stride):
-        end = min(start + room, len(ids))
+        end = min(start + num_text, len(ids))
         first = max(scored, start if bos else start + 1)
         if end > first:
-            windows.append(_Window(ids=(*bos, *ids[start:end]), num_scored=end - first))
+            windows.append(ScoredText(ids=(*bos, *ids[start:end]), num_scored=end - first))
         scored = max(scored, end)
         if end == len(ids):
             break

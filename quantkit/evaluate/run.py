@@ -7,14 +7,14 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from quantkit.demo import shipped
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import adds_bos, perplexity
 from quantkit.evaluate.suites import Asked, Text, load_suite
 from quantkit.evaluate.tasks import TaskSource, check_tasks, load_tasks
@@ -22,40 +22,6 @@ from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 from quantkit.runtime.llm import LLM
 
 EXTRA = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationOptions:
-    """What to ask, the same for a model and its original.
-
-    Args:
-        tasks: names; see `tasks`.
-        suite: a shipped name or a file; None = only the tasks and texts given here.
-        limit: items per task; None = the suite's, or all.
-        num_fewshot: examples in the prompt; None = as each task says.
-        texts: files whose perplexity is measured, besides the suite's.
-        window, stride: of these; see `perplexity`.
-        through: paths of these.
-        include_path: folders of task files.
-        data: folders of items and texts.
-        chat_template: whether prompts are put into the model's chat template.
-        add_bos: whether texts begin with BOS; None = as the tokenizer does.
-        seed: of few-shot examples and long-context texts; None = the suite's.
-    """
-
-    tasks: tuple[str, ...] = ()
-    suite: str | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    texts: tuple[str, ...] = ()
-    window: int | None = None
-    stride: int | None = None
-    through: tuple[str, ...] = ("prefill",)
-    include_path: tuple[Path, ...] = ()
-    data: tuple[Path, ...] = ()
-    chat_template: bool = False
-    add_bos: bool | None = None
-    seed: int | None = None
 
 
 Progress = Callable[[str], None]

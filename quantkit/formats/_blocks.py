@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError
-from quantkit.formats._tensors import take
+from quantkit.formats._tensors import take, take_matrix
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -30,10 +29,8 @@ def decode_fp8_blocks(tensors: Mapping[str, Tensor], scheme: WeightScheme, scale
     Raises:
         CheckpointError: a tensor is missing or has the wrong dtype or shape.
     """
-    codes, size, block_rows = take(tensors, "weight", None), scheme.group_size, scheme.block_rows
+    codes, size, block_rows = take_matrix(tensors, "weight", torch.float8_e4m3fn), scheme.group_size, scheme.block_rows
     assert size is not None and block_rows is not None, f"{scheme} has no blocks"
-    if codes.ndim != 2 or codes.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of FP8 codes")
     rows, width = codes.shape
     stored = take(tensors, scale_name, (math.ceil(rows / block_rows), math.ceil(width / size)))
     return QuantizedTensor(

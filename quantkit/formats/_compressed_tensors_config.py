@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import compressed_tensors
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from quantkit.errors import SchemeError
-from quantkit.formats._compressed_tensors_layout import FLOAT, INTEGER, MICROSCALING, PACKED, find_layout
+from quantkit.formats._compressed_tensors_layout import (
+    FLOAT,
+    INTEGER,
+    MICROSCALING,
+    PACKED,
+    find_layout,
+    library_version,
+)
 from quantkit.numerics.dtype import DTYPES, MXFP4, MXFP8, NVFP4, DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 _MIXED = "mixed-precision"
 _READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", _MIXED, *MICROSCALING.values())
 _LINEAR = "Linear"  # a target or ignored name that means every linear
 
 
-def make_config(linears: Mapping[str, LinearScheme], ignored: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` entry of config.json; nothing when no linear is quantized.
+def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of at least one quantized linear.
 
     With several schemes every group lists its modules by name and none says "Linear": vLLM looks for a class
     before it takes its fused modules (qkv_proj) apart, so that group would take in the modules of the others.
@@ -37,71 +45,66 @@ def make_config(linears: Mapping[str, LinearScheme], ignored: Sequence[str]) -> 
     Raises:
         SchemeError: compressed-tensors cannot hold one of the schemes, or its readers not all of them together.
     """
-    if not linears:
-        return {}
     members: dict[LinearScheme, list[str]] = {}
     # Experts first: transformers decodes those by the first group when none names a class or an expression.
     for name, scheme in sorted(linears.items(), key=lambda item: ".experts." not in item[0]):
         members.setdefault(scheme, []).append(name)
-    if len(members) > 1 and any(not scheme.weight.symmetric for scheme in members):
+    has_zero_points = any(not scheme.weight.symmetric for scheme in members)
+    if len(members) > 1 and has_zero_points:
         # Whatever wrote it, transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read it; see below.
         raise SchemeError(
             "zero points beside weights of another scheme do not load in transformers: set weights.symmetric=true, "
-            "or give all linears the same numbers (leaving some alone is fine), or set format=dense"
+            "or give all linears the same numbers (ignoring some is fine), or set format=dense"
         )
     groups = {
         f"group_{number}": _group(scheme, [_LINEAR] if len(members) == 1 else names)
         for number, (scheme, names) in enumerate(members.items())
     }
     layouts = sorted({find_layout(scheme) for scheme in members})
-    config = QuantizationConfig(
-        config_groups=groups,
-        format=layouts[0] if len(layouts) == 1 else _MIXED,
-        quantization_status="compressed",
-        ignore=list(ignored),
-    )
-    fields = config.model_dump(mode="json")
-    # Known to newer versions only and without meaning here, so older readers need not meet it.
-    fields.pop("moe_sparsity_config", None)
-    if any(not scheme.weight.symmetric for scheme in members):
-        # transformers 5 sets the model up without data, where the library does not pack the zero points, and then
-        # finds shapes that differ. Asked to decode while loading it does not come that way, but decodes every module
-        # by the first scheme. vLLM reads its fields by name and not this one.
-        fields["dequantize"] = True
-    constants = {"version": compressed_tensors.__version__, "sparsity_config": {}, "transform_config": {}}
-    return {"quantization_config": {**fields, **constants}}
+    # transformers 5 sets the model up without data, where the library does not pack the zero points, and then finds
+    # shapes that differ. Asked to decode while loading it does not come that way, but decodes every module by the
+    # first scheme. vLLM reads its fields by name and not this one.
+    decode = {"dequantize": True} if has_zero_points else {}
+    return _section(groups, layouts[0] if len(layouts) == 1 else _MIXED, list(ignored), decode)
 
 
 def cache_only_config() -> dict[str, Any]:
     """A `quantization_config` that quantizes no linear, to hold the `kv_cache_scheme` of a model whose weights stay."""
-    fields = QuantizationConfig(config_groups={}, format="dense", quantization_status="compressed").model_dump(
-        mode="json"
+    return _section({}, "dense", None, {})
+
+
+def _section(
+    groups: dict[str, QuantizationScheme], layout: str, ignored: list[str] | None, decode: dict[str, Any]
+) -> dict[str, Any]:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig(
+        config_groups=groups, format=layout, quantization_status="compressed", ignore=ignored or []
     )
+    fields = config.model_dump(mode="json")
+    # Known to newer versions only and without meaning here, so older readers need not meet it.
     fields.pop("moe_sparsity_config", None)
-    return {**fields, "version": compressed_tensors.__version__, "sparsity_config": {}, "transform_config": {}}
+    return {**fields, **decode, "version": library_version(), "sparsity_config": {}, "transform_config": {}}
 
 
 def fp8_cache_args(strategy: str) -> dict[str, Any]:
     """The `kv_cache_scheme` of FP8 keys and values with fixed scales: strategy "tensor" or "attn_head"."""
+    from compressed_tensors.quantization import QuantizationArgs
+
     args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, dynamic=False, symmetric=True)
     fields: dict[str, Any] = args.model_dump(mode="json")
     return fields
 
 
-def read_config(config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme that a config.json describes; None when it is not of compressed-tensors.
+def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
+    """The scheme that a `quantization_config` of compressed-tensors describes.
 
     The library lets exact names win over expressions and expressions over classes, and within a kind the first in
     alphabetical order; our last rule wins, so the rules come in the opposite order.
 
-    Args:
-        config: contents of config.json.
     Raises:
-        SchemeError: it is of compressed-tensors, but of a kind that cannot be decoded.
+        SchemeError: of a kind that cannot be decoded.
     """
-    section = config.get("quantization_config")
-    if not isinstance(section, Mapping) or section.get("quant_method") != "compressed-tensors":
-        return None
     parsed = _parse(section)
     targets = {
         target: _linear_scheme(name, group) for name, group in parsed.config_groups.items() for target in group.targets
@@ -122,6 +125,8 @@ def read_config(config: Mapping[str, Any]) -> Scheme | None:
 
 def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
     """One config group in the library's own classes, which check it."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
     weight = scheme.weight
     shared: dict[str, Any] = {"type": weight.dtype.kind, "symmetric": weight.symmetric, "dynamic": False}
     if weight.block_rows is None:
@@ -136,6 +141,8 @@ def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
 
 
 def _input_arguments(activation: ActivationScheme) -> QuantizationArgs:
+    from compressed_tensors.quantization import QuantizationArgs
+
     dtype = activation.dtype
     kind: dict[str, Any] = {"type": dtype.kind, "symmetric": True, "dynamic": activation.dynamic}
     if activation.granularity == "tensor":
@@ -158,6 +165,8 @@ def _groups(dtype: DType, size: int | None) -> dict[str, Any]:
 
 def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     """`quantization_config` in the library's own classes, preset names resolved."""
+    from compressed_tensors.quantization import QuantizationConfig
+
     fields = {key: value for key, value in section.items() if key in QuantizationConfig.model_fields}
     try:
         parsed = QuantizationConfig.model_validate(fields)

@@ -2,17 +2,15 @@
 
 The rules are those of the library and of the engines that read it: what only the library could compute is refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
-`layers/quantization/compressed_tensors/compressed_tensors.py`.
+`layers/quantization/compressed_tensors/compressed_tensors.py`. The library is imported where it is asked: whoever reads
+another format need not have it, nor wait for it.
 """
 
 from __future__ import annotations
 
 import functools
 
-import compressed_tensors
 import torch
-from compressed_tensors.compressors import pack_to_int32
-from compressed_tensors.config import CompressionFormat
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
@@ -75,7 +73,7 @@ def _check_microscaling(scheme: LinearScheme) -> None:
         )
     if MICROSCALING[name] not in library_formats():
         raise SchemeError(
-            f"{name} needs a newer compressed-tensors, installed: {compressed_tensors.__version__}; "
+            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
             "pip install -U compressed-tensors"
         )
 
@@ -109,16 +107,27 @@ def _check_integer(weight: WeightScheme) -> None:
     if 32 % weight.dtype.bits and not packs_densely():
         raise SchemeError(
             f"{weight.dtype.bits}-bit weights need compressed-tensors>={_DENSE_PACKING_SINCE}, which packs them "
-            f"without unused bits; installed: {compressed_tensors.__version__}; pip install -U compressed-tensors"
+            f"without unused bits; installed: {library_version()}; pip install -U compressed-tensors"
         )
+
+
+def library_version() -> str:
+    """Of the installed library, which writes it into config.json."""
+    import compressed_tensors
+
+    return str(compressed_tensors.__version__)
 
 
 def library_formats() -> tuple[str, ...]:
     """Names of the formats that the installed library knows."""
+    from compressed_tensors.config import CompressionFormat
+
     return tuple(item.value for item in CompressionFormat)
 
 
 @functools.cache
 def packs_densely() -> bool:
     """Whether the installed library packs 64 codes of 3 bits into 6 words; older ones leave bits unused and take 7."""
+    from compressed_tensors.compressors import pack_to_int32
+
     return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)

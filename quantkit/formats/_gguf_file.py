@@ -1,5 +1,8 @@
 """GGUF files: header, metadata and tensor bytes, read within the bounds of the file and written as a stream.
 
+The gguf package writes headers and names types. It does not read here: its reader believes every length (an array of
+2**50 bytes keeps it busy for ever) and maps the file into memory, and files come from strangers.
+
     | "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensor infos | padding | tensor bytes |
 
 Strings are a u64 length and UTF-8 bytes; dimensions run from the innermost; offsets count from the end of the padding.
@@ -9,24 +12,30 @@ Source: ggml `docs/gguf.md`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.errors import CheckpointError
-from quantkit.formats._gguf_blocks import BLOCKS, Block
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Block
 
-MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+from quantkit.errors import CheckpointError
+from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
+
+_MAGIC, _ALIGNMENT = b"GGUF", 32
+_CHUNK_BYTES = 1 << 24
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
 
 # Value types by number: struct code of the fixed ones.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +54,11 @@ class GGUFTensor:
     offset: int
     num_bytes: int
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its values are codes with scales."""
+        return self.block not in PLAIN
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFFile:
@@ -60,8 +74,8 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def read(self, name: str) -> bytearray:
-        """The bytes of one tensor.
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of one tensor, a few MiB at a time.
 
         Raises:
             CheckpointError: no such tensor, or the file cannot be read.
@@ -72,12 +86,16 @@ class GGUFFile:
         try:
             with self.path.open("rb") as file:
                 file.seek(info.offset)
-                data = bytearray(file.read(info.num_bytes))
+                for start in range(0, info.num_bytes, _CHUNK_BYTES):
+                    size = min(_CHUNK_BYTES, info.num_bytes - start)
+                    data = file.read(size)
+                    if len(data) < size:
+                        raise CheckpointError(
+                            f"{self.path} ended early: it changed while it was read; run the command again"
+                        )
+                    yield data
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}; check the disk") from error
-        if len(data) < info.num_bytes:
-            raise CheckpointError(f"{self.path} ended early: it changed while it was read; run the command again")
-        return data
 
 
 def is_gguf(path: Path) -> bool:
@@ -86,7 +104,7 @@ def is_gguf(path: Path) -> bool:
         if not path.is_file():
             return False
         with path.open("rb") as file:
-            return path.suffix == ".gguf" or file.read(4) == MAGIC
+            return path.suffix == ".gguf" or file.read(4) == _MAGIC
     except OSError:
         return False
 
@@ -97,7 +115,7 @@ def read_gguf(path: Path) -> GGUFFile:
     Args:
         path: of the file.
     Raises:
-        CheckpointError: missing, not GGUF, truncated or inconsistent; names the place.
+        CheckpointError: missing, not GGUF, truncated or inconsistent; names the byte.
     """
     try:
         with path.open("rb") as file:
@@ -107,57 +125,53 @@ def read_gguf(path: Path) -> GGUFFile:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
 
 
-class GGUFWriter:
-    """Writes one file as a stream: first `header`, then the bytes of each tensor in that order.
+def write_gguf_file(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[Block, Sequence[int]]],
+    contents: Iterable[Iterable[bytes | memoryview]],
+) -> dict[str, str]:
+    """Write one file as a stream.
+
+    The gguf package writes the header. It would take a tensor as one array; an embedding of gigabytes comes in pieces
+    here.
 
     Args:
-        file: opened for writing, at its start.
+        path: of the file, replaced if it is there.
+        metadata: bool, int (u32), float (f32), str, or a non-empty list of one of them (ints become i32); begins with
+            general.architecture.
+        tensors: type and shape (outermost first) by name.
+        contents: the bytes of each tensor, in their order.
+    Returns:
+        SHA-256 of each tensor's bytes by name.
+    Raises:
+        CheckpointError: a name or shape that the format has no room for.
     """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._expected: list[tuple[str, int]] = []
-
-    def header(self, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Block, Sequence[int]]]) -> None:
-        """Write everything before the tensors' bytes.
-
-        Args:
-            metadata: bool, int (u32), float (f32), str, or a non-empty list of one of them (ints become i32).
-            tensors: type and shape (outermost first) by name, in the order in which their bytes follow.
-        Raises:
-            CheckpointError: a name that the format has no room for, or a shape that does not fit its blocks.
-        """
-        parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-        for key, value in metadata.items():
-            parts += [_string(key), _value(value)]
-        offset = 0
-        for name, (block, shape) in tensors.items():
-            if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
-                raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
-            size = block.num_bytes(shape)
-            dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-            parts += [_string(name), dims, struct.pack("<IQ", block.number, offset)]
-            self._expected.append((name, size))
-            offset += size + -size % ALIGNMENT
-        data = b"".join(parts)
-        self._file.write(data + b"\0" * (-len(data) % ALIGNMENT))
-        self._expected.reverse()
-
-    def tensor(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write the bytes of the next tensor.
-
-        Args:
-            name: that of the header's order.
-            pieces: its bytes.
-        """
-        expected, size = self._expected.pop()
-        assert name == expected, f"{name} comes where the header has {expected}"
-        written = 0
-        for piece in pieces:
-            self._file.write(piece)
-            written += len(piece)
-        assert written == size, f"{name} has {written} bytes, its header says {size}"
-        self._file.write(b"\0" * (-size % ALIGNMENT))
+    writer, digests = gguf.GGUFWriter(path, str(metadata["general.architecture"])), dict[str, str]()
+    for key, value in metadata.items():
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    for name, (block, shape) in tensors.items():
+        if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
+            raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} does not fit into GGUF")
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes(block, shape), raw_dtype=block)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        file = (writer.fout or [])[0]
+        writer.write_padding(file, file.tell())
+        for (name, (block, shape)), pieces in zip(tensors.items(), contents, strict=True):
+            digest, written, size = hashlib.sha256(), 0, num_bytes(block, shape)
+            for piece in pieces:
+                digest.update(piece)
+                written += file.write(piece)
+            assert written == size, f"{name} has {written} bytes, its header says {size}"
+            writer.write_padding(file, size)
+            digests[name] = digest.hexdigest()
+    finally:
+        writer.close()
+    return digests
 
 
 class _Cursor:
@@ -205,7 +219,7 @@ class _Cursor:
 
 
 def _read(cursor: _Cursor) -> GGUFFile:
-    if cursor.take(4, "the magic") != MAGIC:
+    if cursor.take(4, "the magic") != _MAGIC:
         raise cursor.error("it does not begin with GGUF")
     version = cursor.unpack("I", "the version")
     if version not in (2, 3):
@@ -217,11 +231,11 @@ def _read(cursor: _Cursor) -> GGUFFile:
         key = cursor.string("a key")
         metadata[key] = _read_value(cursor, cursor.unpack("I", f"the type of {key!r}"), key)
     infos = [_read_info(cursor) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", ALIGNMENT)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
         raise cursor.error(f"general.alignment is {alignment!r}")
     start = cursor.position + -cursor.position % alignment
-    tensors = {name: _place(cursor, name, block, shape, start + offset) for name, block, shape, offset in infos}
+    tensors = {name: _located(cursor, name, block, shape, start + offset) for name, block, shape, offset in infos}
     if len(tensors) < len(infos):
         raise cursor.error("two tensors have the same name")
     return GGUFFile(path=cursor.path, metadata=metadata, tensors=tensors)
@@ -251,35 +265,18 @@ def _read_info(cursor: _Cursor) -> tuple[str, Block, tuple[int, ...], int]:
         raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
     shape = tuple(cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(num_dims))[::-1]
     number = cursor.unpack("I", f"the type of {name!r}")
-    if number not in BLOCKS:
-        raise cursor.error(f"tensor {name!r} has the unknown type {number}")
-    return name, BLOCKS[number], shape, cursor.unpack("Q", f"the offset of {name!r}")
+    try:
+        block = Block(number)
+    except ValueError:
+        raise cursor.error(f"tensor {name!r} has the unknown type {number}") from None
+    return name, block, shape, cursor.unpack("Q", f"the offset of {name!r}")
 
 
-def _place(cursor: _Cursor, name: str, block: Block, shape: tuple[int, ...], offset: int) -> GGUFTensor:
-    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block.values):
-        raise cursor.error(f"tensor {name!r} has shape {shape}, not a multiple of the {block.values} of {block.name}")
-    num_bytes = block.num_bytes(shape)
-    if offset + num_bytes > cursor.size:
-        raise cursor.error(
-            f"tensor {name!r} ends at byte {offset + num_bytes}, the file has {cursor.size}: it is truncated"
-        )
-    return GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes)
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, list):
-        assert value, "an empty array has no type"
-        if isinstance(value[0], str):
-            return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
-        kind = _BOOL if isinstance(value[0], bool) else _F32 if isinstance(value[0], float) else _I32
-        return struct.pack(f"<IIQ{len(value)}{_CODES[kind]}", _ARRAY, kind, len(value), *value)
-    if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
-    kind = _BOOL if isinstance(value, bool) else _F32 if isinstance(value, float) else _U32
-    return struct.pack(f"<I{_CODES[kind]}", kind, value)
+def _located(cursor: _Cursor, name: str, block: Block, shape: tuple[int, ...], offset: int) -> GGUFTensor:
+    values = block_values(block)
+    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % values):
+        raise cursor.error(f"tensor {name!r} has shape {shape}, not a multiple of the {values} of {block.name}")
+    size = num_bytes(block, shape)
+    if offset + size > cursor.size:
+        raise cursor.error(f"tensor {name!r} ends at byte {offset + size}, the file has {cursor.size}: it is truncated")
+    return GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=size)

@@ -3,7 +3,7 @@
 Both search, per sub-block, the scale (and minimum) with the least weighted squared error and round them to integers of
 the block's own scale. Then they improve all three in turn: codes for given scales, integer scales among their
 neighbours, the 16-bit scales by least squares; a step that does not lower the error of a block is not taken. ggml's own
-encoder stops before that last part. Decoding is in `_gguf_blocks`.
+encoder stops before that last part, and the gguf package has none.
 Shapes: M blocks, S sub-blocks of n values, S * n = 256.
 Source: the format and the first search are those of ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
@@ -11,11 +11,10 @@ Source: the format and the first search are those of ggml `src/ggml-quants.c` (m
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from quantkit.formats._gguf_blocks import pack_k_scales
 
 # Blocks worked on at once: their temporaries stay in a CPU's cache.
 _CHUNK = 512
@@ -31,8 +30,7 @@ def quantize_q4_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
     Returns:
         (M, 144) uint8.
     """
-    parts = [_q4_k(chunk, weights) for chunk, weights in _chunks(values, importance)]
-    return torch.cat(parts) if parts else torch.empty(0, 144, dtype=torch.uint8)
+    return _by_chunk(_q4_k, values, importance, torch.empty(0, 144, dtype=torch.uint8))
 
 
 def quantize_q6_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
@@ -44,17 +42,19 @@ def quantize_q6_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
     Returns:
         (M, 210) uint8.
     """
-    parts = [_q6_k(chunk, weights) for chunk, weights in _chunks(values, importance)]
-    return torch.cat(parts) if parts else torch.empty(0, 210, dtype=torch.uint8)
+    return _by_chunk(_q6_k, values, importance, torch.empty(0, 210, dtype=torch.uint8))
 
 
-def _chunks(values: Tensor, importance: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+def _by_chunk(
+    encode: Callable[[Tensor, Tensor | None], Tensor], values: Tensor, importance: Tensor | None, nothing: Tensor
+) -> Tensor:
     if importance is not None:
         importance = importance.expand(values.shape[0], -1)
-    return [
-        (values[row : row + _CHUNK], None if importance is None else importance[row : row + _CHUNK])
+    encoded = [
+        encode(values[row : row + _CHUNK], None if importance is None else importance[row : row + _CHUNK])
         for row in range(0, values.shape[0], _CHUNK)
     ]
+    return torch.cat([nothing, *encoded])
 
 
 def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
@@ -67,16 +67,24 @@ def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
     minimums = _ratio(minimum, offset).round_().clamp_(0, 63)
     best = _improve_q4(blocks, weights, step, offset, scales, minimums)
     for _ in range(_ROUNDS):
-        error, codes, step, offset, scales, minimums = best
+        _, codes, step, offset, scales, minimums = best
         refit = _fit_pair(blocks, weights, codes * scales.unsqueeze(-1), minimums.unsqueeze(-1).expand_as(codes))
-        found = _improve_q4(blocks, weights, *refit, scales, minimums)
-        better = (found[0] < error).view(-1, 1)
-        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))  # type: ignore[assignment]
+        best = _better(best, _improve_q4(blocks, weights, *refit, scales, minimums))
     _, codes, step, offset, scales, minimums = best
     pairs = codes.to(torch.uint8).view(-1, 4, 2, 32)
     packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
     head = torch.cat([step, offset], dim=1).to(torch.float16).view(torch.uint8)
-    return torch.cat([head, pack_k_scales(scales.to(torch.uint8), minimums.to(torch.uint8)), packed.flatten(1)], dim=1)
+    return torch.cat([head, _pack_scales(scales.to(torch.uint8), minimums.to(torch.uint8)), packed.flatten(1)], dim=1)
+
+
+def _pack_scales(scales: Tensor, minimums: Tensor) -> Tensor:
+    """The eight 6-bit scales and minimums of a block, (M, 8) uint8 each, in twelve bytes.
+
+    The first four of each have a byte, whose two highest bits are those of the last four; their low nibbles pair up.
+    """
+    low = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    high = minimums[:, :4] | minimums[:, 4:] >> 4 << 6
+    return torch.cat([low, high, scales[:, 4:] & 15 | (minimums[:, 4:] & 15) << 4], dim=1)
 
 
 def _q4_weights(blocks: Tensor, importance: Tensor | None) -> Tensor:
@@ -119,27 +127,24 @@ def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return best_scale.squeeze(-1), -best_low.squeeze(-1)
 
 
-Q4State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+State = tuple[Tensor, ...]
 
 
 def _improve_q4(
     blocks: Tensor, weights: Tensor, step: Tensor, offset: Tensor, scales: Tensor, minimums: Tensor
-) -> Q4State:
+) -> State:
     """Best codes for these 16-bit scales, with integer scales and minimums moved by at most one.
 
     Returns:
         error (M,), codes (M, 8, 32), and the four arguments with the integers chosen.
     """
-    best: tuple[Tensor, ...] | None = None
+    best: State | None = None
     for move, shift in itertools.product((0, -1, 1), repeat=2):
         tried, lowered = (scales + move).clamp_(0, 63), (minimums + shift).clamp_(0, 63)
         slope, start = (step * tried).unsqueeze(-1), (offset * lowered).unsqueeze(-1)
         codes = _ratio(blocks + start, slope).round_().clamp_(0, 15)
-        found = (_error(blocks, weights, codes * slope - start), codes, tried, lowered)
-        if best is None:
-            best = found
-        better = found[0] < best[0]
-        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))
+        moved = (_error(blocks, weights, codes * slope - start), codes, tried, lowered)
+        best = moved if best is None else _better(best, moved)
     assert best is not None
     return best[0].sum(1), best[1], step, offset, best[2], best[3]
 
@@ -167,19 +172,30 @@ def _q6_k(values: Tensor, importance: Tensor | None) -> Tensor:
     scales = _ratio(scale, step).round_().clamp_(-128, 127)
     best = _improve_q6(blocks, weights, step, scales)
     for _ in range(_ROUNDS):
-        error, codes, step, scales = best
+        _, codes, step, scales = best
         grid = codes * scales.unsqueeze(-1)
         refit = (weights * grid * blocks).sum((1, 2)) / (weights * grid * grid).sum((1, 2)).clamp(min=1e-30)
-        found = _improve_q6(blocks, weights, _half(refit.view(-1, 1)), scales)
-        better = (found[0] < error).view(-1, 1)
-        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))  # type: ignore[assignment]
+        best = _better(best, _improve_q6(blocks, weights, _half(refit.view(-1, 1)), scales))
     _, codes, step, scales = best
-    halves = (codes + 32).to(torch.uint8).view(-1, 2, 4, 32)
-    low = torch.cat([halves[:, :, :2] & 15 | (halves[:, :, 2:] & 15) << 4], dim=2).flatten(1)  # (M, 128)
-    high = halves >> 4 << torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = high[:, :, 0] | high[:, :, 1] | high[:, :, 2] | high[:, :, 3]
-    tail = step.to(torch.float16).view(torch.uint8)
-    return torch.cat([low, high.flatten(1), scales.to(torch.int8).view(torch.uint8), tail], dim=1)
+    return pack_q6_k(codes, scales, step)
+
+
+def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
+    """Bytes of Q6_K blocks: value = step * scale * code.
+
+    Args:
+        codes: (M, 256) whole numbers in -32..31, or in sub-blocks.
+        scales: (M, 16) whole numbers in -128..127.
+        step: (M, 1), values that float16 holds.
+    Returns:
+        (M, 210) uint8.
+    """
+    quarters = (codes + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).flatten(1)  # (M, 128)
+    high = quarters >> 4 << torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+    high = (high[:, :, 0] | high[:, :, 1] | high[:, :, 2] | high[:, :, 3]).flatten(1)
+    tail = step.to(torch.float16).contiguous().view(torch.uint8)
+    return torch.cat([low, high, scales.to(torch.int8).view(torch.uint8), tail], dim=1)
 
 
 def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
@@ -199,18 +215,15 @@ def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
     return best_scale
 
 
-def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -> State:
     """Best codes for this 16-bit scale, with integer scales moved by at most one; error (M,), codes, step, scales."""
-    best: tuple[Tensor, ...] | None = None
+    best: State | None = None
     for move in (0, -1, 1):
         tried = (scales + move).clamp_(-128, 127)
         slope = (step * tried).unsqueeze(-1)
         codes = _ratio(blocks, slope).round_().clamp_(-32, 31)
-        found = (_error(blocks, weights, codes * slope), codes, tried)
-        if best is None:
-            best = found
-        better = found[0] < best[0]
-        best = tuple(_pick(better, new, old) for new, old in zip(found, best, strict=True))
+        moved = (_error(blocks, weights, codes * slope), codes, tried)
+        best = moved if best is None else _better(best, moved)
     assert best is not None
     return best[0].sum(1), best[1], step, best[2]
 
@@ -220,11 +233,13 @@ def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:
     return (decoded - blocks).square_().mul_(weights).sum(-1)
 
 
-def _pick(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` where `better`, whose missing last dimensions or last 1 are those of the others."""
-    if new.ndim == 1:
-        return torch.where(better.view(-1), new, old)
-    return torch.where(better.view(*better.shape, *[1] * (new.ndim - better.ndim)), new, old)
+def _better(old: State, new: State) -> State:
+    """Of two choices, of which the first tensor is the error, the better one: per block, or per sub-block."""
+    better = new[0] < old[0]
+    return tuple(
+        torch.where(better.view(*better.shape, *[1] * (one.ndim - better.ndim)), other, one)
+        for one, other in zip(old, new, strict=True)
+    )
 
 
 def _ratio(values: Tensor, by: Tensor) -> Tensor:

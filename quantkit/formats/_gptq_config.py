@@ -1,6 +1,6 @@
 """What config.json says about a GPTQ checkpoint, in both directions, and what AutoRound calls the same layout.
 
-One set of numbers for all linears, and `dynamic` for those that differ: {"-:regex": {}} leaves modules alone,
+One set of numbers for all linears, and `dynamic` for those that differ: {"-:regex": {}} ignores modules,
 {"+:regex": {"bits": 8}} changes fields. The expressions match from the start of a module's name.
 Source: GPTQModel `quantization/config.py`; AutoRound `export/export_to_autoround`; vLLM `gptq_marlin.py`.
 """
@@ -18,12 +18,13 @@ from quantkit.numerics.patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 
 _HEAD = "lm_head"
+AUTOROUND = ("auto-round", "intel/auto-round")  # its `quant_method`, whatever the layout
 
 
-def make_config(
+def gptq_section(
     linears: Mapping[str, LinearScheme], ignored: Sequence[str], version: str, *, group_order: bool
 ) -> dict[str, Any]:
-    """The `quantization_config` entry of config.json; nothing when no linear is quantized.
+    """The `quantization_config` of at least one quantized linear.
 
     Args:
         linears: scheme of each quantized linear by full module name.
@@ -31,8 +32,6 @@ def make_config(
         version: "gptq" or "gptq_v2".
         group_order: whether groups follow the activations' order.
     """
-    if not linears:
-        return {}
     common = Counter(linears.values()).most_common(1)[0][0].weight
     dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in ignored if not _is_head(name)}
     for name, scheme in linears.items():
@@ -48,21 +47,15 @@ def make_config(
         "pack_dtype": "int32",
         "meta": {"quantizer": ["quantkit"]},
     }
-    return {"quantization_config": {**section, "dynamic": dynamic} if dynamic else section}
+    return {**section, "dynamic": dynamic} if dynamic else section
 
 
-def read_config(config: Mapping[str, Any], version: str) -> Scheme | None:
-    """The scheme of a config.json in this version of the layout; None when it is in another format.
+def read_gptq_section(section: Mapping[str, Any]) -> Scheme:
+    """The scheme of a `quantization_config` of which `find_version` knows the version.
 
-    Args:
-        config: contents of config.json.
-        version: "gptq" or "gptq_v2".
     Raises:
-        SchemeError: it is GPTQ, but of a kind that cannot be decoded.
+        SchemeError: of a kind that cannot be decoded.
     """
-    section = config.get("quantization_config")
-    if not isinstance(section, Mapping) or find_version(section) != version:
-        return None
     default = _weight(section, {})
     rules = [] if section.get(_HEAD) else [Rule(pattern=f"re:(.*\\.)?{_HEAD}", linear=None)]
     dynamic = section.get("dynamic") or {}
@@ -74,8 +67,8 @@ def read_config(config: Mapping[str, Any], version: str) -> Scheme | None:
     extra = section.get("extra_config") or {}
     for name, changes in extra.items() if isinstance(extra, Mapping) else ():
         bits = changes.get("bits") if isinstance(changes, Mapping) else None
-        left = type(bits) is int and bits >= 16
-        rules.append(Rule(pattern=name, linear=None if left else LinearScheme(weight=_weight(section, changes))))
+        ignored = type(bits) is int and bits >= 16
+        rules.append(Rule(pattern=name, linear=None if ignored else LinearScheme(weight=_weight(section, changes))))
     return Scheme(default=LinearScheme(weight=default), rules=tuple(rules))
 
 
@@ -86,7 +79,7 @@ def find_version(section: Mapping[str, Any]) -> str | None:
         SchemeError: it is GPTQ in a layout of one kernel (Marlin, ...), which cannot be decoded.
     """
     method = section.get("quant_method")
-    if method in ("auto-round", "intel/auto-round"):
+    if method in AUTOROUND:
         packing = str(section.get("packing_format", ""))
         return {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}.get(packing)
     if method != "gptq":
@@ -123,10 +116,15 @@ def read_group_size(value: Any, where: str) -> int | None:
     return None if value == -1 else value
 
 
+def write_group_size(weight: WeightScheme) -> int:
+    """Inverse of `read_group_size`."""
+    return -1 if weight.group_size is None else weight.group_size
+
+
 def _numbers(weight: WeightScheme) -> dict[str, Any]:
     return {
         "bits": weight.dtype.bits,
-        "group_size": -1 if weight.group_size is None else weight.group_size,
+        "group_size": write_group_size(weight),
         "sym": weight.symmetric,
     }
 

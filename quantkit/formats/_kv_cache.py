@@ -120,14 +120,14 @@ def read_scales(
     Raises:
         CheckpointError: only one of the two is there, or a scale is no positive number, or their number is wrong.
     """
-    found: list[Scales] = []
+    scales: list[Scales] = []
     for side in ("k", "v"):
         stored = next((n for n in (f"{attention}.{name.format(side, side)}" for name in _NAMES) if names(n)), None)
         if stored is not None:
-            found.append(_checked(stored, tensor(stored), num_heads))
-    if len(found) == 1:
+            scales.append(_checked(stored, tensor(stored), num_heads))
+    if len(scales) == 1:
         raise CheckpointError(f"{attention} has a fixed scale for only one of keys and values; download it again")
-    return (found[0], found[1]) if found else None
+    return (scales[0], scales[1]) if scales else None
 
 
 def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:

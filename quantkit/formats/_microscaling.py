@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._tensors import take
+from quantkit.formats._tensors import take, take_matrix
 from quantkit.numerics.dtype import MXFP8
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -35,15 +35,9 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
         CheckpointError: a tensor is missing or has the wrong dtype or shape.
     """
     if scheme.dtype == MXFP8:
-        codes = take(tensors, "weight", None)
-        if codes.ndim != 2 or codes.dtype != torch.float8_e4m3fn:
-            raise CheckpointError(f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of FP8 codes")
+        codes = take_matrix(tensors, "weight", torch.float8_e4m3fn)
     else:
-        packed = take(tensors, "weight_packed", None)
-        if packed.ndim != 2 or packed.dtype != torch.uint8:
-            found = f"{packed.dtype} {tuple(packed.shape)}"
-            raise CheckpointError(f"tensor 'weight_packed' is {found}, not a matrix of bytes")
-        codes = unpack_fp4(packed)
+        codes = unpack_fp4(take_matrix(tensors, "weight_packed", torch.uint8))
     stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
     if scheme.dtype.scale == "e8m0":
         if stored.dtype != torch.uint8:
@@ -90,7 +84,7 @@ def pack_fp4(codes: Tensor) -> Tensor:
 
 
 def fp4_indices(codes: Tensor) -> Tensor:
-    """Nibbles of FP4 codes, any shape: sign, then the place among 0, 0.5, 1, 1.5, 2, 3, 4, 6; uint8."""
+    """Nibbles of FP4 codes, any shape: sign, then the rank among 0, 0.5, 1, 1.5, 2, 3, 4, 6; uint8."""
     values = codes.float()
     index = torch.searchsorted(_E2M1[:8].to(codes.device), values.abs()) + 8 * torch.signbit(values)
     return index.to(torch.uint8)

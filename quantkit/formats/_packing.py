@@ -1,9 +1,12 @@
-"""Unsigned codes of 2, 3, 4 or 8 bits to 32-bit words and back, densely and least significant bit first.
+"""Codes of 2 to 8 bits to 32-bit words and back, densely and least significant bit first, as GPTQ, AWQ and
+compressed-tensors (from 0.18 on) have them.
 
-Value i of a row occupies bits [i * b, (i + 1) * b) of that row's stream; a value may straddle two words, which happens
-with 3 bits only: ten values and two bits of the eleventh in the first word, and so on. Pure tensor arithmetic, on any
-device. Shapes: R rows, C values per row, W = C * b / 32 words.
-Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writes 3-bit words by hand.
+Value i of a row occupies bits [i * b, (i + 1) * b) of that row's stream; where b does not divide 32 a value may
+straddle two words: of 3 bits, ten values and two bits of the eleventh are in the first word, and so on. A row ends with
+its last word, filled up with zeros. Pure tensor arithmetic, on any device.
+Shapes: R rows, C values per row, W words.
+Source: GPTQModel `nn_modules/qlinear/__init__.py` (`pack_original`), which writes 3-bit words by hand;
+compressed-tensors `compressors/pack_quantized/helpers.py`.
 """
 
 from __future__ import annotations
@@ -18,68 +21,76 @@ _BLOCK_VALUES = 1 << 22
 _WORD = 1 << 32
 
 
-def pack_words(values: Tensor, bits: int) -> Tensor:
+def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
     """Pack along the last dimension.
 
     Args:
-        values: (R, C) whole numbers in [0, 2**bits), any integer dtype; C * bits must be a multiple of 32.
+        values: (R, C) whole numbers in [-offset, 2**bits - offset), any integer dtype.
         bits: of one value.
+        offset: added to each, so that none is negative.
     Returns:
-        (R, C * bits / 32) int32, contiguous.
+        (R, ceil(C * bits / 32)) int32, contiguous.
     """
     rows, width = values.shape
-    assert width * bits % 32 == 0, f"{width} values of {bits} bits do not fill words"
-    words = torch.empty(rows, width * bits // 32, dtype=torch.int32, device=values.device)
+    words = torch.empty(rows, math.ceil(width * bits / 32), dtype=torch.int32, device=values.device)
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
-        words[row : row + step] = _pack(values[row : row + step], bits)
+        words[row : row + step] = _pack(values[row : row + step].to(torch.int64) + offset, bits)[:, : words.shape[1]]
     return words
 
 
-def unpack_words(words: Tensor, bits: int) -> Tensor:
+def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = None) -> Tensor:
     """Inverse of `pack_words`.
 
     Args:
-        words: (R, W) int32; W * 32 must be a multiple of `bits`.
+        words: (R, W) int32.
         bits: of one value.
+        offset: subtracted from each.
+        width: C; None = as many as fill the words.
     Returns:
-        (R, W * 32 / bits) int16, contiguous.
+        (R, C) int16, or int8 where an offset has made them signed; contiguous.
     """
-    rows, width = words.shape[0], words.shape[1] * 32 // bits
-    values = torch.empty(rows, width, dtype=torch.int16, device=words.device)
+    rows, width = words.shape[0], words.shape[1] * 32 // bits if width is None else width
+    values = torch.empty(rows, width, dtype=torch.int8 if offset else torch.int16, device=words.device)
     step = max(1, _BLOCK_VALUES // max(1, width))
     for row in range(0, rows, step):
-        values[row : row + step] = _unpack(words[row : row + step], bits)
+        values[row : row + step] = (_unpack(words[row : row + step], bits) - offset)[:, :width]
     return values
 
 
-def _places(bits: int) -> tuple[int, int]:
-    """Values and words of the smallest piece that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
+def _period(bits: int) -> tuple[int, int]:
+    """Values and words of the shortest run that begins and ends at a word's border: (8, 1), or (32, 3) for 3 bits."""
     values = 32 // math.gcd(32, bits)
     return values, values * bits // 32
 
 
 def _pack(values: Tensor, bits: int) -> Tensor:
-    per, count = _places(bits)
-    pieces = values.to(torch.int64).view(values.shape[0], -1, per)  # (R, P, per)
-    words = torch.zeros(*pieces.shape[:2], count, dtype=torch.int64, device=values.device)
-    for place in range(per):
-        word, offset = divmod(place * bits, 32)
-        words[..., word] |= pieces[..., place] << offset & _WORD - 1
+    per, count = _period(bits)
+    runs = _filled(values, per)  # (R, P, per)
+    words = torch.zeros(*runs.shape[:2], count, dtype=torch.int64, device=values.device)
+    for index in range(per):
+        word, offset = divmod(index * bits, 32)
+        words[..., word] |= runs[..., index] << offset & _WORD - 1
         if offset + bits > 32:
-            words[..., word + 1] |= pieces[..., place] >> 32 - offset
+            words[..., word + 1] |= runs[..., index] >> 32 - offset
     words = torch.where(words >= _WORD >> 1, words - _WORD, words)
-    return words.to(torch.int32).view(values.shape[0], -1)
+    return words.to(torch.int32).flatten(1)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    per, count = _places(bits)
-    pieces = (words.to(torch.int64) & _WORD - 1).view(words.shape[0], -1, count)  # (R, P, count)
-    values = torch.empty(*pieces.shape[:2], per, dtype=torch.int16, device=words.device)
-    for place in range(per):
-        word, offset = divmod(place * bits, 32)
-        value = pieces[..., word] >> offset
+    per, count = _period(bits)
+    runs = _filled(words.to(torch.int64) & _WORD - 1, count)  # (R, P, count)
+    values = torch.empty(*runs.shape[:2], per, dtype=torch.int16, device=words.device)
+    for index in range(per):
+        word, offset = divmod(index * bits, 32)
+        value = runs[..., word] >> offset
         if offset + bits > 32:
-            value = value | pieces[..., word + 1] << 32 - offset
-        values[..., place] = (value & (1 << bits) - 1).to(torch.int16)
-    return values.view(words.shape[0], -1)
+            value = value | runs[..., word + 1] << 32 - offset
+        values[..., index] = (value & (1 << bits) - 1).to(torch.int16)
+    return values.flatten(1)
+
+
+def _filled(rows: Tensor, size: int) -> Tensor:
+    """Rows in runs of `size`, the last filled up with zeros: (R, P, size)."""
+    filled = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size))
+    return filled.view(rows.shape[0], filled.shape[1] // size, size)

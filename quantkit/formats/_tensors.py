@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, SchemeError
-from quantkit.numerics.scheme import LinearScheme
+from quantkit.errors import CheckpointError
 
 
 def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
@@ -22,43 +22,37 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
     """
     if name not in tensors:
         raise CheckpointError(f"quantized linear has no tensor {name!r}, only {', '.join(sorted(tensors)) or 'none'}")
-    found = tensors[name]
-    if shape is not None and tuple(found.shape) != shape:
+    tensor = tensors[name]
+    if shape is not None and tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"tensor {name!r} has shape {tuple(found.shape)}, its scheme needs {shape}; "
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, its scheme needs {shape}; "
             "config.json and weights do not belong together, or another version of the format's library packed them"
         )
-    return found
+    return tensor
 
 
-def check_groups(scheme: LinearScheme, shape: tuple[int, int]) -> None:
-    """Refuse groups that do not divide the inputs.
-
-    Args:
-        scheme: of one linear.
-        shape: (N, K) of its weight.
-    Raises:
-        SchemeError: names the recipe field and the nearest size that fits.
-    """
-    try:
-        scheme.weight.group_width(shape[1])
-    except SchemeError as error:
-        raise SchemeError(f"weights.group_size: {error}") from error
-
-
-def refuse_activations(scheme: LinearScheme, format_name: str) -> None:
-    """Refuse quantized activations in a format that has no place for them.
+def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """A matrix of one dtype that must be there, of any shape: codes, or words of them.
 
     Raises:
-        SchemeError: says which format has.
+        CheckpointError: it is missing, no matrix, or of another dtype.
     """
-    if scheme.activation is not None:
-        raise SchemeError(
-            f"the {format_name} format has no place for {scheme.activation.describe()} activations; "
-            "leave activations out, or write with --format compressed-tensors"
+    tensor = take(tensors, name, None)
+    if tensor.ndim != 2 or tensor.dtype != dtype:
+        raise CheckpointError(
+            f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, not a matrix of {dtype} as config.json says; "
+            "the checkpoint contradicts itself: download it again"
         )
+    return tensor
 
 
-def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """The shape of a matrix; None when there is no tensor or it is no matrix."""
-    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
+def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor of one value, in whatever shape, as (1,).
+
+    Raises:
+        CheckpointError: it is missing or has several.
+    """
+    value = take(tensors, name, None).reshape(-1)
+    if value.numel() != 1:
+        raise CheckpointError(f"tensor {name!r} has {value.numel()} values, expected one for the whole weight")
+    return value

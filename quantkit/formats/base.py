@@ -1,40 +1,69 @@
-"""The seam of all on-disk formats: pure functions on the tensors of one linear, under local names."""
+"""The seam of all on-disk formats: what a format is like, and pure functions on the tensors of one linear.
+
+Not here: what one format writes. Each has a file of its own, and whoever asks what a format can do asks its object.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from quantkit.numerics.scheme import LinearScheme, Scheme
+from quantkit.errors import AuditError, SchemeError
+from quantkit.formats import writable
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from quantkit.models.families import Family
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Everything that a weight is made of, and that a file must give back bit for bit.
+_NUMBERS = ("codes", "scale", "zero_point", "group_index", "global_scale", "input_scale")
 
 
-class Format(Protocol):
+class Format(ABC):
     """One way to write a quantized model; an instance called FORMAT in its own file.
 
+    A subclass overrides the facts that differ and, of what is written, `encode` and `section`.
     Names in tensor dictionaries are local: `weight_packed`, not `model.layers.0.mlp.up_proj.weight_packed`.
     """
 
-    @property
-    def keeps_codes(self) -> bool:
-        """Whether `decode` gives back exactly what `encode` was given; false where only the values are stored."""
-        ...
+    # As users write it, and the `quant_method` of config.json.
+    name: ClassVar[str]
+    method: ClassVar[str] = ""
+    # Of a format that is one file, with its dot; "" for a directory.
+    suffix: ClassVar[str] = ""
 
-    @property
-    def holds_group_index(self) -> bool:
-        """Whether groups may be formed in another order than that of the inputs."""
-        ...
+    is_written: ClassVar[bool] = True
+    # Whether `decode` gives back exactly what `encode` was given; false where only the values are stored.
+    keeps_codes: ClassVar[bool] = True
+    # Whether groups may be formed in another order than that of the inputs.
+    holds_group_index: ClassVar[bool] = False
+    holds_activations: ClassVar[bool] = False
+    # Whether its readers know linears whose weight the model keeps as (K, N), or need not know them.
+    holds_transposed: ClassVar[bool] = False
+    # Whether config.json has an entry for the KV cache, and one that names calibrated scales.
+    describes_cache: ClassVar[bool] = True
+    holds_cache_scales: ClassVar[bool] = False
+    # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
+    decode_key: ClassVar[str] = ""
+    # Local names of the scales, and of the group of each input; "" = there is no such tensor.
+    scale_name: ClassVar[str] = "weight_scale"
+    order_name: ClassVar[str] = ""
+    # What scales can be stored in; the first is taken when a model's own dtype is none of them.
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
-    @property
-    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What scales can be stored in; the first is taken when a model's own dtype is none of them."""
-        ...
+    # For model cards: tag ("" = the name) and library there, who loads it, and what transformers needs for that.
+    tag: ClassVar[str] = ""
+    library: ClassVar[str] = "transformers"
+    engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
+    package: ClassVar[str] = ""
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         """Refuse what this format cannot hold, before any work is done.
@@ -45,7 +74,31 @@ class Format(Protocol):
         Raises:
             SchemeError: says which recipe field to change.
         """
-        ...
+        if not self.is_written:
+            raise self._read_only()
+        self._check_activations(scheme)
+        try:
+            scheme.weight.group_width(shape[1])
+        except SchemeError as error:
+            raise SchemeError(f"weights.group_size: {error}") from error
+
+    def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
+        """Refuse what no loader of this format takes; say what some do not take.
+
+        Args:
+            family: of the model.
+            layers: scheme of each linear to quantize by relative name, per layer.
+        Returns:
+            warnings, one sentence each.
+        Raises:
+            SchemeError: says which recipe field to change.
+        """
+        if family.transposed and not self.holds_transposed:
+            raise SchemeError(
+                f"{family.hf_names[0]} keeps its linears as Conv1D, which readers of {self.name} do not find: "
+                f"set format to one of {writable(lambda other: other.holds_transposed)}"
+            )
+        return ()
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
         """(N, K) of a linear from the shapes of its tensors alone; None when they do not tell.
@@ -56,32 +109,162 @@ class Format(Protocol):
             shapes: of its tensors, by local name.
             scheme: of the linear.
         """
-        ...
+        return matrix_shape(shapes.get("weight"))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""
-        ...
+        raise self._read_only()
 
+    @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Inverse of `encode`."""
-        ...
+        """Inverse of `encode`; also reads what other tools wrote.
+
+        Args:
+            tensors: of one linear, by local name.
+            scheme: of the linear.
+        Raises:
+            CheckpointError: a tensor is missing, has the wrong shape or dtype, or contradicts the scheme.
+            SchemeError: of a kind that cannot be decoded.
+        """
+
+    def check_stored(
+        self,
+        module: str,
+        weight: QuantizedTensor,
+        scheme: LinearScheme,
+        written: Mapping[str, Tensor],
+        read: Callable[[str], Tensor],
+    ) -> None:
+        """What a file gives back is what was written, and decodes to the very numbers that it was made of.
+
+        Nothing is encoded again or dequantized: equal codes and scales have equal values.
+
+        Args:
+            module: full name of the linear.
+            weight: the codes in memory.
+            scheme: of the linear.
+            written: what `encode` made of it, by local name.
+            read: gives a tensor of the file by its full name.
+        Raises:
+            AuditError: names the tensor, or the part of the weight, that differs.
+        """
+        stored = {name: read(f"{module}.{name}") for name in written}
+        for name, tensor in written.items():
+            if not identical(stored[name], tensor):
+                raise AuditError(f"{module}.{name} reads back differently from what was written")
+        if not self.keeps_codes:
+            return
+        decoded = self.decode(stored, scheme)
+        for part in _NUMBERS:
+            if not identical(getattr(decoded, part), getattr(weight, part)):
+                raise AuditError(f"{module}: {part} decodes to others than were encoded")
 
     def config(
-        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
+        self,
+        linears: Mapping[str, LinearScheme],
+        ignored: Sequence[str],
+        *,
+        group_order: bool = False,
+        decode_at_load: bool = False,
     ) -> dict[str, Any]:
-        """Entries to add to config.json.
+        """Entries to add to config.json; nothing when no linear is quantized.
 
         Args:
             linears: scheme of each quantized linear by full module name.
             ignored: full names of linears that are not quantized, the output head included.
             group_order: whether groups of some linear follow another order than that of the inputs; only formats
                 with `holds_group_index` are told so.
+            decode_at_load: whether loaders are to decode the weights while loading, where the format can say so.
+        Raises:
+            SchemeError: the schemes do not go together in this format.
         """
-        ...
+        if not self.is_written:
+            raise self._read_only()
+        section = self.section(linears, ignored, group_order) if linears else {}
+        if section and decode_at_load and self.decode_key:
+            section[self.decode_key] = True
+        return {"quantization_config": section} if section else {}
+
+    def check_config(
+        self, config: Mapping[str, Any], linears: Mapping[str, LinearScheme], ignored: Iterable[str]
+    ) -> None:
+        """A config.json as a loader will read it gives each linear the scheme that it was written with.
+
+        Raises:
+            AuditError: names the linear of which it says something else.
+        """
+        scheme = self.recognise(config)
+        if scheme is None:
+            if self.keeps_codes and linears:
+                raise AuditError("config.json does not describe the format it was written in")
+            return
+        for name, linear in linears.items():
+            if scheme.find(name) != linear:
+                raise AuditError(f"config.json describes {name} differently from how it was quantized")
+        for name in ignored:
+            if scheme.find(name) is not None:
+                raise AuditError(f"config.json does not ignore {name}")
+
+    def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        """The `quantization_config` of at least one quantized linear, if it is to have one; see `config`."""
+        raise self._read_only()
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme that a config.json in this format describes; None when it is not in this format."""
-        ...
+        """The scheme that a config.json in this format describes; None when it is not in this format.
+
+        Raises:
+            SchemeError: it is in this format, but of a kind that cannot be decoded.
+        """
+        section = config.get("quantization_config")
+        if not self.method or not isinstance(section, Mapping):
+            return None
+        return self.read_section(section)
+
+    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of a `quantization_config`; None when it is in another format."""
+        return self.scheme(section) if section.get("quant_method") == self.method else None
+
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
+        """The scheme of a `quantization_config` with this format's own `quant_method`."""
+        raise NotImplementedError(f"{self.name} reads no config")
+
+    def _check_activations(self, scheme: LinearScheme) -> None:
+        if scheme.activation is not None and not self.holds_activations:
+            raise SchemeError(
+                f"the {self.name} format has no place for {scheme.activation.describe()} activations; "
+                f"leave activations out, or write with --format {writable(lambda other: other.holds_activations)}"
+            )
+
+    def _read_only(self) -> SchemeError:
+        return SchemeError(
+            f"checkpoints of {self.name} are read, not written; set format to one of {writable(lambda _: True)}"
+        )
+
+
+def ignored_rules(section: Mapping[str, Any], *keys: str) -> tuple[Rule, ...]:
+    """Rules of the names that a `quantization_config` leaves out, under the first of some keys that has any.
+
+    Raises:
+        SchemeError: they are no list.
+    """
+    names: Any = next((section[key] for key in keys if section.get(key)), [])
+    if not isinstance(names, list):
+        raise SchemeError(f"quantization_config.{keys[0]} is {names!r}; expected a list of names")
+    return tuple(Rule(pattern=str(name), linear=None) for name in names)
+
+
+def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
+    """The shape of a matrix; None when there is no tensor or it is no matrix."""
+    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
+
+
+def identical(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether both are None, or the same bits in the same dtype."""
+    if left is None or right is None:
+        return left is right
+    # As bytes: minus zero is not zero here, and a NaN is itself.
+    left, right = left.cpu().contiguous(), right.cpu().contiguous()
+    return left.dtype == right.dtype and torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
 
 
 # Local names that only a quantized linear has, whatever the format.
@@ -114,4 +297,4 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key that puts layer 10 behind layer 2."""
-    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

@@ -15,15 +15,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._read_only import ReadOnly
-from quantkit.formats._tensors import take
+from quantkit.formats._tensors import take, take_matrix
+from quantkit.formats.base import Format
 from quantkit.numerics.dtype import INT8, NF4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -31,40 +30,25 @@ from quantkit.numerics.tensor import QuantizedTensor
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-@dataclass(frozen=True)
-class BitsAndBytes(ReadOnly):
-    """The format itself; see `quantkit.formats.base.Format`."""
+class BitsAndBytes(Format):
+    """The format itself; the codes of 4-bit types are the values of their table, their groups may come out smaller."""
 
     name: ClassVar[str] = "bitsandbytes"
+    method: ClassVar[str] = "bitsandbytes"
+    is_written: ClassVar[bool] = False
+    package: ClassVar[str] = "bitsandbytes"
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        return None  # of 4-bit weights only the JSON text knows it
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Codes and scales of one linear; the codes of 4-bit types are the values of their table.
+        if scheme.weight.dtype != INT8:
+            return _decode_4bit(tensors)
+        codes = take_matrix(tensors, "weight", torch.int8)
+        scale = take(tensors, "SCB", (codes.shape[0],)).float().view(-1, 1) / 127
+        return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme.weight)
 
-        Args:
-            tensors: of one linear, by local name.
-            scheme: of the linear; the group size may come out smaller, see above.
-        Raises:
-            CheckpointError: a tensor is missing or contradicts the others.
-        """
-        if scheme.weight.dtype == INT8:
-            codes = take(tensors, "weight", None)
-            if codes.ndim != 2 or codes.dtype != torch.int8:
-                raise CheckpointError(f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not an int8 matrix")
-            scale = take(tensors, "SCB", (codes.shape[0],)).float().view(-1, 1) / 127
-            return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme.weight)
-        return _decode_4bit(tensors)
-
-    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a config.json of bitsandbytes; None when it is of another method.
-
-        Args:
-            config: contents of config.json.
-        Raises:
-            SchemeError: neither 4 nor 8 bits.
-        """
-        section = config.get("quantization_config")
-        if not isinstance(section, Mapping) or section.get("quant_method") != "bitsandbytes":
-            return None
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if section.get("load_in_4bit") is True:
             weight = WeightScheme(dtype=NF4, group_size=64)
         elif section.get("load_in_8bit") is True:
@@ -80,17 +64,16 @@ FORMAT = BitsAndBytes()
 def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     state = _state(tensors)
     rows, width, block = state["shape"][0], state["shape"][1], state["blocksize"]
-    packed = take(tensors, "weight", None).contiguous().view(-1)
-    packed = packed.view(torch.uint8)
+    packed = take(tensors, "weight", None).contiguous().view(-1).view(torch.uint8)
     table = take(tensors, "weight.quant_map", (16,)).float()
     if packed.numel() * 2 != rows * width or width < 1:
         raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, its quant_state says ({rows}, {width})")
     codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
     size = math.gcd(width, block)
     scale = _absmax(tensors, state, math.ceil(rows * width / block))
-    places = torch.arange(rows * (width // size)) * size // block
+    block_of_scale = torch.arange(rows * (width // size)) * size // block
     weight = WeightScheme(dtype=NF4, group_size=size)
-    return QuantizedTensor(codes=codes, scale=scale[places].view(rows, -1), zero_point=None, scheme=weight)
+    return QuantizedTensor(codes=codes, scale=scale[block_of_scale].view(rows, -1), zero_point=None, scheme=weight)
 
 
 def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -8,7 +8,8 @@
     mxfp8-quantized   fp8 weights (and inputs) weight (float8_e4m3fn), weight_scale (uint8, exponents)
 
 Inputs with a calibrated scale have it as input_scale, or input_global_scale for nvfp4, (1,) each.
-Configuration classes and bit packing are the library's own; what is ours is the choice between them and the checks.
+Configuration classes are the library's own; what is ours is the choice between them, the checks, and the packing, which
+is that of GPTQ along the other dimension (tests hold its bytes equal to the library's).
 Not handled: mxfp6, asymmetric activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.
@@ -18,26 +19,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._blocks import decode_fp8_blocks, encode_fp8_blocks
-from quantkit.formats._compressed_tensors_config import make_config, read_config
+from quantkit.formats._compressed_tensors_config import compressed_tensors_section, read_compressed_tensors_section
 from quantkit.formats._compressed_tensors_layout import PACKED, find_layout
+from quantkit.formats._compressed_tensors_loaders import check_compressed_model
 from quantkit.formats._microscaling import decode_microscaling, encode_microscaling
-from quantkit.formats._tensors import check_groups, matrix_shape, take
-from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.formats._packing import pack_words, unpack_words
+from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats.base import Format, matrix_shape
+from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Codes packed at once: the library widens them to int32 several times over.
-_BLOCK_CODES = 1 << 22
-
+if TYPE_CHECKING:
+    from quantkit.models.families import Family
 
 _NO_GROUP_ORDER = (
     "groups in activation order cannot be stored: compressed-tensors removed them; "
@@ -45,29 +47,26 @@ _NO_GROUP_ORDER = (
 )
 
 
-@dataclass(frozen=True)
-class CompressedTensors:
-    """The format itself; see `quantkit.formats.base.Format`."""
+class CompressedTensorsFormat(Format):
+    """The format itself."""
 
-    keeps_codes: ClassVar[bool] = True
-    holds_group_index: ClassVar[bool] = False
-    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
+    name: ClassVar[str] = "compressed-tensors"
+    method: ClassVar[str] = "compressed-tensors"
+    holds_activations: ClassVar[bool] = True
+    holds_cache_scales: ClassVar[bool] = True
+    order_name: ClassVar[str] = "weight_g_idx"
+    decode_key: ClassVar[str] = "dequantize"
+    package: ClassVar[str] = "compressed-tensors"
 
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
-        """Refuse schemes that no format of compressed-tensors holds, and groups or blocks that do not divide N and K.
-
-        Args:
-            scheme: of one linear.
-            shape: (N, K) of its weight.
-        Raises:
-            SchemeError: says which recipe field to change.
-        """
         find_layout(scheme)
-        check_groups(scheme, shape)
+        super().check(scheme, shape)
         _check_blocks(scheme, shape)
 
+    def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
+        return (*super().check_model(family, layers), *check_compressed_model(family, layers))
+
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        """(N, K) of a linear from the shapes of its tensors; see `quantkit.formats.base.Format`."""
         if "weight_packed" not in shapes:
             return matrix_shape(shapes.get("weight"))
         groups, words = matrix_shape(shapes.get("weight_scale")), matrix_shape(shapes["weight_packed"])
@@ -79,16 +78,6 @@ class CompressedTensors:
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        """Tensors to write in place of `weight`.
-
-        Args:
-            weight: (N, K); codes and scales are written as they are.
-            scheme: of its linear; `scheme.weight` is that of `weight`.
-        Returns:
-            Tensors by local name; the scale (N, G) keeps its dtype.
-        Raises:
-            SchemeError: activation-ordered groups, or a scheme that `check` refuses.
-        """
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
         if weight.group_index is not None and scheme.weight.block_rows == 1:
             raise SchemeError(_NO_GROUP_ORDER)
@@ -100,15 +89,6 @@ class CompressedTensors:
         return {**tensors, _input_name(scheme.activation): weight.input_scale.contiguous()}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Exactly what `encode` was given; also reads what other tools wrote in these formats.
-
-        Args:
-            tensors: of one linear, by local name.
-            scheme: of the linear.
-        Raises:
-            SchemeError: activation-ordered groups, or a scheme that `check` refuses.
-            CheckpointError: a tensor is missing or has the wrong shape.
-        """
         find_layout(scheme)
         if "weight_g_idx" in tensors:
             raise SchemeError(_NO_GROUP_ORDER)
@@ -117,31 +97,15 @@ class CompressedTensors:
             return weight
         return replace(weight, input_scale=_input_scale(tensors, _input_name(scheme.activation)))
 
-    def config(
-        self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], *, group_order: bool = False
-    ) -> dict[str, Any]:
-        """The `quantization_config` entry of config.json; nothing when no linear is quantized.
+    def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        return compressed_tensors_section(linears, ignored)
 
-        Args:
-            linears: scheme of each quantized linear by full module name.
-            ignored: full names of linears that are not quantized, the output head included.
-        """
-        return make_config(linears, ignored)
-
-    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a config.json in this format, written by any tool; None when it is in another format.
-
-        A scheme of the KV cache is passed over: it does not change how weights are read.
-
-        Args:
-            config: contents of config.json.
-        Raises:
-            SchemeError: it is compressed-tensors, but of a kind that cannot be decoded.
-        """
-        return read_config(config)
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
+        # A scheme of the KV cache is passed over: it does not change how weights are read.
+        return read_compressed_tensors_section(section)
 
 
-FORMAT = CompressedTensors()
+FORMAT = CompressedTensorsFormat()
 
 
 def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
@@ -185,13 +149,13 @@ def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
     if layout != PACKED:
         return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
     tensors = {
-        "weight_packed": _pack_rows(weight.codes, scheme.dtype.bits),  # (N, ceil(K * bits / 32))
+        "weight_packed": pack_words(weight.codes, scheme.dtype.bits, _half(scheme.dtype)),  # (N, ceil(K * bits / 32))
         "weight_scale": weight.scale.contiguous(),
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
     if weight.zero_point is not None:
-        packed = pack_to_int32(weight.zero_point, scheme.dtype.bits, packed_dim=0)  # (ceil(N * bits / 32), G)
-        tensors["weight_zero_point"] = packed.contiguous()
+        packed = pack_words(weight.zero_point.t(), scheme.dtype.bits, _half(scheme.dtype))
+        tensors["weight_zero_point"] = packed.t().contiguous()  # (ceil(N * bits / 32), G)
     return tensors
 
 
@@ -201,63 +165,33 @@ def _decode_weight(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Quant
     if scheme.block_rows is not None and scheme.block_rows > 1:
         return decode_fp8_blocks(tensors, scheme, "weight_scale")
     packed = "weight_packed" in tensors
-    codes = _packed_codes(tensors, scheme) if packed else _plain_codes(tensors, scheme)
+    codes = _packed_codes(tensors, scheme) if packed else take_matrix(tensors, "weight", scheme.dtype.storage)
     rows, groups = codes.shape[0], scheme.num_groups(codes.shape[1])
     if scheme.block_rows is None:
-        scale = take(tensors, "weight_scale", None)
-        if scale.numel() != 1:
-            raise CheckpointError(f"tensor 'weight_scale' has {scale.numel()} values, expected one for the tensor")
-        scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+        scale = take_one(tensors, "weight_scale").expand(rows, 1).contiguous()
     else:
         scale = take(tensors, "weight_scale", (rows, groups))
     zero_point = None
     if not scheme.symmetric and packed:
-        zero_point = _packed_zero_point(tensors, scheme.dtype.bits, (rows, groups))
+        zero_point = _packed_zero_point(tensors, scheme.dtype, (rows, groups))
     elif not scheme.symmetric:
         zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
     return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme)
 
 
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """`pack_to_int32` along K (N, K), a few rows at a time; the result is the same."""
-    step = max(1, _BLOCK_CODES // max(1, codes.shape[1]))
-    packed = torch.empty(codes.shape[0], math.ceil(codes.shape[1] * bits / 32), dtype=torch.int32)
-    for row in range(0, codes.shape[0], step):
-        packed[row : row + step] = pack_to_int32(codes[row : row + step], bits)
-    return packed
-
-
-def _unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-    """Inverse of `_pack_rows`: int8 codes of this shape (N, K)."""
-    step = max(1, _BLOCK_CODES // max(1, shape[1]))
-    codes = torch.empty(shape, dtype=torch.int8)
-    for row in range(0, shape[0], step):
-        block = packed[row : row + step]
-        codes[row : row + step] = unpack_from_int32(block, bits, torch.Size((block.shape[0], shape[1])))
-    return codes
-
-
-def _packed_zero_point(tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
+def _packed_zero_point(tensors: Mapping[str, Tensor], dtype: DType, shape: tuple[int, int]) -> Tensor:
     """Zero points (N, G), which are packed along N."""
-    packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * bits / 32), shape[1]))
-    # The library's own packed_dim=0 fails on a single row of words: transposed, its strides are not those it expects.
-    turned = packed.t().clone(memory_format=torch.contiguous_format)  # (G, words)
-    return _unpack_rows(turned, bits, (shape[1], shape[0])).t().contiguous()
+    packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * dtype.bits / 32), shape[1]))
+    return unpack_words(packed.t(), dtype.bits, _half(dtype), shape[0]).t().contiguous()
 
 
 def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
     """Codes (N, K) from `weight_packed` and `weight_shape`."""
     rows, width = take(tensors, "weight_shape", (2,)).tolist()
     packed = take(tensors, "weight_packed", (rows, math.ceil(width * scheme.dtype.bits / 32)))
-    return _unpack_rows(packed, scheme.dtype.bits, (rows, width))
+    return unpack_words(packed, scheme.dtype.bits, _half(scheme.dtype), width)
 
 
-def _plain_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor:
-    """Codes (N, K) from `weight`, one element each."""
-    codes = take(tensors, "weight", None)
-    if codes.dtype != scheme.dtype.storage or codes.ndim != 2:
-        raise CheckpointError(
-            f"tensor 'weight' is {codes.dtype} {tuple(codes.shape)}, not a matrix of {scheme.dtype.storage} codes, "
-            f"although config.json says {scheme.describe()}; the checkpoint contradicts itself: download it again"
-        )
-    return codes
+def _half(dtype: DType) -> int:
+    """What makes codes unsigned."""
+    return -int(dtype.minimum)

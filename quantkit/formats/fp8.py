@@ -10,49 +10,30 @@ Source: transformers `integrations/finegrained_fp8.py`; DeepSeek-V3 `inference/f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from quantkit.errors import SchemeError
 from quantkit.formats._blocks import decode_fp8_blocks
-from quantkit.formats._read_only import ReadOnly
-from quantkit.formats._tensors import matrix_shape
+from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import FP8
-from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 
-@dataclass(frozen=True)
-class FineGrainedFP8(ReadOnly):
-    """The format itself; see `quantkit.formats.base.Format`."""
+class FineGrainedFP8(Format):
+    """The format itself; a scale is repeated for every row of its block."""
 
     name: ClassVar[str] = "fp8"
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        """(N, K) of a linear from the shapes of its tensors."""
-        return matrix_shape(shapes.get("weight"))
+    method: ClassVar[str] = "fp8"
+    is_written: ClassVar[bool] = False
+    scale_name: ClassVar[str] = "weight_scale_inv"
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Codes and scales of one linear; a scale is repeated for every row of its block.
+        return decode_fp8_blocks(tensors, scheme.weight, self.scale_name)
 
-        Raises:
-            CheckpointError: a tensor is missing or has the wrong shape.
-        """
-        return decode_fp8_blocks(tensors, scheme.weight, "weight_scale_inv")
-
-    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a config.json with `quant_method: fp8`; None when it is of another method.
-
-        Args:
-            config: contents of config.json.
-        Raises:
-            SchemeError: blocks or activations that cannot be decoded.
-        """
-        section = config.get("quantization_config")
-        if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
-            return None
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
         block = section.get("weight_block_size", [128, 128])
         sizes_known = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
         if not sizes_known or section.get("activation_scheme", "dynamic") != "dynamic":
@@ -60,11 +41,9 @@ class FineGrainedFP8(ReadOnly):
                 f"quantization_config has weight_block_size {block!r} and activation_scheme "
                 f"{section.get('activation_scheme')!r}; can be decoded: two sizes and 'dynamic'"
             )
-        names = section.get("modules_to_not_convert") or []
-        names = names if isinstance(names, list) else [names]
         weight = WeightScheme(dtype=FP8, group_size=block[1], block_rows=block[0])
         linear = LinearScheme(weight=weight, activation=ActivationScheme(dtype=FP8, group_size=block[1]))
-        return Scheme(default=linear, rules=tuple(Rule(pattern=str(name), linear=None) for name in names))
+        return Scheme(default=linear, rules=ignored_rules(section, "modules_to_not_convert"))
 
 
 FORMAT = FineGrainedFP8()

@@ -1,9 +1,160 @@
 """GPTQ version 1, which every loader of GPTQ files reads: symmetric weights, the zero point stored minus one.
 
-A zero point of 0 would be stored as -1, which does not fit; asymmetric weights therefore go to version 2 (`gptq_v2`).
-Reading takes asymmetric ones too, as other tools have written them.
+    qweight  int32 (K * b / 32, N)   codes + 2**(b - 1), packed along K
+    qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`)
+    scales   float16 (G, N)
+    g_idx    int32 (K,)              group of each input; k // g unless groups follow the activations' order
+
+Codes lie in the original order of the inputs whatever the order of the groups. A zero point of 0 would be stored as -1,
+which does not fit; asymmetric weights therefore go to version 2. Reading takes asymmetric ones too, as other tools have
+written them, and files without `g_idx`. Not here: config.json (`_gptq_config`).
+Shapes: N outputs, K inputs, G scales per row, b bits.
+Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`; Frantar et al. 2022.
 """
 
-from quantkit.formats._gptq import GPTQ
+from __future__ import annotations
 
-FORMAT = GPTQ(name="gptq", version="gptq", zero_offset=1)
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._gptq_config import find_version, gptq_section, read_gptq_section
+from quantkit.formats._packing import pack_words, unpack_words
+from quantkit.formats._tensors import take, take_matrix
+from quantkit.formats.base import HALF_DTYPES, Format, matrix_shape
+from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
+
+_BITS = (2, 3, 4, 8)
+
+
+class GPTQFormat(Format):
+    """The format itself."""
+
+    name: ClassVar[str] = "gptq"
+    method: ClassVar[str] = "gptq"
+    # As config.json has it, and what is subtracted from a zero point when it is stored.
+    version: ClassVar[str] = "gptq"
+    zero_offset: ClassVar[int] = 1
+    holds_group_index: ClassVar[bool] = True
+    scale_name: ClassVar[str] = "scales"
+    order_name: ClassVar[str] = "g_idx"
+    holds_transposed: ClassVar[bool] = True
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
+    package: ClassVar[str] = "gptqmodel"
+
+    def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
+        super().check(scheme, shape)
+        weight = scheme.weight
+        if weight.dtype.kind != "int" or weight.dtype.bits not in _BITS or weight.block_rows != 1:
+            raise SchemeError(
+                f"{self.name} stores integers of 2, 3, 4 or 8 bits, not {weight.describe()}; set weights.dtype to one "
+                "of int2, int3, int4, int8, or set format=compressed-tensors"
+            )
+        for what, size in (("outputs", shape[0]), ("inputs", shape[1])):
+            if size % 32:
+                raise SchemeError(
+                    f"{self.name} loaders want {what} in multiples of 32, this linear has {size}; "
+                    "add it to ignore, or set format=compressed-tensors"
+                )
+        if self.zero_offset and not weight.symmetric:
+            raise SchemeError(
+                f"{self.name} stores zero points minus one, so a zero point of 0 does not fit; "
+                "set format=gptq-v2, or weights.symmetric=true"
+            )
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        words = matrix_shape(shapes.get("qweight"))
+        return words and (words[1], words[0] * 32 // scheme.weight.dtype.bits)
+
+    def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
+        bits, half = weight.scheme.dtype.bits, -int(weight.scheme.dtype.minimum)
+        check_scale(weight.scale)
+        rows, width = weight.shape
+        zero = torch.full((rows, weight.scale.shape[1]), half, dtype=torch.int16)
+        if weight.zero_point is not None:
+            zero = weight.zero_point.to(torch.int16) + half
+        stored = zero.to(weight.codes.device) - self.zero_offset
+        if bool((stored < 0).any()) or bool((stored >= 1 << bits).any()):
+            raise SchemeError(
+                f"a zero point of {int(zero.min())} to {int(zero.max())} cannot be stored minus {self.zero_offset} "
+                f"in {bits} bits; use format gptq-v2"
+            )
+        group = weight.group_index
+        if group is None:
+            group = torch.arange(width) // (width // weight.scale.shape[1])
+        return {
+            "qweight": pack_words(weight.codes, bits, half).t().contiguous(),  # (K * b / 32, N)
+            "qzeros": pack_words(stored.t(), bits),  # (G, N * b / 32)
+            "scales": weight.scale.t().contiguous(),  # (G, N)
+            "g_idx": group.to(torch.int32),
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
+        bits, half = scheme.weight.dtype.bits, -int(scheme.weight.dtype.minimum)
+        words = take_matrix(tensors, "qweight", torch.int32)
+        if words.shape[0] * 32 % bits:
+            raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows of words, which {bits} bits do not fill")
+        width, rows = words.shape[0] * 32 // bits, words.shape[1]
+        groups = scheme.weight.num_groups(width)
+        packed = take(tensors, "qzeros", (groups, rows * bits // 32))
+        zero = unpack_words(packed.to(torch.int32), bits).t() + (self.zero_offset - half)  # (N, G)
+        return QuantizedTensor(
+            codes=unpack_words(words.t(), bits, half),  # (N, K)
+            scale=take(tensors, "scales", (groups, rows)).t().contiguous(),
+            zero_point=_zero_point(zero, scheme.weight),
+            scheme=scheme.weight,
+            group_index=_group_index(tensors, width, groups),
+        )
+
+    def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        return gptq_section(linears, ignored, self.version, group_order=group_order)
+
+    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
+        return read_gptq_section(section) if find_version(section) == self.version else None
+
+
+FORMAT = GPTQFormat()
+
+
+def check_scale(scale: Tensor) -> None:
+    """Refuse scales that loaders of GPTQ and AWQ files would round to 16 bits.
+
+    Raises:
+        SchemeError: float32 scales.
+    """
+    if scale.dtype not in HALF_DTYPES:
+        raise SchemeError(
+            f"scales are {scale.dtype}, but GPTQ and AWQ loaders take 16 bits and would round them; quantize with this "
+            "format from the start, or keep format compressed-tensors"
+        )
+
+
+def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:
+    """Zero points (N, G) in the code range; None for a symmetric scheme, whose zero points must then all be 0."""
+    if scheme.symmetric:
+        if bool((zero != 0).any()):
+            raise CheckpointError(
+                "config.json says that weights are symmetric, but 'qzeros' has other zero points than "
+                f"{-int(scheme.dtype.minimum)}; set sym to false in its quantization_config, or download it again"
+            )
+        return None
+    if int(zero.max()) > 127:
+        raise CheckpointError("'qzeros' has a zero point of 256, which 8 bits cannot hold; the checkpoint is damaged")
+    return zero.to(torch.int8).contiguous()
+
+
+def _group_index(tensors: Mapping[str, Tensor], width: int, groups: int) -> Tensor | None:
+    """Group of each input (K,); None when they are in order."""
+    if "g_idx" not in tensors:
+        return None
+    index = take(tensors, "g_idx", (width,)).to(torch.int64)
+    if width and not 0 <= int(index.min()) <= int(index.max()) < groups:
+        raise CheckpointError(
+            f"'g_idx' runs from {int(index.min())} to {int(index.max())}, but there are {groups} groups"
+        )
+    in_order = torch.equal(index, torch.arange(width, device=index.device) // max(1, width // groups))
+    return None if in_order else index

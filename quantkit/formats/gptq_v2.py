@@ -1,5 +1,19 @@
 """GPTQ version 2: zero points are stored as they are, so asymmetric weights fit. GPTQModel, vLLM and SGLang read it."""
 
-from quantkit.formats._gptq import GPTQ
+from __future__ import annotations
 
-FORMAT = GPTQ(name="gptq-v2", version="gptq_v2", zero_offset=0)
+from typing import ClassVar
+
+from quantkit.formats.gptq import GPTQFormat
+
+
+class GPTQv2Format(GPTQFormat):
+    """The format itself; see `gptq` for the layout."""
+
+    name: ClassVar[str] = "gptq-v2"
+    version: ClassVar[str] = "gptq_v2"
+    zero_offset: ClassVar[int] = 0
+    tag: ClassVar[str] = "gptq"
+
+
+FORMAT = GPTQv2Format()

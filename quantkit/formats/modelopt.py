@@ -12,7 +12,6 @@ Source: ModelOpt `torch/export/unified_export_hf.py`, `quant_utils.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._microscaling import unpack_fp4
-from quantkit.formats._read_only import ReadOnly
-from quantkit.formats._tensors import take
+from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
-from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _ALGORITHMS = {
@@ -36,49 +35,33 @@ _ALGORITHMS = {
 }
 
 
-@dataclass(frozen=True)
-class ModelOpt(ReadOnly):
-    """The format itself; see `quantkit.formats.base.Format`."""
+class ModelOpt(Format):
+    """The format itself; also what hf_quant_config.json says, which the reader puts under `quantization_config`."""
 
     name: ClassVar[str] = "modelopt"
+    method: ClassVar[str] = "modelopt"
+    is_written: ClassVar[bool] = False
+    engines: ClassVar[tuple[str, ...]] = ("vllm",)
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
+        return None  # which side of a matrix of bytes is halved depends on the algorithm
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Codes and scales of one linear.
-
-        Args:
-            tensors: of one linear, by local name.
-            scheme: of the linear.
-        Raises:
-            SchemeError: inputs are scaled before the product.
-            CheckpointError: a tensor is missing or contradicts the scheme.
-        """
         if "pre_quant_scale" in tensors:
             raise SchemeError("inputs are multiplied by 'pre_quant_scale' here, which cannot be decoded into a weight")
-        weight, stored = scheme.weight, take(tensors, "weight", None)
-        wanted = FP8.storage if weight.dtype == FP8 else torch.uint8
-        if stored.ndim != 2 or stored.dtype != wanted:
-            raise CheckpointError(f"tensor 'weight' is {stored.dtype} {tuple(stored.shape)}, not a matrix of {wanted}")
-        if weight.dtype == FP8:
-            scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
-            if scale.shape[0] not in (1, stored.shape[0]):
-                raise CheckpointError(f"'weight_scale' has {scale.shape[0]} values for {stored.shape[0]} outputs")
-            scale = scale.expand(stored.shape[0], 1).contiguous()
-            return QuantizedTensor(codes=stored, scale=scale, zero_point=None, scheme=weight)
+        weight = scheme.weight
+        stored = take_matrix(tensors, "weight", FP8.storage if weight.dtype == FP8 else torch.uint8)
         if weight.dtype == INT4:
             return _decode_int4(tensors, stored, weight)
-        return _decode_nvfp4(tensors, stored, weight)
+        if weight.dtype == NVFP4:
+            return _decode_nvfp4(tensors, stored, weight)
+        scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
+        if scale.shape[0] not in (1, stored.shape[0]):
+            raise CheckpointError(f"'weight_scale' has {scale.shape[0]} values for {stored.shape[0]} outputs")
+        scale = scale.expand(stored.shape[0], 1).contiguous()
+        return QuantizedTensor(codes=stored, scale=scale, zero_point=None, scheme=weight)
 
-    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a config.json of ModelOpt, or of its hf_quant_config.json under `quantization_config`.
-
-        Args:
-            config: contents of config.json.
-        Raises:
-            SchemeError: an algorithm that cannot be decoded.
-        """
-        section = config.get("quantization_config")
-        if not isinstance(section, Mapping) or section.get("quant_method") != "modelopt":
-            return None
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
         inner = section.get("quantization")
         fields = {**section, **inner} if isinstance(inner, Mapping) else section
         name = str(fields.get("quant_algo"))
@@ -87,11 +70,7 @@ class ModelOpt(ReadOnly):
         weight, size = _ALGORITHMS[name], fields.get("group_size")
         if type(size) is int and size > 0 and weight.group_size is not None:
             weight = WeightScheme(dtype=weight.dtype, group_size=size)
-        names = fields.get("exclude_modules") or fields.get("ignore") or []
-        if not isinstance(names, list):
-            raise SchemeError(f"exclude_modules is {names!r}; expected a list of patterns")
-        rules = tuple(Rule(pattern=str(name), linear=None) for name in names)
-        return Scheme(default=LinearScheme(weight=weight), rules=rules)
+        return Scheme(default=LinearScheme(weight=weight), rules=ignored_rules(fields, "exclude_modules", "ignore"))
 
 
 FORMAT = ModelOpt()
@@ -108,7 +87,5 @@ def _decode_int4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightSc
 def _decode_nvfp4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
     codes = unpack_fp4(stored)
     local = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
-    outer = take(tensors, "weight_scale_2", None).float().reshape(-1)
-    if outer.numel() != 1:
-        raise CheckpointError(f"'weight_scale_2' has {outer.numel()} values, expected one")
+    outer = take_one(tensors, "weight_scale_2").float()
     return QuantizedTensor(codes=codes, scale=local.float() * outer, zero_point=None, scheme=scheme)

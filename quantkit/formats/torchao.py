@@ -11,47 +11,36 @@ Source: torchao `quantization/quant_api.py`, `prototype/safetensors`; transforme
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._read_only import ReadOnly
-from quantkit.formats._tensors import matrix_shape, take
+from quantkit.formats._tensors import take, take_matrix
+from quantkit.formats.base import Format, ignored_rules, matrix_shape
 from quantkit.numerics.dtype import DTYPES, FP8, INT8
-from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _KNOWN = "Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, Float8WeightOnlyConfig, IntxWeightOnlyConfig"
 
 
-@dataclass(frozen=True)
-class TorchAO(ReadOnly):
-    """The format itself; see `quantkit.formats.base.Format`."""
+class TorchAO(Format):
+    """The format itself."""
 
     name: ClassVar[str] = "torchao"
+    method: ClassVar[str] = "torchao"
+    is_written: ClassVar[bool] = False
+    scale_name: ClassVar[str] = "_weight_scale"
+    package: ClassVar[str] = "torchao"
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        """(N, K) of a linear from the shapes of its tensors."""
         return matrix_shape(shapes.get("_weight_qdata"))
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        """Codes, scales and zero points of one linear.
-
-        Args:
-            tensors: of one linear, by local name.
-            scheme: of the linear.
-        Raises:
-            CheckpointError: a tensor is missing or contradicts the scheme.
-        """
-        weight, codes = scheme.weight, take(tensors, "_weight_qdata", None)
-        if codes.ndim != 2 or codes.dtype != weight.dtype.storage:
-            raise CheckpointError(
-                f"tensor '_weight_qdata' is {codes.dtype} {tuple(codes.shape)}, not a matrix of "
-                f"{weight.dtype.storage} codes, although config.json says {weight.describe()}"
-            )
+        weight = scheme.weight
+        codes = take_matrix(tensors, "_weight_qdata", weight.dtype.storage)
         shape = (codes.shape[0], weight.num_groups(codes.shape[1]))
         zero = take(tensors, "_weight_zero_point", shape).to(torch.int8) if "_weight_zero_point" in tensors else None
         if weight.symmetric and zero is not None and bool(zero.any()):
@@ -61,26 +50,13 @@ class TorchAO(ReadOnly):
         scale = take(tensors, "_weight_scale", shape)
         return QuantizedTensor(codes=codes, scale=scale, zero_point=None if weight.symmetric else zero, scheme=weight)
 
-    def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a config.json of torchao; None when it is of another method.
-
-        Args:
-            config: contents of config.json.
-        Raises:
-            SchemeError: a kind that cannot be decoded.
-        """
-        section = config.get("quantization_config")
-        if not isinstance(section, Mapping) or section.get("quant_method") != "torchao":
-            return None
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
         kind = section.get("quant_type")
         kind = kind.get("default") if isinstance(kind, Mapping) else None
         if not isinstance(kind, Mapping) or not isinstance(kind.get("_data"), Mapping):
             raise SchemeError(f"quantization_config.quant_type is {kind!r}; can be decoded: {_KNOWN}")
         linear = _linear(str(kind.get("_type")), kind["_data"])
-        names = section.get("modules_to_not_convert") or []
-        if not isinstance(names, list):
-            raise SchemeError(f"quantization_config.modules_to_not_convert is {names!r}; expected a list of names")
-        return Scheme(default=linear, rules=tuple(Rule(pattern=str(name), linear=None) for name in names))
+        return Scheme(default=linear, rules=ignored_rules(section, "modules_to_not_convert"))
 
 
 FORMAT = TorchAO()
@@ -104,12 +80,12 @@ def _linear(kind: str, data: Mapping[str, Any]) -> LinearScheme:
 
 def _group_size(data: Mapping[str, Any]) -> int | None:
     """The group size of a granularity; None for one scale per row."""
-    found = data.get("granularity")
-    if not isinstance(found, Mapping) or found.get("_type") not in ("PerRow", "PerAxis", "PerGroup"):
-        raise SchemeError(f"torchao's granularity {found!r} cannot be decoded; can be: PerRow, PerAxis, PerGroup")
-    if found["_type"] != "PerGroup":
+    granularity = data.get("granularity")
+    if not isinstance(granularity, Mapping) or granularity.get("_type") not in ("PerRow", "PerAxis", "PerGroup"):
+        raise SchemeError(f"torchao's granularity {granularity!r} cannot be decoded; can be: PerRow, PerAxis, PerGroup")
+    if granularity["_type"] != "PerGroup":
         return None
-    inner = found.get("_data")
+    inner = granularity.get("_data")
     size = inner.get("group_size") if isinstance(inner, Mapping) else None
     if type(size) is not int:
         raise SchemeError(f"torchao's group_size is {size!r}; expected a whole number")

@@ -3,13 +3,7 @@
 Allocator, kernels and planner ask the same functions, so what is planned is what is allocated, to the byte.
 It is geometry and names only; how numbers are rounded is in `reference.kv_codes`.
 
-A page holds `page_size` tokens of all heads of one layer; every block starts at a multiple of 16 bytes:
-
-    ┌───────────────┬───────────────┬───────────┬──────────┬─────────────┬────────────┐
-    │ key codes     │ value codes   │ key scale │ key zero │ value scale │ value zero │   page_bytes
-    │ [head, token, │ [head, token, │ fp16, only where the scheme has them            │
-    │  dim]         │  dim]         │ per token: [head, token]; per channel: [head, dim]
-    └───────────────┴───────────────┴───────────┴──────────┴─────────────┴────────────┘
+The bytes of a page are those of `models.cache`; here its arrays get their torch types.
 
 INT4 packs channel i and channel i + D/2 into byte i, so that a score is two half-dots without a shuffle:
 
@@ -25,12 +19,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
+from quantkit.models.cache import (
+    DEFAULT_PAGE_SIZE,
+    PageArray,
+    Side,
+    padded_bytes,
+    page_arrays,
+    residual_tokens,
+    side_of,
+)
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,
@@ -44,13 +46,6 @@ from quantkit.numerics.kv_cache import (
 )
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
-ALIGNMENT = 16
-DEFAULT_PAGE_SIZE = 64
-"""Tokens per page: at 64 the per-channel scales of INT4 keys cost half a bit per value."""
-
-MAX_ROLLBACK = 16
-"""Tokens of the last step that a sequence may take back, e.g. rejected drafts."""
-
 SCALE_DTYPE = torch.float16
 
 _PRESETS: dict[str, KVScheme | None] = {
@@ -63,19 +58,6 @@ _PRESETS: dict[str, KVScheme | None] = {
     "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
 }
 _PRESET_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Block(NamedTuple):
-    """One array inside a page: where it starts, in bytes, its shape and its element type."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the array, without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +152,7 @@ class KVLayout:
     @property
     def residual_tokens(self) -> int:
         """Slots of one sequence's residual window: an open page, and as many tokens as a step may take back."""
-        return self.page_size + MAX_ROLLBACK if self.has_residual else 0
+        return residual_tokens(self._sides[0], self.page_size)
 
     @property
     def residual_bytes(self) -> int:
@@ -180,22 +162,18 @@ class KVLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of this layer, padding included."""
-        last = list(self.blocks().values())[-1]
-        return _aligned(last.offset + last.num_bytes)
+        return padded_bytes(self.blocks())
 
-    def blocks(self) -> dict[str, Block]:
+    @property
+    def _sides(self) -> tuple[Side, Side]:
+        size = self.dtype.itemsize
+        return side_of(self.scheme.key, size), side_of(self.scheme.value, size)
+
+    def blocks(self) -> dict[str, PageArray]:
         """The arrays of a page by name, in the order in which they lie."""
-        sides = (("key", self.scheme.key), ("value", self.scheme.value))
-        arrays = [(name, *self._codes(scheme)) for name, scheme in sides]
-        for name, scheme in sides:
-            width = self.page_size if scheme.granularity == "token" else self.head_dim
-            arrays += [(f"{name}_{kind}", (self.num_heads, width), SCALE_DTYPE) for kind in _scale_kinds(scheme)]
-        blocks: dict[str, Block] = {}
-        end = 0
-        for name, shape, dtype in arrays:
-            blocks[name] = Block(_aligned(end), shape, dtype)
-            end = blocks[name].offset + blocks[name].num_bytes
-        return blocks
+        key, value = self._sides
+        dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": self.head_dim}
+        return page_arrays(key, value, **dims, page_size=self.page_size)
 
     def views(self, pool: Tensor, residual: Tensor | None = None) -> KVViews:
         """Typed arrays into a pool; nothing is copied.
@@ -205,8 +183,8 @@ class KVLayout:
             residual: (rows, H, residual_tokens, D), see `KVViews`; None unless `has_residual`.
         """
         arrays = {
-            name: pool[:, block.offset : block.offset + block.num_bytes].view(block.dtype).view(-1, *block.shape)
-            for name, block in self.blocks().items()
+            name: pool[:, array.offset : array.end].view(self._dtype_of(name)).view(-1, *array.shape)
+            for name, array in self.blocks().items()
         }
         key, value = (
             PagedArray(
@@ -229,21 +207,10 @@ class KVLayout:
             return None
         return torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads).contiguous().to(device)
 
-    def _codes(self, scheme: CacheScheme) -> tuple[tuple[int, ...], torch.dtype]:
-        if scheme.dtype is None:
-            return (self.num_heads, self.page_size, self.head_dim), self.dtype
-        return (self.num_heads, self.page_size, self.head_dim * scheme.dtype.bits // 8), torch.uint8
-
-
-def _scale_kinds(scheme: CacheScheme) -> tuple[str, ...]:
-    """The arrays of scales that keys or values have in a page."""
-    if scheme.dtype is None or scheme.is_fixed:
-        return ()
-    return ("scale",) if scheme.symmetric else ("scale", "zero")
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    def _dtype_of(self, array: str) -> torch.dtype:
+        if array not in ("key", "value"):
+            return SCALE_DTYPE
+        return self.dtype if getattr(self.scheme, array).dtype is None else torch.uint8
 
 
 def kv_scheme(name: str) -> KVScheme | None:

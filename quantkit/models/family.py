@@ -1,41 +1,38 @@
 """What a model family is, as data: where its layers are, which linears belong together, what a layer computes.
 
-The compress side reads the module names and the linear sets, the runtime reads the rest. Torch-free. Names are those
-of transformers; a key is an entry of config.json.
+All that quantizing, planning, running and exporting need to know of a family stands in its one file in `families`;
+with a config.json it becomes a `ModelDescription`. Torch-free. Names are those of transformers; a key is an entry of
+config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from quantkit.models.config import ConfigReader
 from quantkit.models.linear_sets import (
-    LLAMA_SETS,
     MLA_SETS,
-    PARALLEL_SETS,
-    UNSMOOTHED_SETS,
     LinearSet,
-    at,
     expand_set,
-    expert_sets,
 )
+from quantkit.models.tensors import LayerTensors
 
 __all__ = [
-    "LLAMA_SETS",
-    "MLA_SETS",
-    "PARALLEL_SETS",
-    "UNSMOOTHED_SETS",
-    "Architecture",
+    "BALANCED_EXPERTS",
+    "GGUF_NUMBERS",
+    "SHARED_EXPERTS",
+    "Biases",
     "Experts",
+    "Family",
+    "GGUFNames",
     "LinearSet",
     "Multipliers",
     "Parts",
     "QueryKeyNorm",
     "Rope",
     "Window",
-    "at",
-    "expert_sets",
 ]
 
 
@@ -77,11 +74,13 @@ class QueryKeyNorm:
     Args:
         over: "head": one weight (D,) for every head; "heads": each head its own; "projection": all heads together.
         switch: key that says whether there is one; None = always.
+        bias: whether layer norms among these have biases.
         query, key: module names; `{head}` stands for the number of the head where each is a module of its own.
     """
 
     over: Literal["head", "heads", "projection"] = "head"
     switch: str | None = None
+    bias: bool = True
     query: str = "self_attn.q_norm"
     key: str = "self_attn.k_norm"
 
@@ -91,13 +90,13 @@ class Window:
     """Which layers attend only to the last `sliding_window` tokens. A `layer_types` entry wins, but for "all".
 
     Args:
-        rule: "all" layers; "pattern": all but every n-th; "upper": from layer `max_window_layers` on;
-            "even_lower": every other layer below it; "none" unless `layer_types` says so.
+        rule: "all" layers; "listed": all without `layer_types`; "pattern": all but every n-th; "upper": from layer
+            `max_window_layers` on; "even_lower": every other layer below it; "none" unless `layer_types` says so.
         switch: key that turns the rule on; None = on wherever `sliding_window` is set.
         pattern: n, where config.json does not have `sliding_window_pattern`.
     """
 
-    rule: Literal["all", "pattern", "upper", "even_lower", "none"]
+    rule: Literal["all", "listed", "pattern", "upper", "even_lower", "none"]
     switch: str | None = None
     pattern: int = 1
 
@@ -157,8 +156,11 @@ class Experts:
         interleaved: the outputs of the stacked gate and up take turns.
         width: key of an expert's width.
         normalize: whether the chosen scores are made to sum to one; a key or a constant.
+        bias: experts and router have biases.
         shared_up, shared_down, shared_gate: an expert that sees every token, and the linear that weighs it.
-        shared_width: key of its width.
+        shared_width: key of its width; None = as wide as `n_shared_experts` of the others.
+        smooth_down: the last of its up linears can absorb a scale of down's input.
+        balance: a number for each expert that evens out how often it is chosen.
     """
 
     router: str = "mlp.gate"
@@ -170,34 +172,98 @@ class Experts:
     interleaved: bool = False
     width: str = "moe_intermediate_size"
     normalize: str | bool = "norm_topk_prob"
+    bias: bool = False
     shared_up: tuple[str, ...] = ()
     shared_down: str | None = None
     shared_gate: str | None = None
     shared_width: str | None = None
+    smooth_down: bool = True
+    balance: str | None = None
+
+
+SHARED_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+SHARED_EXPERTS = Experts(shared_up=SHARED_UP, shared_down="mlp.shared_experts.down_proj")
+BALANCED_EXPERTS = replace(SHARED_EXPERTS, balance="mlp.gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
+class Biases:
+    """Which linears have biases: keys of config.json, or constants. What has one is counted, not required of files.
+
+    Args:
+        qkv, output: of attention.
+        mlp: of all its linears.
+        head: of the output head.
+        norms: of all norms; only layer norms have any.
+    """
+
+    qkv: str | bool = "attention_bias"
+    output: str | bool = "attention_bias"
+    mlp: str | bool = "mlp_bias"
+    head: bool = False
+    norms: bool = True
+
+
+GGUF_NUMBERS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFNames:
+    """How llama.cpp calls the family; names of tensors follow from the parts.
+
+    Args:
+        name: `general.architecture`.
+        interleaved: rows of q and k are reordered, because rotary pairs lie next to each other there.
+        numbers: entry after `<name>.` by key of config.json; a key that is missing there is left out.
+        rotary: whether there are rotary embeddings.
+    Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
+    """
+
+    name: str
+    interleaved: bool = False
+    numbers: Mapping[str, str] = field(default_factory=lambda: GGUF_NUMBERS)
+    rotary: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
     """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
 
     Args:
-        hf_names: `architectures` entries of config.json that this describes.
+        hf_names: `architectures` entries of config.json that this describes; none where it is only counted.
+        model_types: entries `model_type` that this describes, beside the name of its file.
+        keys: what the family calls entries that others call otherwise.
         backbone: the model without its head, relative to the causal LM.
         layers: the list of decoder layers.
         embedding: token embedding.
         final_norm: after the last layer.
         head: output projection; may be tied to the embedding.
         stored_head: its name in checkpoints, where that is another one.
-        linear_sets: linears of a decoder layer, sets in the order in which they run.
+        linear_sets: linears of a decoder layer, sets in the order in which they run; None = as the parts say.
+        latent: multi-head latent attention.
         layer_sets: sets of each layer, where a model has been looked at layer by layer; they win.
         stored_prefix: what is in front of the names of the backbone's tensors in files, where that is not its name.
         not_compressible: why the compress side does not take this family; None = it does.
         parts: modules of a layer.
-        norm: kind of all norms.
+        norm: kind of all norms; "bare" ones have no weights.
         norm_offset: added to the weights of all norms.
         qk_norm: norm on queries and keys.
         parallel: attention and MLP read the same residual stream and are added together; a key or a constant.
         window, rope, multipliers, experts: see there.
+        biases: see there.
+        vectors: other parameters of each layer by name; their shapes are numbers or keys.
+        outside: the same of parameters beside the layers, e.g. learned positions.
+        multi_query: key that says that all heads share one key/value head.
+        mlp_ratio: width of the MLP over the hidden width, where config.json does not have it.
         activation: of the MLP, where config.json is not to be believed.
         defaults: values of keys that config.json may lack.
         transposed: linears that are stored as (K, N), relative names.
@@ -207,21 +273,27 @@ class Architecture:
             have decoded them before.
         native: whether the runtime computes the family itself; else transformers does.
         not_native: keys that, when set to something true, ask for what the runtime does not compute.
+        gguf: None = the family is not written to GGUF.
+        block: what data cannot say of a layer's tensors and attention, by number of the layer; None = nothing.
+        known: False where a config.json is counted as if it were Llama's.
     """
 
-    hf_names: tuple[str, ...]
+    hf_names: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
     backbone: str = "model"
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     head: str = "lm_head"
     stored_head: str | None = None
-    linear_sets: tuple[LinearSet, ...] = LLAMA_SETS
+    linear_sets: tuple[LinearSet, ...] | None = None
+    latent: bool = False
     layer_sets: tuple[tuple[LinearSet, ...], ...] = ()
     stored_prefix: str | None = None
     not_compressible: str | None = None
     parts: Parts = Parts()
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "bare"] = "rms"
     norm_offset: float = 0.0
     qk_norm: QueryKeyNorm | None = None
     parallel: str | bool = False
@@ -229,6 +301,11 @@ class Architecture:
     rope: Rope = Rope()
     multipliers: Multipliers = Multipliers()
     experts: Experts | None = None
+    biases: Biases = Biases()
+    vectors: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    outside: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    multi_query: str | None = None
+    mlp_ratio: int | None = None
     activation: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
@@ -237,11 +314,22 @@ class Architecture:
     decode_at_load: bool = False
     native: bool = True
     not_native: tuple[str, ...] = ()
+    gguf: GGUFNames | None = None
+    block: Callable[[ConfigReader, int], LayerTensors] | None = None
+    known: bool = True
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        """All linears that layers of the family may have, relative names, in running order."""
-        return tuple(name for group in self.linear_sets for name in group.linears)
+    def sets(self) -> tuple[LinearSet, ...]:
+        """All sets that layers of the family may have: given, or those that follow from its parts."""
+        if self.linear_sets is not None:
+            return self.linear_sets
+        absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
+        before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
+        joint = self.parallel is True and self.parts.mlp_norm is None
+        mlp = _mlp_sets(self.parts, before_mlp, joint=joint)
+        if self.experts is not None:
+            mlp = (*_expert_sets(self.experts, before_mlp), *(replace(group, optional=True) for group in mlp))
+        return (*(MLA_SETS if self.latent else _attention_sets(self.parts, before, joint=joint)), *mlp)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None
@@ -256,8 +344,46 @@ class Architecture:
         """
         settings = {**self.defaults, **(config or {})}
         found: list[LinearSet] = []
-        for group in self.linear_sets:
+        for group in self.sets:
             if config is None or all(settings.get(key) == value for key, value in group.when):
                 taken = {name for other in found for name in other.linears}
                 found += [one for one in expand_set(group, has) if not taken & set(one.linears)]
         return tuple(found)
+
+
+def _attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
+    """With a `joint` norm the MLP reads what attention reads: one set, whose outputs come together in the layer."""
+    together = len(parts.qkv) == 1
+    first = LinearSet(
+        linears=(*parts.qkv, *(parts.up if joint else ())),
+        source=norm,
+        parent="" if joint else parts.qkv[0].rpartition(".")[0],
+    )
+    # A scale for the output would have to be folded into some rows of a projection that is all three: not done.
+    value = None if together else parts.qkv[2]
+    return first, LinearSet(linears=(parts.output,), source=value, parent=parts.output, grouped_heads=not together)
+
+
+def _mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
+    # No scale passes through an activation, but one does through the product with its gate.
+    source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
+    down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
+    up = LinearSet(linears=parts.up, source=norm, parent=parts.up[0].rpartition(".")[0])
+    return (down,) if joint else (up, down)
+
+
+def _expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
+    """Of a layer with experts: all that reads what the router reads, then what is behind it in each expert."""
+    beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
+    ups = LinearSet(
+        linears=(*data.up, *data.shared_up),
+        source=norm,
+        parent=data.router.rpartition(".")[0],
+        beside=beside,
+        optional=True,
+    )
+    down = LinearSet(linears=(data.down,), source=data.up[1] if data.smooth_down else None, parent=data.down)
+    if data.shared_down is None:
+        return ups, down
+    shared = LinearSet(linears=(data.shared_down,), source=data.shared_up[1], parent=data.shared_down, optional=True)
+    return ups, down, shared

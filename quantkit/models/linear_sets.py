@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,32 +49,23 @@ class LinearSet:
         return tuple(tuple(names) for names in together.values())
 
 
-LLAMA_SETS = (
-    LinearSet(
-        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        source="input_layernorm",
-        parent="self_attn",
-    ),
-    LinearSet(linears=("self_attn.o_proj",), source="self_attn.v_proj", parent="self_attn.o_proj", grouped_heads=True),
-    LinearSet(linears=("mlp.gate_proj", "mlp.up_proj"), source="post_attention_layernorm", parent="mlp"),
-    LinearSet(linears=("mlp.down_proj",), source="mlp.up_proj", parent="mlp.down_proj"),
-)
-
-# Nothing upstream can absorb a scale: the norm adds an offset or a bias, stands elsewhere, or feeds other linears too.
-UNSMOOTHED_SETS = (
-    LinearSet(linears=LLAMA_SETS[0].linears, source=None, parent="self_attn"),
-    LLAMA_SETS[1],
-    LinearSet(linears=LLAMA_SETS[2].linears, source=None, parent="mlp"),
-    LLAMA_SETS[3],
-)
+WIDEN = "widen the pattern in overrides or ignore to cover all of them"
 
 
-# Attention and MLP read the same norm: one set, whose outputs come together in the layer itself.
-PARALLEL_SETS = (
-    LinearSet(linears=(*LLAMA_SETS[0].linears, *LLAMA_SETS[2].linears), source="input_layernorm", parent=""),
-    LLAMA_SETS[1],
-    LLAMA_SETS[3],
-)
+def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of each fused set whose linears do not have one scheme.
+
+    Args:
+        sets: of one layer.
+        schemes: of its linears by relative name, None = ignored; names that it lacks are not there.
+    """
+    for names in (names for group in sets for names in group.fused):
+        present = [name for name in names if name in schemes]
+        if len({schemes[name] for name in present}) > 1:
+            words = [f"{name} ({schemes[name].describe() if schemes[name] else 'ignored'})" for name in present]
+            listed = ", ".join(words if len(words) <= 4 else (*words[:3], f"... {words[-1]}"))
+            yield f"{listed} are fused by inference engines and need one scheme"
+
 
 # Multi-head latent attention: queries through a narrow tensor or directly, keys and values always through one.
 MLA_SETS = (
@@ -90,33 +81,8 @@ MLA_SETS = (
 )
 
 
-def expert_sets(
-    *,
-    source: str | None = "post_attention_layernorm",
-    shared: str | None = None,
-    beside: tuple[str, ...] = ("mlp.gate",),
-) -> tuple[LinearSet, ...]:
-    """Sets of layers whose MLP is a mixture of experts, and of those where it is dense.
-
-    Args:
-        source: the norm before the MLP; None = it can absorb nothing.
-        shared: name of an expert that every token passes, e.g. `mlp.shared_experts`.
-        beside: the router, and the gate of the shared expert.
-    """
-    expert = f"mlp.experts.{EXPERT}."
-    ups: tuple[str, ...] = (f"{expert}gate_proj", f"{expert}up_proj")
-    sets = [LinearSet(linears=(f"{expert}down_proj",), source=f"{expert}up_proj", parent=f"{expert}down_proj")]
-    if shared is not None:
-        ups = (*ups, f"{shared}.gate_proj", f"{shared}.up_proj")
-        name = f"{shared}.down_proj"
-        sets.append(LinearSet(linears=(name,), source=f"{shared}.up_proj", parent=name, optional=True))
-    mixture = LinearSet(linears=ups, source=source, parent="mlp", beside=beside, optional=True)
-    dense = (replace(LLAMA_SETS[2], source=source, optional=True), replace(LLAMA_SETS[3], optional=True))
-    return (mixture, *sets, *dense)
-
-
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    """What a set of the family's data becomes in one layer; see `Architecture.sets_of_layer`."""
+    """What a set of the family's data becomes in one layer; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
     if templates and EXPERT in group.parent:

@@ -1,5 +1,6 @@
 """Affine quantization: from a range to a scale, from values to codes, and the search for the range that loses least.
 
+What a weight can be rounded to is a `WeightGrid`; the `Ranges` of its groups say what each code stands for.
 Arithmetic as compressed-tensors defines it: a range always contains zero; symmetric scale = absmax / half_range;
 asymmetric scale = (high - low) / full_range with zero_point = round(minimum - low / scale).
 Shapes: N outputs, K inputs, G groups per row, g = K / G.
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,26 +27,50 @@ from quantkit.numerics.tensor import QuantizedTensor
 _SEARCH_CHUNK = 1 << 18
 
 
-def range_parameters(
-    low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, tensor_largest: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+class Ranges(NamedTuple):
+    """Scale and zero point (N, G) of a weight's groups, float32 with values that are stored exactly.
+
+    The zero points are whole numbers in the code range; None when symmetric.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGrid:
+    """What a weight can be rounded to, up to the ranges of its groups.
+
+    Args:
+        scheme: number type and granularity.
+        scale_dtype: in which scales are stored, unless the type says otherwise, and values are decoded by loaders.
+        tensor_largest: (1,) float32, see `largest_magnitude`: of all weights that share something of the whole tensor;
+            None = of the weight alone. Only types with such a scale use it.
+    """
+
+    scheme: WeightScheme
+    scale_dtype: torch.dtype
+    tensor_largest: Tensor | None = None
+
+    def completed(self, weight: Tensor) -> WeightGrid:
+        """With the largest magnitude of this weight, where one is needed and none is given."""
+        if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
+            return self
+        return replace(self, tensor_largest=largest_magnitude(weight))
+
+
+def range_parameters(low: Tensor, high: Tensor, grid: WeightGrid) -> Ranges:
     """Scale and zero point of the range [low, high].
 
     Args:
         low, high: same shape, float32, low <= 0 <= high.
-        scheme: number type and symmetry.
-        scale_dtype: dtype in which scales are stored, unless the type says otherwise.
-        tensor_largest: see `largest_magnitude`; needed by types with scales of two levels.
-    Returns:
-        scale: as `low`, float32 with values that are stored exactly.
-        zero_point: as `low`, float32 whole numbers in the code range; None when symmetric.
+        grid: with the tensor's largest magnitude where the type has scales of two levels.
     """
-    dtype = scheme.dtype
-    if scheme.symmetric:
-        return storable_scale(torch.maximum(-low, high), dtype, scale_dtype, tensor_largest), None
-    scale = round_scale((high - low) / dtype.full_range, scale_dtype)
-    zero_point = (dtype.minimum - low / scale).round_().clamp_(dtype.minimum, dtype.maximum)
-    return scale, zero_point
+    dtype = grid.scheme.dtype
+    if grid.scheme.symmetric:
+        return Ranges(storable_scale(torch.maximum(-low, high), dtype, grid.scale_dtype, grid.tensor_largest), None)
+    scale = round_scale((high - low) / dtype.full_range, grid.scale_dtype)
+    return Ranges(scale, (dtype.minimum - low / scale).round_().clamp_(dtype.minimum, dtype.maximum))
 
 
 def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DType) -> Tensor:
@@ -80,7 +107,7 @@ def largest_magnitude(weight: Tensor) -> Tensor:
 
     Weights that share such a scale (q, k and v; gate and up) share the largest of theirs.
     """
-    low, high = weight.aminmax()
+    low, high = weight.aminmax()  # no copy of the weight's size, as abs() would make
     return torch.maximum(-low, high).float().reshape(1)
 
 
@@ -111,28 +138,21 @@ def _over_rows(values: Tensor, scheme: WeightScheme, reduce: Callable[[Tensor, i
     return reduce(padded.view(-1, rows, groups), 1).repeat_interleave(rows, dim=0)[:num_rows]
 
 
-def minmax_parameters(
-    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, tensor_largest: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point (N, G) of the smallest covering range.
+def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
+    """Scale and zero point of the smallest covering ranges.
 
     Args:
         weight: (N, K); not modified.
-        scheme: number type and granularity.
-        scale_dtype: dtype in which scales are stored, unless the type says otherwise.
-        tensor_largest: see `largest_magnitude`; None = of this weight alone.
-    Returns:
-        scale, zero_point: see `range_parameters`.
+        grid: what it is rounded to.
     """
-    low, high = minmax_range(weight, scheme)
-    if tensor_largest is None and scheme.has_tensor_scale:
-        tensor_largest = largest_magnitude(weight)
-    if tensor_largest is not None and scheme.block_rows is None:
-        low, high = -tensor_largest.expand_as(low), tensor_largest.expand_as(high)
-    return range_parameters(low, high, scheme, scale_dtype, tensor_largest)
+    grid = grid.completed(weight)
+    low, high = minmax_range(weight, grid.scheme)
+    if grid.tensor_largest is not None and grid.scheme.block_rows is None:
+        low, high = -grid.tensor_largest.expand_as(low), grid.tensor_largest.expand_as(high)
+    return range_parameters(low, high, grid)
 
 
-def range_grid(dtype: DType) -> tuple[float, ...]:
+def range_fractions(dtype: DType) -> tuple[float, ...]:
     """Fractions of the covering range worth trying, the whole of it first.
 
     Integers: fewer bits clip more; with 8 bits clipping almost never pays, with 2 it pays down to a third of the
@@ -152,14 +172,8 @@ def range_grid(dtype: DType) -> tuple[float, ...]:
 
 
 def search_parameters(
-    weight: Tensor,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    *,
-    importance: Tensor | None = None,
-    gram: Tensor | None = None,
-    tensor_largest: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    weight: Tensor, grid: WeightGrid, *, importance: Tensor | None = None, gram: Tensor | None = None
+) -> Ranges:
     """Scale and zero point whose rounding error is smallest, tried over shrunken ranges.
 
     Symmetric integers of few bits reach further down than up (int4: -8 to 7), so a negative scale, which gives the
@@ -170,55 +184,37 @@ def search_parameters(
 
     Args:
         weight: (N, K); not modified.
-        scheme: number type and granularity; one scale for the tensor is the covering one.
-        scale_dtype: dtype in which scales are stored, unless the type says otherwise.
+        grid: what it is rounded to; one scale for the tensor is the covering one.
         importance: (K,) float32 weights of the squared errors, >= 0.
         gram: (G, g, g) float32; takes the place of `importance`.
-        tensor_largest: see `largest_magnitude`; None = of this weight alone.
-    Returns:
-        scale, zero_point: (N, G) float32, the latter None when symmetric.
     Source: Frantar et al. 2022 (GPTQ code, `--mse`); Lin et al. 2023, AWQ, section 3.2 (clipping).
     """
+    scheme, grid = grid.scheme, grid.completed(weight)
     if scheme.block_rows is None:
-        return minmax_parameters(weight, scheme, scale_dtype, tensor_largest)
-    if tensor_largest is None and scheme.has_tensor_scale:
-        tensor_largest = largest_magnitude(weight)
+        return minmax_parameters(weight, grid)
     num_rows, width = weight.shape
-    step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows
-    parts = [
-        _search_rows(weight[row : row + step].float(), scheme, scale_dtype, importance, gram, tensor_largest)
-        for row in range(0, num_rows, step)
-    ]
-    scale = torch.cat([part[0] for part in parts])
-    if scheme.symmetric:
-        return scale, None
-    return scale, torch.cat([part[1] for part in parts if part[1] is not None])
+    step = max(1, _SEARCH_CHUNK // width // scheme.block_rows) * scheme.block_rows  # whole blocks share their scales
+    parts = [_search_rows(weight[row : row + step].float(), grid, importance, gram) for row in range(0, num_rows, step)]
+    zeros = [zero for _, zero in parts if zero is not None]
+    return Ranges(torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None)
 
 
-def _search_rows(
-    rows: Tensor,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    importance: Tensor | None,
-    gram: Tensor | None,
-    tensor_largest: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram: Tensor | None) -> Ranges:
     """`search_parameters` for a few rows (R, K)."""
+    scheme = grid.scheme
     groups = rows.view(rows.shape[0], -1, scheme.group_width(rows.shape[1]))  # (R, G, g)
     weights = None if importance is None else importance.view(groups.shape[1:])  # (G, g)
     low, high = minmax_range(rows, scheme)
-    best_error = torch.full_like(low, torch.inf)
-    best_scale, best_zero = range_parameters(low, high, scheme, scale_dtype, tensor_largest)
-    for fraction, sign in itertools.product(range_grid(scheme.dtype), _signs(scheme)):
-        scale, zero = range_parameters(low * fraction, high * fraction, scheme, scale_dtype, tensor_largest)
+    best, best_error = range_parameters(low, high, grid), torch.full_like(low, torch.inf)
+    for fraction, sign in itertools.product(range_fractions(scheme.dtype), _signs(scheme)):
+        scale, zero = range_parameters(low * fraction, high * fraction, grid)
         scale = scale * sign
         error = _over_rows(_group_error(groups, scale, zero, scheme.dtype, weights, gram), scheme, torch.sum)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        if zero is not None and best_zero is not None:
-            best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+        best_zero = None if zero is None or best.zero_point is None else torch.where(better, zero, best.zero_point)
+        best = Ranges(torch.where(better, scale, best.scale), best_zero)
+    return best
 
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
@@ -247,61 +243,41 @@ def _group_error(
     return error.sum(-1) if weights is None else error.mul_(weights).sum(-1)
 
 
-def round_to_nearest(
-    weight: Tensor,
-    scheme: WeightScheme,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scale_dtype: torch.dtype,
-    tensor_largest: Tensor | None = None,
-) -> QuantizedTensor:
-    """Quantize a weight with given parameters.
+def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = None) -> QuantizedTensor:
+    """Quantize a weight.
 
     Args:
         weight: (N, K), any float dtype; not modified.
-        scheme: number type and granularity.
-        scale, zero_point: (N, G) float32 as returned by the functions of this module.
-        scale_dtype: dtype in which the scale is kept; must hold its values exactly.
-        tensor_largest: that the parameters were made with.
+        grid: what it is rounded to, the one that the ranges were chosen with.
+        ranges: of its groups; None = the smallest covering ones.
     """
+    grid = grid.completed(weight)
+    scale, zero = ranges or minmax_parameters(weight, grid)
     groups = weight.view(weight.shape[0], scale.shape[1], -1).float()  # (N, G, g)
-    zero = None if zero_point is None else zero_point.unsqueeze(-1)
-    codes = to_codes(groups, scale.unsqueeze(-1), zero, scheme.dtype)
-    if scheme.dtype.scale == "e4m3" and tensor_largest is None:
-        tensor_largest = largest_magnitude(weight)
-    return make_tensor(codes.view(weight.shape), scale, zero_point, scheme, scale_dtype, tensor_largest)
+    codes = to_codes(groups, scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1), grid.scheme.dtype)
+    return assemble(codes.view(weight.shape), Ranges(scale, zero), grid)
 
 
-def make_tensor(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    tensor_largest: Tensor | None,
-    group_index: Tensor | None = None,
-) -> QuantizedTensor:
-    """A weight from its codes and parameters, each in the dtype in which it is kept.
+def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tensor | None = None) -> QuantizedTensor:
+    """A weight from its codes and ranges, each in the dtype in which it is kept.
 
     Args:
         codes: (N, K), values that the type's storage holds.
-        scale, zero_point: (N, G) float32.
-        scheme: number type and granularity.
-        scale_dtype: of the scale, and of the values that loaders decode.
-        tensor_largest: that the scale was made with; needed by types with scales of two levels.
+        ranges: of its groups.
+        grid: that both were chosen with; with the tensor's largest magnitude where the type has scales of two levels.
         group_index: (K,), see `QuantizedTensor`.
     """
-    plain = scheme.dtype.scale == "float"
-    outer = None
-    if scheme.dtype.scale == "e4m3":
-        assert tensor_largest is not None, f"{scheme.dtype.name} needs the tensor's largest magnitude"
-        outer = global_scale(tensor_largest, scheme.dtype)
+    dtype, (scale, zero) = grid.scheme.dtype, ranges
+    plain, outer = dtype.scale == "float", None
+    if dtype.scale == "e4m3":
+        assert grid.tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
+        outer = global_scale(grid.tensor_largest, dtype)
     return QuantizedTensor(
-        codes=codes.to(scheme.dtype.storage),
-        scale=scale.to(scale_dtype) if plain else scale,
-        zero_point=None if zero_point is None else zero_point.to(torch.int8),
-        scheme=scheme,
+        codes=codes.to(dtype.storage),
+        scale=scale.to(grid.scale_dtype) if plain else scale,
+        zero_point=None if zero is None else zero.to(torch.int8),
+        scheme=grid.scheme,
         group_index=group_index,
         global_scale=outer,
-        value_dtype=None if plain else scale_dtype,
+        value_dtype=None if plain else grid.scale_dtype,
     )

@@ -32,13 +32,13 @@ class Rotation:
     def apply(self, rows: Tensor) -> Tensor:
         """(T, D) float32 rows times Q; not modified."""
         width, size = len(self.signs), len(self.block)
-        found = (rows * self.signs).view(len(rows), width // size, size) @ self.block
+        product = (rows * self.signs).view(len(rows), width // size, size) @ self.block
         half = 1
         while half < width // size:
-            pairs = found.view(len(rows), -1, 2, half * size)
-            found = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2)
+            pairs = product.view(len(rows), -1, 2, half * size)
+            product = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2)
             half *= 2
-        return found.view(len(rows), width).div_((width // size) ** 0.5)
+        return product.view(len(rows), width).div_((width // size) ** 0.5)
 
     def apply_blocks(self, rows: Tensor) -> Tensor:
         """(T, n D) rows times Q in each of their n blocks, e.g. heads."""
@@ -84,11 +84,11 @@ def _bordered(prime: int, corner: int) -> Tensor:
     """(q + 1, q + 1): quadratic residues of all differences, bordered by ones; skew for corner -1, else symmetric."""
     squares = {value * value % prime for value in range(1, prime)}
     residue = torch.tensor([0.0] + [1.0 if value in squares else -1.0 for value in range(1, prime)])
-    places = torch.arange(prime)
-    found = torch.zeros(prime + 1, prime + 1)
-    found[0, 1:], found[1:, 0] = 1, corner
-    found[1:, 1:] = residue[(places[:, None] - places[None]) % prime]
-    return found
+    indices = torch.arange(prime)
+    matrix = torch.zeros(prime + 1, prime + 1)
+    matrix[0, 1:], matrix[1:, 0] = 1, corner
+    matrix[1:, 1:] = residue[(indices[:, None] - indices[None]) % prime]
+    return matrix
 
 
 def _is_prime(number: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DType
-from quantkit.numerics.scales import global_scale, round_scale, storable_scale
+from quantkit.numerics.scales import global_scale, round_scale, storable_scale, two_level_scale
 from quantkit.numerics.scheme import ActivationScheme
 
 
@@ -54,8 +54,7 @@ def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tenso
         return torch.where(scale > 0, scale, torch.finfo(torch.float32).eps)
     if outer is None:
         return storable_scale(largest, dtype, torch.float32, None)
-    local = (largest / dtype.half_range * outer.float()).clamp_max(448.0).to(torch.float8_e4m3fn).float()
-    return torch.where(local == 0, 0.125, local) / outer.float()
+    return two_level_scale(largest / dtype.half_range, outer.float())
 
 
 def input_scale(largest: Tensor, scheme: ActivationScheme, scale_dtype: torch.dtype) -> Tensor:

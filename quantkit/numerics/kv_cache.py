@@ -1,7 +1,7 @@
 """What one layer's KV cache is quantized to, scales included, and the rotation of its keys. Torch, no I/O.
 
-Not the rounding of keys and values, which is the runtime's (`kernels.kv_numbers`), nor the choice of their scales,
-which is `calibration.kv_cache`. Names of number types and granularities are those of `numerics.scheme`.
+Not the rounding of keys and values, which is the runtime's (`kernels.reference.kv_codes`), nor the choice of their
+scales, which is `calibration.kv_cache`. Names of number types and granularities are those of `numerics.scheme`.
 Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys and queries after the position embedding).
 """
 

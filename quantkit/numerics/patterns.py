@@ -21,8 +21,6 @@ import regex
 from quantkit.errors import SchemeError
 from quantkit.untrusted import shorten
 
-__all__ = ["MAX_EXPRESSIONS", "Budget", "check_for_others", "check_pattern", "is_exact", "matches"]
-
 MAX_EXPRESSIONS = 4096
 _MAX_LENGTH = 1000
 _MAX_REPEATS = 10_000  # the product of all counts {n}: the engine lays out what is repeated while it compiles

@@ -61,17 +61,26 @@ def storable_scale(largest: Tensor, dtype: DType, scale_dtype: torch.dtype, tens
         As `largest`, float32, > 0.
     """
     if dtype.scale == "e8m0":
-        return power_of_two(largest, dtype)
+        return power_of_two_scale(largest, dtype)
     scale = largest / dtype.half_range
     if dtype.scale == "float":
         return round_scale(scale, scale_dtype)
     assert tensor_largest is not None, f"{dtype.name} needs the tensor's largest magnitude"
-    outer = global_scale(tensor_largest, dtype)
+    return two_level_scale(scale, global_scale(tensor_largest, dtype))
+
+
+def two_level_scale(scale: Tensor, outer: Tensor) -> Tensor:
+    """The nearest scale that an 8-bit float under a common one stands for.
+
+    Args:
+        scale: any shape, float32.
+        outer: one element, see `global_scale`.
+    """
     local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_FLOOR, local) / outer
 
 
-def power_of_two(largest: Tensor, dtype: DType) -> Tensor:
+def power_of_two_scale(largest: Tensor, dtype: DType) -> Tensor:
     """The power of two that takes these magnitudes into the range of a type's codes.
 
     Args:

@@ -182,13 +182,13 @@ class Scheme:
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places = {rule.pattern: index for index, rule in enumerate(self.rules)}
-        expressions = sorted((index for pattern, index in places.items() if not is_exact(pattern)), reverse=True)
+        positions = {rule.pattern: index for index, rule in enumerate(self.rules)}
+        expressions = sorted((index for pattern, index in positions.items() if not is_exact(pattern)), reverse=True)
         if len(expressions) > MAX_EXPRESSIONS:
             raise SchemeError(f"{len(expressions)} patterns are too many; at most {MAX_EXPRESSIONS} are read")
         for index in expressions:
             check_pattern(self.rules[index].pattern)
-        object.__setattr__(self, "_exact", places)
+        object.__setattr__(self, "_exact", positions)
         object.__setattr__(self, "_expressions", tuple(expressions))
 
     def find(self, name: str) -> LinearScheme | None:

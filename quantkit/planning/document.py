@@ -39,7 +39,7 @@ def to_document(plan: Estimate) -> dict[str, Any]:
 def _model(shape: ModelShape) -> dict[str, Any]:
     return {
         "name": shape.name,
-        "family": shape.family,
+        "family": shape.model_type,
         "counted_from": shape.counted_from,
         "parameters": shape.num_parameters,
         "active_parameters": shape.active_parameters,

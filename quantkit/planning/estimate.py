@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
+from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning.devices import Device
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, PAGE_SIZE, KVForm, find_kv_form
-from quantkit.planning.limits import TOKEN_BUDGET, Fit, Floor, decode_floor, fit, prefill_floor
-from quantkit.planning.loaders import Reading, loaders
+from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
+from quantkit.planning.loaders import LoaderAnswer, loaders
 from quantkit.planning.memory import (
-    Scheme,
     WeightBytes,
-    activation_bytes,
+    WeightChoice,
     compression_bytes,
     everywhere,
     kv_bytes,
     kv_bytes_per_token,
     offers,
-    weight_bytes,
+    planned_activation_bytes,
+    planned_weight_bytes,
 )
 from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
 from quantkit.planning.shape import ModelShape
@@ -40,7 +40,7 @@ HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}
 class WeightRow:
     """One scheme's weights; `problem` says why it cannot be had, the sizes are then meaningless."""
 
-    scheme: Scheme
+    scheme: WeightChoice
     size: WeightBytes
     problem: str | None
 
@@ -58,9 +58,9 @@ class CacheRow:
 class DeviceRow:
     """One pair of schemes on the device; `form`, `decode` and `prefill` are None where the cache is unknown."""
 
-    scheme: Scheme
+    scheme: WeightChoice
     form: KVForm | None
-    fit: Fit
+    fit: DeviceFit
     decode: Floor | None
     prefill: Floor | None
 
@@ -93,7 +93,7 @@ class Estimate:
     activations: int
     recipe: RecipePlan | None
     compression: dict[str, int] | None
-    readings: tuple[Reading, ...]
+    readings: tuple[LoaderAnswer, ...]
     remarks: tuple[str, ...]
 
 
@@ -160,7 +160,7 @@ def estimate(
         caches=tuple(_cache_row(shape, form, length) for form in forms),
         device=device,
         on_device=() if device is None else _rows(shape, rows, forms, plan, device, length, batch, prompt or length),
-        activations=activation_bytes(shape, TOKEN_BUDGET, batch),
+        activations=planned_activation_bytes(shape, TOKEN_BUDGET, batch),
         recipe=plan,
         compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.steps),
         readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
@@ -170,7 +170,7 @@ def estimate(
 
 def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) -> Iterator[str]:
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
-        whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / PAGE_SIZE
+        whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
             "layers with a window are counted with their last tokens only; the bundled runtime keeps all of them, "
             f"{whole:,.0f} B per token in 16 bits"
@@ -203,7 +203,7 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: WeightFor
     return plan
 
 
-def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[Scheme]:
+def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None) -> list[WeightChoice]:
     stored = everywhere(None, head)
     if shape.quantized:
         return [stored]
@@ -216,7 +216,7 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None
     return [stored, *wide, *(everywhere(form, head) for form in forms)]
 
 
-def _shown(schemes: Sequence[Scheme], plan: RecipePlan | None) -> list[Scheme]:
+def _shown(schemes: Sequence[WeightChoice], plan: RecipePlan | None) -> list[WeightChoice]:
     """Of the schemes, those worth a row for each form of the cache: as stored, 8 bits and 4 bits, or the recipe."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
@@ -239,16 +239,16 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     return [form]
 
 
-def _weight_row(shape: ModelShape, scheme: Scheme) -> WeightRow:
-    return WeightRow(scheme=scheme, size=weight_bytes(shape, scheme), problem=_problem(shape, scheme))
+def _weight_row(shape: ModelShape, scheme: WeightChoice) -> WeightRow:
+    return WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
 
 
-def _problem(shape: ModelShape, scheme: Scheme) -> str | None:
+def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
             if form is not None and not form.fits(matrix.in_features):
-                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.name}"
+                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.first}"
     return None
 
 
@@ -268,7 +268,7 @@ def _rows(
 ) -> tuple[DeviceRow, ...]:
     """Every pair of a scheme worth showing and a form of the cache; the schemes alone where the cache is unknown."""
     usable = [row.scheme for row in weights if row.problem is None]
-    pairs: list[tuple[Scheme, KVForm | None]] = [(scheme, None) for scheme in usable]
+    pairs: list[tuple[WeightChoice, KVForm | None]] = [(scheme, None) for scheme in usable]
     if shape.layers:
         pairs = [(scheme, form) for scheme in _shown(usable, plan) for form in forms]
     return tuple(_device_row(shape, scheme, form, device, context, batch, prompt) for scheme, form in pairs)
@@ -276,7 +276,7 @@ def _rows(
 
 def _device_row(
     shape: ModelShape,
-    scheme: Scheme,
+    scheme: WeightChoice,
     form: KVForm | None,
     device: Device,
     context: int,
@@ -289,7 +289,7 @@ def _device_row(
     return DeviceRow(
         scheme=scheme,
         form=form,
-        fit=fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
+        fit=device_fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
         decode=decode,
         prefill=prefill,
     )

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantkit.models.cache import KVForm
 from quantkit.planning.devices import Device
-from quantkit.planning.kv_forms import KVForm
 from quantkit.planning.memory import (
-    Scheme,
-    activation_bytes,
+    WeightChoice,
     kv_allocated_bytes,
     kv_read_bytes,
-    weight_bytes,
+    planned_activation_bytes,
+    planned_weight_bytes,
 )
 from quantkit.planning.shape import ModelShape
 
@@ -27,7 +27,7 @@ TOKEN_BUDGET = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class DeviceFit:
     """What a device holds beside the weights.
 
     Args:
@@ -46,7 +46,9 @@ class Fit:
     limited_by_model: bool
 
 
-def fit(shape: ModelShape, scheme: Scheme, form: KVForm, memory_bytes: int, *, context: int, batch: int) -> Fit:
+def device_fit(
+    shape: ModelShape, scheme: WeightChoice, form: KVForm, memory_bytes: int, *, context: int, batch: int
+) -> DeviceFit:
     """The largest batch of a context and the largest context of a batch.
 
     Args:
@@ -57,8 +59,8 @@ def fit(shape: ModelShape, scheme: Scheme, form: KVForm, memory_bytes: int, *, c
         context: tokens per sequence for `batch`.
         batch: sequences for `context`.
     """
-    weights = weight_bytes(shape, scheme).total
-    activations = activation_bytes(shape, TOKEN_BUDGET, batch)
+    weights = planned_weight_bytes(shape, scheme).total
+    activations = planned_activation_bytes(shape, TOKEN_BUDGET, batch)
     reserve = round(memory_bytes * RESERVE)
     left = memory_bytes - reserve - weights - activations
     sequences = longest = None
@@ -67,7 +69,7 @@ def fit(shape: ModelShape, scheme: Scheme, form: KVForm, memory_bytes: int, *, c
         one = kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
         sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
         longest = _longest(shape, form, left / batch, limit)
-    return Fit(
+    return DeviceFit(
         weights=weights,
         activations=activations,
         reserve=reserve,
@@ -116,7 +118,9 @@ class Floor:
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
-def decode_floor(shape: ModelShape, scheme: Scheme, form: KVForm, device: Device, *, context: int, batch: int) -> Floor:
+def decode_floor(
+    shape: ModelShape, scheme: WeightChoice, form: KVForm, device: Device, *, context: int, batch: int
+) -> Floor:
     """One decode step: every sequence gets one token.
 
     Args:
@@ -135,12 +139,12 @@ def decode_floor(shape: ModelShape, scheme: Scheme, form: KVForm, device: Device
     return _floor(device, read, by_type)
 
 
-def step_bytes(shape: ModelShape, scheme: Scheme, form: KVForm, *, context: int, batch: int) -> float:
+def step_bytes(shape: ModelShape, scheme: WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
     """Bytes that a decode step reads: weights once, the cache of every sequence."""
-    return weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
+    return planned_weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
 
 
-def prefill_floor(shape: ModelShape, scheme: Scheme, device: Device, *, prompt: int) -> Floor:
+def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, prompt: int) -> Floor:
     """The first token of one prompt: all products of all its tokens, causal attention, logits of the last.
 
     Args:
@@ -152,10 +156,10 @@ def prefill_floor(shape: ModelShape, scheme: Scheme, device: Device, *, prompt: 
     by_type = {key: prompt * value for key, value in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
     by_type["bf16"] = by_type.get("bf16", 0.0) + attention + 2 * shape.head_parameters
-    return _floor(device, weight_bytes(shape, scheme, prompt).read, by_type)
+    return _floor(device, planned_weight_bytes(shape, scheme, prompt).read, by_type)
 
 
-def _product_flops(shape: ModelShape, scheme: Scheme) -> dict[str, float]:
+def _product_flops(shape: ModelShape, scheme: WeightChoice) -> dict[str, float]:
     """Operations of all linears for one token, by the number type that they are made in."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}

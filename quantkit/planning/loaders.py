@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.shape import Matrix, ModelShape
+from quantkit.models.tensors import Matrix
+from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm
 
 LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
@@ -22,7 +23,7 @@ _PACKED_BITS = (4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class LoaderAnswer:
     """Whether one engine reads a checkpoint.
 
     Args:
@@ -36,7 +37,7 @@ class Reading:
     reason: str
 
 
-def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) -> list[Reading]:
+def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) -> list[LoaderAnswer]:
     """Every engine's answer.
 
     Args:
@@ -45,70 +46,71 @@ def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) ->
         format_name: on-disk format.
     """
     family = format_name.replace("_", "-").partition("-v")[0]
-    if family == "dense" or not forms:
-        return [_dense(loader) for loader in LOADERS]
-    if family == "gguf":
-        return [_gguf(loader) for loader in LOADERS]
-    return [_answer(loader, family, shape, forms) for loader in LOADERS]
+    answers = []
+    for loader in LOADERS:
+        if family == "dense" or not forms:
+            reads, reason = _dense(loader)
+        else:
+            reads, reason = _gguf(loader) if family == "gguf" else _answer(loader, family, shape, forms)
+        answers.append(LoaderAnswer(loader=loader, reads=reads, reason=reason))
+    return answers
 
 
-def _dense(loader: str) -> Reading:
+def _dense(loader: str) -> tuple[bool, str]:
     if loader == "llama.cpp":
-        return Reading(loader=loader, reads=True, reason="after convert_hf_to_gguf.py")
-    return Reading(loader=loader, reads=True, reason="an ordinary checkpoint, as large as the original")
+        return True, "after convert_hf_to_gguf.py"
+    return True, "an ordinary checkpoint, as large as the original"
 
 
-def _gguf(loader: str) -> Reading:
+def _gguf(loader: str) -> tuple[bool, str]:
     if loader == "llama.cpp":
-        return Reading(loader=loader, reads=True, reason="its own format")
+        return True, "its own format"
     if loader == "transformers":
-        return Reading(loader=loader, reads=True, reason="decoded to 16 bits while loading")
+        return True, "decoded to 16 bits while loading"
     if loader in ("vLLM", "SGLang"):
-        return Reading(loader=loader, reads=True, reason="experimental, slower than its other formats")
-    return Reading(loader=loader, reads=False, reason="it reads Hugging Face checkpoints only")
+        return True, "experimental, slower than its other formats"
+    return False, "it reads Hugging Face checkpoints only"
 
 
-def _answer(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> Reading:
+def _answer(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     if loader == "llama.cpp":
-        return Reading(loader=loader, reads=False, reason="it reads GGUF only")
+        return False, "it reads GGUF only"
     if loader == "TensorRT-LLM":
-        return _tensorrt(loader, family, forms)
+        return _tensorrt(family, forms)
     if loader == "transformers":
-        return _transformers(loader, family, forms)
-    return _server(loader, family, shape, forms)
+        return _transformers(family, forms)
+    return _server(family, shape, forms)
 
 
-def _tensorrt(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
+def _tensorrt(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     if family == "compressed-tensors" and all(form.name.startswith("fp8") and form.compute == "fp8" for form in forms):
-        return Reading(loader=loader, reads=True, reason="fp8 per channel and token, in releases since 2026")
-    return Reading(
-        loader=loader, reads=False, reason="it reads fp8 of compressed-tensors, and nothing else written here"
-    )
+        return True, "fp8 per channel and token, in releases since 2026"
+    return False, "it reads fp8 of compressed-tensors, and nothing else written here"
 
 
-def _transformers(loader: str, family: str, forms: Sequence[WeightForm]) -> Reading:
+def _transformers(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     if family != "compressed-tensors":
-        return Reading(loader=loader, reads=True, reason="with gptqmodel installed")
+        return True, "with gptqmodel installed"
     if any(form.is_float and form.own_scale_bytes for form in forms):
-        return Reading(loader=loader, reads=True, reason="with compressed-tensors installed, decoded to bfloat16")
+        return True, "with compressed-tensors installed, decoded to bfloat16"
     if any(form.bits not in _PACKED_BITS for form in forms):
-        return Reading(loader=loader, reads=True, reason="with compressed-tensors of the same packing, decoded at load")
-    return Reading(loader=loader, reads=True, reason="with compressed-tensors installed")
+        return True, "with compressed-tensors of the same packing, decoded at load"
+    return True, "with compressed-tensors installed"
 
 
-def _server(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> Reading:
+def _server(family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     """vLLM and SGLang, which share kernels and most of their rules."""
     for form in forms:
         problem = _problem(form, family, shape)
         if problem:
-            return Reading(loader=loader, reads=False, reason=problem)
+            return False, problem
     if any(form.compute == "fp4" for form in forms):
-        return Reading(loader=loader, reads=True, reason="fp4 products on Blackwell; before, weights only")
+        return True, "fp4 products on Blackwell; before, weights only"
     if any(form.compute == "fp8" for form in forms):
-        return Reading(loader=loader, reads=True, reason="fp8 products from Ada and Hopper on; before, weights only")
+        return True, "fp8 products from Ada and Hopper on; before, weights only"
     if any(form.compute == "int8" for form in forms):
-        return Reading(loader=loader, reads=True, reason="int8 products, from Turing on")
-    return Reading(loader=loader, reads=True, reason="Marlin kernels, from Ampere on")
+        return True, "int8 products, from Turing on"
+    return True, "Marlin kernels, from Ampere on"
 
 
 def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
@@ -123,7 +125,7 @@ def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:
     odd = next((m for layer in shape.layers for m in layer.matrices if m.quantizable and _is_odd(m)), None)
     if odd is not None:
         size = f"{odd.out_features} x {odd.in_features}"
-        return f"{odd.name} is {size}; Marlin kernels want multiples of 64 x 128, others --dtype float16"
+        return f"{odd.first} is {size}; Marlin kernels want multiples of 64 x 128, others --dtype float16"
     return None
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.compress.algorithms.base import LayerSizes, Step, predicted_bytes
-from quantkit.planning.kv_forms import KVForm
-from quantkit.planning.shape import Layer, Matrix, ModelShape
+from quantkit.compress.algorithms.base import LayerSizes, Step, steps_bytes
+from quantkit.models.cache import KVForm
+from quantkit.models.tensors import Matrix
+from quantkit.planning.shape import LayerShape, ModelShape
 from quantkit.planning.weights import WeightForm
 
 # Which form a matrix of a layer gets; None = it stays as it is stored.
@@ -19,7 +20,7 @@ Choice = Callable[[int, Matrix], WeightForm | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scheme:
+class WeightChoice:
     """A choice of number types for all weights.
 
     Args:
@@ -37,7 +38,7 @@ class Scheme:
     beside: int = 0
 
 
-def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Scheme:
+def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> WeightChoice:
     """One form for all quantizable linears; None leaves the model as it is stored.
 
     Args:
@@ -45,7 +46,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Schem
         head: of the output head.
     """
     plain = form if form is not None and not form.scaled else None
-    return Scheme(
+    return WeightChoice(
         name="as stored" if form is None else form.name,
         choose=lambda _, matrix: form if matrix.quantizable else None,
         head=head,
@@ -70,7 +71,7 @@ class WeightBytes:
     bits_per_weight: float
 
 
-def weight_bytes(shape: ModelShape, scheme: Scheme, batch: int = 1) -> WeightBytes:
+def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
     """Weights under a scheme.
 
     Args:
@@ -126,7 +127,7 @@ def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
-    """The same in whole pages of the bundled runtime, with the tail of the open page."""
+    """The same in whole pages of the bundled runtime, with the residual window of the open page."""
     return sum(
         layer.attention.allocated_bytes(tokens, form.of(index), shape.dtype_bytes)
         for index, layer in enumerate(shape.layers)
@@ -152,7 +153,7 @@ def offers(shape: ModelShape, form: KVForm) -> bool:
     return all(layer.attention.offers(form.of(index)) for index, layer in enumerate(shape.layers))
 
 
-def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
+def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
     """Peak of intermediate results in one step, an estimate: the widest layer's, and the logits in float32.
 
     Args:
@@ -166,7 +167,7 @@ def activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
 
 
 def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step]) -> dict[str, int]:
-    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.predicted_bytes`.
+    """What `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         shape: of the model.
@@ -181,7 +182,7 @@ def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step])
         element_bytes=shape.dtype_bytes,
         states_bytes=num_tokens * shape.hidden_size * shape.dtype_bytes,
     )
-    return predicted_bytes(steps, sizes)
+    return steps_bytes(steps, sizes)
 
 
 def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[int, int]:
@@ -194,7 +195,7 @@ def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[i
     )
 
 
-def _counted(shape: ModelShape, scheme: Scheme) -> WeightBytes:
+def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
     """Where only a number of parameters is known, all of them are stored alike."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
@@ -211,12 +212,12 @@ def _touched(shape: ModelShape, batch: int) -> float:
     return inside + shape.other + shape.head_parameters
 
 
-def _width(layer: Layer) -> int:
+def _width(layer: LayerShape) -> int:
     """Numbers per token that a layer has in flight: the wider of attention and MLP, each with what it puts out."""
     return max(_outputs(layer, True), _outputs(layer, False))
 
 
-def _outputs(layer: Layer, attention: bool) -> int:
+def _outputs(layer: LayerShape, attention: bool) -> int:
     def chosen() -> Iterator[Matrix]:
         return (m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention)
 

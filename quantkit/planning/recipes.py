@@ -11,18 +11,13 @@ from typing import Any
 
 from quantkit.compress.algorithms.base import Step
 from quantkit.errors import RecipeError, SchemeError
-from quantkit.planning.kv_forms import KVForm, from_schemes
-from quantkit.planning.memory import Scheme
-from quantkit.planning.shape import Matrix, ModelShape
+from quantkit.models.cache import KVForm, form_of_schemes
+from quantkit.models.families import UNKNOWN
+from quantkit.models.linear_sets import WIDEN, fused_conflicts
+from quantkit.models.tensors import Matrix
+from quantkit.planning.memory import WeightChoice
+from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm, from_linear
-
-# Linears that engines run as one, by their last names; their schemes must be equal.
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +38,7 @@ class RecipePlan:
 
     name: str
     format: str
-    scheme: Scheme
+    scheme: WeightChoice
     forms: tuple[WeightForm, ...]
     num_tokens: int
     samples: int
@@ -76,13 +71,13 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
     return RecipePlan(
         name=recipe.name,
         format=recipe.format,
-        scheme=Scheme(name=recipe.name, choose=choose, head=head, beside=_cache_scale_bytes(shape, goal)),
+        scheme=WeightChoice(name=recipe.name, choose=choose, head=head, beside=_cache_scale_bytes(shape, goal)),
         forms=tuple(sorted(found.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         steps=recipe.steps,
         conflicts=tuple(_conflicts(shape, recipe, chosen)),
-        cache=None if goal is None else from_schemes("recipe", [goal.scheme], shape.dtype_bytes),
+        cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
 
 
@@ -107,7 +102,7 @@ def require_possible(plan: RecipePlan) -> None:
 
 
 def _find(shape: ModelShape, recipe: Any, index: int, matrix: Matrix) -> Any:
-    return recipe.scheme.find(f"{shape.prefix}.{index}.{matrix.name}") if matrix.quantizable else None
+    return recipe.scheme.find(f"{shape.prefix}.{index}.{matrix.first}") if matrix.quantizable else None
 
 
 def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any]) -> Iterator[str]:
@@ -126,31 +121,14 @@ def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any
             try:
                 format_.check(linear, size)
             except SchemeError as error:
-                yield f"{shape.prefix}.{index}.{matrix.name}: {error}"
+                yield f"{shape.prefix}.{index}.{matrix.first}: {error}"
     for index, layer in enumerate(shape.layers):
-        yield from _unequal(shape, index, [matrix.name for matrix in layer.matrices], chosen)
+        schemes = {matrix.first: chosen[index, matrix.name] for matrix in layer.matrices}
+        sets = (shape.family or UNKNOWN).sets_of_layer(schemes.__contains__)
+        yield from (f"{shape.prefix}.{index}: {conflict}; {WIDEN}" for conflict in fused_conflicts(sets, schemes))
 
 
 def _unmatched(shape: ModelShape, recipe: Any) -> Iterator[str]:
-    names = [f"{shape.prefix}.{index}.{m.name}" for index, layer in enumerate(shape.layers) for m in layer.matrices]
+    names = [f"{shape.prefix}.{index}.{m.first}" for index, layer in enumerate(shape.layers) for m in layer.matrices]
     for rule in recipe.scheme.unmatched(names):
         yield f"pattern {rule.pattern!r} matches none of its linears; names look like {names[0]!r}"
-
-
-def _unequal(shape: ModelShape, index: int, names: list[str], chosen: dict[tuple[int, str], Any]) -> Iterator[str]:
-    """Linears of one layer that engines fuse, but that get different schemes."""
-    for unit in FUSED:
-        parents = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in unit}
-        for parent in sorted(parents):
-            members = [f"{parent}.{last}" for last in unit if f"{parent}.{last}" in names]
-            schemes = {chosen[index, name] for name in members}
-            if len(schemes) > 1:
-                texts = ", ".join(f"{name.rpartition('.')[2]} {_describe(chosen[index, name])}" for name in members)
-                yield (
-                    f"{shape.prefix}.{index}.{parent}: engines run {texts} as one linear, which needs one scheme; "
-                    "widen the pattern in overrides or ignore to cover all of them"
-                )
-
-
-def _describe(linear: Any) -> str:
-    return "ignored" if linear is None else str(linear.describe())

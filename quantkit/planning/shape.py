@@ -1,51 +1,20 @@
-"""The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files.
-
-N outputs, K inputs.
-"""
+"""The shape of a model: its matrices, its attention layers and what is left. Sizes only, no names of files."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-from quantkit.planning.attention import Attention
-from quantkit.planning.kv_forms import KVForm
+from quantkit.models.attention import AttentionShape
+from quantkit.models.cache import KVForm
+from quantkit.models.family import Family
+from quantkit.models.tensors import Matrix
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Matrix:
-    """A linear of a decoder layer, or equal ones of several experts.
-
-    Args:
-        name: relative to the layer; experts under the name of the first, `mlp.experts.0.up_proj`.
-        out_features, in_features: N and K.
-        copies: how many there are.
-        active: how many of them a token uses.
-        quantizable: False for routers and the like, which stay as they are.
-    """
-
-    name: str
-    out_features: int
-    in_features: int
-    copies: int = 1
-    active: int = 1
-    quantizable: bool = True
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of all copies."""
-        return self.copies * self.out_features * self.in_features
-
-    @property
-    def active_parameters(self) -> int:
-        """Weights that a token uses."""
-        return self.active * self.out_features * self.in_features
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class LayerShape:
     """One decoder layer.
 
     Args:
@@ -54,7 +23,7 @@ class Layer:
         other: parameters of norms, biases and the like.
     """
 
-    attention: Attention
+    attention: AttentionShape
     matrices: tuple[Matrix, ...]
     other: int
 
@@ -70,7 +39,8 @@ class ModelShape:
 
     Args:
         name: for people.
-        family: `model_type` of config.json.
+        family: what is known of models of its kind; None = nothing, as only a number of parameters is given.
+        model_type: of config.json.
         counted_from: "shard headers", "config.json", "shape file" or "parameter count".
         dtype: of the stored weights, by its torch name.
         hidden_size, vocab_size, max_length: sizes; max_length None = not said.
@@ -87,13 +57,14 @@ class ModelShape:
     """
 
     name: str
-    family: str
+    family: Family | None
+    model_type: str
     counted_from: str
     dtype: str
     hidden_size: int
     vocab_size: int
     max_length: int | None
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     prefix: str = "model.layers"
     embedding: int = 0
     head: int = 0
@@ -130,21 +101,4 @@ class ModelShape:
     @property
     def attention_kinds(self) -> dict[str, int]:
         """Number of layers by a short description of their cache, in order of appearance."""
-        return dict(Counter(describe_attention(layer.attention) for layer in self.layers))
-
-
-def describe_attention(attention: Attention) -> str:
-    """Short form for tables, e.g. `GQA 32/8 x 128` or `window 1024, GQA 32/8 x 128`."""
-    heads = f"{attention.num_heads}/{attention.num_kv_heads} x {attention.key_dim}"
-    if attention.kind in ("full", "window") and attention.value_dim:
-        kind = (
-            "MHA" if attention.num_heads == attention.num_kv_heads else "GQA" if attention.num_kv_heads > 1 else "MQA"
-        )
-        return f"{kind} {heads}" if attention.window is None else f"window {attention.window}, {kind} {heads}"
-    if attention.kind in ("mla", "dsa"):
-        text = f"MLA {attention.key_dim - attention.rope_dim}+{attention.rope_dim}"
-        return text if attention.kind == "mla" else f"{text}, indexer {attention.index_dim}, top {attention.top_k}"
-    text = f"window {attention.window} x {attention.key_dim}"
-    if attention.ratio:
-        text += f", 1 of {attention.ratio} compressed"
-    return text if attention.top_k is None else f"{text}, top {attention.top_k}"
+        return dict(Counter(layer.attention.describe() for layer in self.layers))

@@ -11,16 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.folder import find_tensors, weight_files
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.links import check_links
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import ModelError, SchemeError, first_line, suggestion
-from quantkit.planning.config import Config
-from quantkit.planning.families import from_config
-from quantkit.planning.headers import Stored, from_headers, read_tensors
-from quantkit.planning.kv_forms import KVForm, from_schemes
-from quantkit.planning.shape import DTYPE_BYTES, ModelShape
-from quantkit.planning.units import parse_parameters
-from quantkit.quantities import scaled_count
+from quantkit.models.cache import KVForm, form_of_schemes
+from quantkit.models.description import ModelDescription, describe
+from quantkit.models.families import family_for_counting
+from quantkit.planning.counting import from_config, from_headers
+from quantkit.planning.shape import ModelShape
+from quantkit.quantities import parse_parameters, scaled_count
 from quantkit.untrusted import parse_yaml, read_text
 
 _MAX_JSON_BYTES = 1 << 26
@@ -54,12 +55,12 @@ def from_model(model: str | Path | None) -> ModelShape:
     if path.is_dir():
         return _from_folder(path, path.resolve().name)
     if path.is_file():
-        return from_config(_checked(_read(path), str(path)), path.stem, "config.json")
+        return from_config(description_of(_read(path), str(path)), path.stem, "config.json")
     if not _HUB_ID.fullmatch(str(model)):
         raise ModelError(
             f"no such model directory or config file: {model}; check the path, or give --shape or --params"
         )
-    return from_config(_checked(_read(_download(str(model))), f"{model}/config.json"), str(model), "config.json")
+    return from_config(description_of(_read(_download(str(model))), f"{model}/config.json"), str(model), "config.json")
 
 
 def from_shape_file(path: str | Path) -> ModelShape:
@@ -76,7 +77,7 @@ def from_shape_file(path: str | Path) -> ModelShape:
                 raise ModelError(
                     f"{file}: unknown entry {key!r}{suggestion(str(key), KEYS)}; entries are as in config.json"
                 )
-    return from_config(_checked(data, str(file)), str(data.get("name") or file.stem), "shape file")
+    return from_config(description_of(data, str(file)), str(data.get("name") or file.stem), "shape file")
 
 
 def from_parameters(text: str) -> ModelShape:
@@ -88,7 +89,8 @@ def from_parameters(text: str) -> ModelShape:
     total, active = parse_parameters(text)
     return ModelShape(
         name=f"{scaled_count(total)} parameters",
-        family="unknown",
+        family=None,
+        model_type="unknown",
         counted_from="parameter count",
         dtype="bfloat16",
         hidden_size=0,
@@ -106,15 +108,16 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{path} is missing; give a directory with a config.json, or --shape or --params")
-    config = _checked(_read(path), str(path))
-    tensors = read_tensors(folder)
-    if tensors is None:
-        shape = from_config(config, name, "config.json")
-    elif _has_codes(config.data):
-        shape = _quantized(config, name, tensors)
+    data = _read(path)
+    model = description_of(data, str(path))
+    files = weight_files(folder)
+    if not files or not all(file.is_file() for file in files):
+        shape = from_config(model, name, "config.json")
+    elif _has_codes(data):
+        shape = _quantized(model, name, find_tensors(folder)[0])
     else:
-        shape = from_headers(config, name, tensors)
-    return replace(shape, cache=_cache(config.data, shape))
+        shape = from_headers(model, name, find_tensors(folder)[0])
+    return replace(shape, cache=_cache(data, shape))
 
 
 def _has_codes(data: dict[str, Any]) -> bool:
@@ -135,12 +138,12 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
         schemes = read_cache_schemes(data, len(shape.layers))
     except SchemeError:  # which the runtime says and does not follow
         return None
-    return None if schemes is None else from_schemes("checkpoint", schemes, shape.dtype_bytes)
+    return None if schemes is None else form_of_schemes("checkpoint", schemes, shape.dtype_bytes)
 
 
-def _quantized(config: Config, name: str, tensors: dict[str, Stored]) -> ModelShape:
+def _quantized(model: ModelDescription, name: str, tensors: dict[str, TensorInfo]) -> ModelShape:
     """A checkpoint whose weights are codes: parameters from the config, bytes from the headers."""
-    shape = from_config(config, name, "config.json")
+    shape = from_config(model, name, "config.json")
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     remarks = ("the weights are quantized already: their bytes are those of the shards",)
     return replace(
@@ -148,15 +151,13 @@ def _quantized(config: Config, name: str, tensors: dict[str, Stored]) -> ModelSh
     )
 
 
-def _checked(data: dict[str, Any], where: str) -> Config:
-    config = Config(data, where)
-    for name in ("dtype", "torch_dtype"):
-        found = config.data.get(name)
-        if found is not None and found not in DTYPE_BYTES and found != "auto":
-            raise ModelError(
-                f"{where}: {name} {found!r} is not one that plan counts; there are: {', '.join(DTYPE_BYTES)}"
-            )
-    return config
+def description_of(data: dict[str, Any], where: str) -> ModelDescription:
+    """The model that a config.json describes; of a family that no file describes as far as it is like Llama.
+
+    Raises:
+        ModelError: a size is missing or no size, or the model keeps something else than keys and values.
+    """
+    return describe(data, family_for_counting(data), where)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quantkit.report import speed_tables, tables
 from quantkit.report.table import Table
 from quantkit.report.words import gate_lines, headline
 from quantkit.results import Report
+
+if TYPE_CHECKING:
+    from quantkit.formats.base import Format
 
 TRANSFORMERS = """With transformers ({needs}):
 
@@ -37,14 +41,7 @@ QUANTKIT = """With quantkit's own runtime, in which the numbers above were measu
 quantkit generate {path} --prompt "Once upon a time"
 ```
 """
-# Format -> what transformers needs besides itself (None: it cannot load it), whether vLLM, whether llama.cpp loads it.
-LOADERS = {
-    "dense": ("nothing else needed", True, False),
-    "compressed-tensors": ("`pip install compressed-tensors`", True, False),
-    "gptq": ("`pip install gptqmodel`", True, False),
-    "awq": ("`pip install gptqmodel`", True, False),
-    "gguf": (None, False, True),
-}
+TEMPLATES = {"transformers": TRANSFORMERS, "vllm": VLLM, "llama.cpp": LLAMA_CPP}
 
 
 def render_markdown(report: Report) -> str:
@@ -83,6 +80,7 @@ def _results(report: Report) -> list[Table | None]:
 def _front_matter(report: Report) -> str:
     """YAML; every text is written as JSON, which YAML reads, so that no name can break it."""
     model, original = report.model, report.baseline_model
+    format_ = _format(model.format)
     tags = ["quantkit", "quantized", model.format, *model.scheme.split()[:1]]
     lines = ["---"]
     if original is not None and original.hub_id:
@@ -91,7 +89,7 @@ def _front_matter(report: Report) -> str:
     if known:
         lines.append(f"license: {json.dumps(known)}")
     lines += [
-        "library_name: " + ("gguf" if model.format == "gguf" else "transformers"),
+        f"library_name: {format_.library if format_ else 'transformers'}",
         "pipeline_tag: text-generation",
     ]
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in dict.fromkeys(tag for tag in tags if tag))]
@@ -117,15 +115,19 @@ def markdown_table(table: Table) -> str:
 
 def _loading(report: Report) -> list[str]:
     """Each loader that reads the format, with a command."""
-    needs, vllm, llama_cpp = LOADERS.get(report.model.format, (None, False, False))
+    format_ = _format(report.model.format)
+    needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
     path = report.model.hub_id or report.model.path or report.model.name
-    templates = [
-        TRANSFORMERS if needs else "",
-        VLLM if vllm else "",
-        LLAMA_CPP if llama_cpp else "",
-        QUANTKIT,
-    ]
-    return [template.format(path=path, needs=needs) for template in templates if template]
+    templates = [*(TEMPLATES[engine] for engine in (format_.engines if format_ else ())), QUANTKIT]
+    return [template.format(path=path, needs=needs) for template in templates]
+
+
+def _format(name: str) -> Format | None:
+    """The format of that name; None for one that a newer version wrote."""
+    from quantkit.formats import REGISTRY  # they bring torch, which only a card waits for
+
+    known: Format | None = REGISTRY.all().get(name)
+    return known
 
 
 def _license(report: Report) -> str:

@@ -1,68 +1,92 @@
-"""What flows between the engine's parts: parameters, sequences, outputs, timings. Plain data, no tensors.
-
-A sequence's life, drawn over its token ids (pages of 4, `num_computed` = 6, one token to feed):
-
-    ids            [p0 p1 p2 p3 | p4 p5 g0]      p prompt, g generated
-    in the cache    ------------------           positions 0 .. num_computed - 1
-    to feed                         --           ids[num_computed:], one token when decoding
-    drafts                              d0 d1    proposed, not part of ids until verified
-"""
+"""What goes into the engine and what comes out of it: how a request is to be answered, and what it became."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from quantkit.runtime.engine.detokenizer import TextStream
-    from quantkit.runtime.sampling.penalties import TokenHistory
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends. The defaults are greedy.
+class PromptScoring:
+    """What a request asks about tokens that are given instead of drawn.
+
+    A worked example, prompt [a, b, c, d], num_tokens 2, continuations (x, y): the answer has the log-probabilities of
+    c after ab, of d after abc, of x and of y after abcd.
 
     Args:
-        max_tokens: at most so many new tokens; None = until the context is full.
-        temperature: 0 = greedy.
-        top_k: sample among the k most likely tokens; None = all.
-        top_p: sample among the most likely tokens that together have this probability.
-        min_p: drop tokens less likely than this share of the most likely one.
-        repetition_penalty: divides (multiplies, when negative) the logits of tokens seen in prompt or output.
-        presence_penalty: subtracted from the logits of tokens in the output.
+        num_tokens: log-probabilities of so many of the last prompt tokens; fewer than the prompt has.
+        continuations: tokens that might follow the prompt, each scored.
+        logits: whole rows of logits, after every prompt token. They are computed from the model as it is now: nothing
+            is taken from the prefix cache or given to it.
+        chunk_size: prompt tokens per step at most; 1 takes the decode path, which reads all other tokens from the
+            cache. None = as many as a step takes.
+    Raises:
+        RequestError: nothing is asked, or a number is out of range.
+    """
+
+    num_tokens: int = 0
+    continuations: tuple[int, ...] = ()
+    logits: bool = False
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("num_tokens", self.num_tokens, 0, "leave it out for none")
+        _check_integer("chunk_size", self.chunk_size, 1, "None for as many as a step takes")
+        if not (self.num_tokens or self.continuations or self.logits):
+            raise RequestError("nothing is to be scored; give num_tokens, continuations or logits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends; what an option can set stands beside it. Greedy by default.
+
+    Args:
+        max_tokens: None = until the context is full; 0 only with `scoring`.
+        top_k: None = all.
+        repetition_penalty: multiplies negative logits; of tokens in prompt and output.
+        presence_penalty: of tokens in the output.
         frequency_penalty: subtracted once for every time a token is in the output.
-        seed: of this request's draws; None = derived from the engine's seed and the request's number.
-        stop: texts that end the output; they and what follows are not part of it. One text or several.
+        seed: None = derived from the engine's seed and the request's number.
+        stop: one text or several; they and what follows are not part of the output.
         stop_token_ids: tokens that end the output, besides the model's own.
-        ignore_eos: go on after the model's end token.
         logprobs: log-probabilities of the chosen and of this many most likely tokens; None = none.
+        scoring: what is asked about the prompt itself; None = nothing.
     Raises:
         RequestError: a value of the wrong type or out of range.
     """
 
-    max_tokens: int | None = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)
+    temperature: float = setting(0.0, "How freely to draw; 0 always takes the likeliest token.", flag="--temperature")
+    top_k: int | None = setting(None, "Draw from the k likeliest tokens only.", flag="--top-k", kind=int)
+    top_p: float = setting(1.0, "Draw from the likeliest tokens that together have this probability.", flag="--top-p")
+    min_p: float = setting(
+        0.0, "Draw from tokens with at least this share of the best one's probability.", flag="--min-p"
+    )
+    repetition_penalty: float = setting(
+        1.0, "Divides the scores of used tokens; above 1 discourages repeats.", flag="--repetition-penalty"
+    )
+    presence_penalty: float = setting(0.0, "Subtracted from scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | Iterable[str] = ()
+    seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
+    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop", metavar="TEXT")
     stop_token_ids: Iterable[int] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
     logprobs: int | None = None
+    scoring: PromptScoring | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_tokens", self.max_tokens, 1, "None for as many as fit")
+        _check_integer("max_tokens", self.max_tokens, 1 if self.scoring is None else 0, "None for as many as fit")
         _check_integer("top_k", self.top_k, 1, "None for all tokens")
         _check_integer("logprobs", self.logprobs, 0, "None for none")
         _check_integer("seed", self.seed, 0, "None to derive it")
@@ -106,8 +130,36 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredText:
+    """Tokens of which the last ones are scored; see `LLM.score_tokens`.
+
+    Args:
+        ids: context and continuation, at least two tokens.
+        num_scored: of the continuation, at least one; fewer than len(ids).
+    """
+
+    ids: tuple[int, ...]
+    num_scored: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScores:
+    """What a `PromptScoring` asked for.
+
+    Args:
+        logprobs: (num_tokens + len(continuations),) float32 on the CPU, of each token given all before it.
+        greedy: likewise bool, whether it was the likeliest.
+        logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not asked for.
+    """
+
+    logprobs: Tensor
+    greedy: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A finished request.
+    """What a request became.
 
     Args:
         prompt_token_ids: as given.
@@ -115,6 +167,7 @@ class Completion:
         text: of the new tokens as it continues the prompt; empty when the engine has no tokenizer.
         finish_reason: "stop" (end token, stop token, stop text), "length", "cancelled" or "error".
         logprobs: one per new token, if asked for.
+        scores: of prompt tokens, if asked for.
         timing: raw timestamps.
         num_preemptions: times it lost its pages and was computed again.
     """
@@ -126,6 +179,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     timing: RequestTiming
     num_preemptions: int
+    scores: PromptScores | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,64 +199,6 @@ class StepOutput:
     completion: Completion | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A request on its way. Mutable; only the engine and its parts touch it.
-
-    Args:
-        id: stable number, also its age: smaller = arrived earlier.
-        ids: prompt and generated tokens.
-        num_prompt: tokens of the prompt.
-        params: as given.
-        limit: tokens at which it ends.
-        seed: of its draws.
-        stop_ids: tokens that end it.
-        arrived: timestamp.
-    """
-
-    id: int
-    ids: list[int]
-    num_prompt: int
-    params: SamplingParams
-    limit: int
-    seed: int
-    stop_ids: frozenset[int]
-    arrived: float
-    text: TextStream | None = None
-    history: TokenHistory | None = None
-    num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    row: int = -1  # in page table and tail buffers; -1 while waiting
-    tabled: int = 0  # pages already written to that row
-    page_keys: list[bytes] = field(default_factory=list)
-    num_published: int = 0
-    num_cached: int = 0
-    num_preemptions: int = 0
-    drafts: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-
-    def complete(self, reason: FinishReason, now: float) -> Completion:
-        """The request as it ended at a time."""
-        return Completion(
-            prompt_token_ids=tuple(self.ids[: self.num_prompt]),
-            token_ids=tuple(self.ids[self.num_prompt :]),
-            text="".join(self.pieces),
-            finish_reason=reason,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
-            timing=RequestTiming(
-                request_id=self.id,
-                prompt_tokens=self.num_prompt,
-                arrived_s=self.arrived,
-                token_s=tuple(self.token_times),
-                finished_s=now,
-                cached_tokens=self.num_cached,
-            ),
-            num_preemptions=self.num_preemptions,
-        )
-
-
 def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
     if value is None:
         return
@@ -220,18 +216,18 @@ def _stop_texts(stop: Any) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else stop
     if texts is None or not isinstance(texts, Iterable):
         raise RequestError(f"stop is {stop!r} ({type(stop).__name__}); give a text or a list of texts")
-    found = tuple(texts)
-    for text in found:
+    texts = tuple(texts)
+    for text in texts:
         if not isinstance(text, str) or not text:
             raise RequestError(f"stop holds {text!r} ({type(text).__name__}); every entry must be a text, not empty")
-    return found
+    return texts
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise RequestError(f"stop_token_ids is {ids!r} ({type(ids).__name__}); give a list of token numbers")
-    found = tuple(ids)
-    for token in found:
+    tokens: tuple[int, ...] = tuple(ids)
+    for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError(f"stop_token_ids holds {token!r} ({type(token).__name__}); every entry must be a number")
-    return found
+    return tokens

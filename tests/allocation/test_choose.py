@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from quantkit.allocation.choose import Target, steps, within_budget, within_kl
+from quantkit.allocation.choose import steps, within_budget, within_kl
+from quantkit.allocation.options import SearchTarget
 from quantkit.allocation.solve import Option, total
 from quantkit.errors import GateFailure, InputError
 
@@ -79,11 +80,11 @@ def test_what_cannot_be_reached_says_so():
 
 
 def test_one_target_is_asked_for():
-    assert [Target(bits=4.5).text, Target(kl=0.02).text, Target(recovery=99).text] == [
+    assert [SearchTarget(bits=4.5).text, SearchTarget(kl=0.02).text, SearchTarget(recovery=99).text] == [
         "bits<=4.5",
         "kl<=0.02",
         "recovery>=99",
     ]
-    for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}):
+    for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}, {"bits": float("nan")}):
         with pytest.raises(InputError, match="one target above zero"):
-            Target(**wrong)
+            SearchTarget(**wrong)

@@ -9,11 +9,12 @@ import shutil
 import pytest
 
 import quantkit
-from quantkit.allocation import SearchOptions, Target, search
 from quantkit.allocation import run as module
 from quantkit.allocation.candidates import Candidate, default_candidates, read_candidates, usable
+from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.recipe_file import _patterns
 from quantkit.allocation.recovery import Judge
+from quantkit.allocation.run import search
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm
@@ -45,7 +46,7 @@ def work(tmp_path_factory):
 def found(tiny_llama, options, work, tmp_path_factory):
     place = tmp_path_factory.mktemp("out")
     result = search(
-        str(tiny_llama), Target(bits=5.0), options(place / "mine.yaml", work=work, checkpoint=place / "made")
+        str(tiny_llama), SearchTarget(bits=5.0), options(place / "mine.yaml", work=work, checkpoint=place / "made")
     )
     return result, place
 
@@ -114,12 +115,12 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, t
     measure = module.Probe.measure
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 13))
     with pytest.raises(Killed):
-        search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "mine.yaml"))
+        search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"))
     assert not (tmp_path / "mine.yaml").exists()
     calls.clear()
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 10**9))
     lines = []
-    again = search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
+    again = search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
     assert any(line.startswith("13 numbers taken over") for line in lines)
     same = ("groups", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
@@ -129,14 +130,14 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, t
 def test_numbers_of_another_search_are_refused(found, tiny_llama, options, work, tmp_path):
     changed = options(tmp_path / "x.yaml", work=work, max_tokens=300)
     with pytest.raises(ResumeError, match=r"started from something else \(windows.*--no-resume"):
-        search(str(tiny_llama), Target(bits=5.0), changed)
+        search(str(tiny_llama), SearchTarget(bits=5.0), changed)
 
 
 def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work, tmp_path):
     """And a KL that is asked for is reached with fewer bits than the budget before had."""
     result, _ = found
     lines = []
-    goal = Target(kl=2 * result.measured_kl)
+    goal = SearchTarget(kl=2 * result.measured_kl)
     second = search(str(tiny_llama), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
     assert not any("group 1 of" in line for line in lines)
     assert second.reached
@@ -148,7 +149,7 @@ def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work
 
 def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(found, tiny_llama, options, work, tmp_path, monkeypatch):
     monkeypatch.setattr(Judge, "recovery", lambda self, llm: 100 - 10 * _kl(self.original, llm))
-    second = search(str(tiny_llama), Target(recovery=98.5), options(tmp_path / "r.yaml", work=work))
+    second = search(str(tiny_llama), SearchTarget(recovery=98.5), options(tmp_path / "r.yaml", work=work))
     assert second.reached
     assert second.recovery >= 98.5
     assert load(tmp_path / "r.yaml").gates == ("recovery>=98.5",)
@@ -161,17 +162,17 @@ def _kl(original, llm):
 def test_nothing_is_replaced_unasked(found, tiny_llama, options):
     _, place = found
     with pytest.raises(OutputError, match=r"mine\.yaml exists already"):
-        search(str(tiny_llama), Target(bits=4), options(place / "mine.yaml"))
+        search(str(tiny_llama), SearchTarget(bits=4), options(place / "mine.yaml"))
     with pytest.raises(OutputError, match=r"give a name that ends in \.yaml"):
-        search(str(tiny_llama), Target(bits=4), options(place / "mine"))
+        search(str(tiny_llama), SearchTarget(bits=4), options(place / "mine"))
 
 
 def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(tiny_llama, options, work, tmp_path):
     """The same choice, all groups the first candidate, is another model where the first candidate is another."""
     cheap = options(tmp_path / "cheap.yaml", work=work, candidates=("int3:32",))
-    least = search(str(tiny_llama), Target(bits=4.01), cheap)
+    least = search(str(tiny_llama), SearchTarget(bits=4.01), cheap)
     dear = search(
-        str(tiny_llama), Target(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",))
+        str(tiny_llama), SearchTarget(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",))
     )
     assert {group.choice for group in least.groups} == {"int3:32"}
     assert {group.choice for group in dear.groups} == {"int8:32"}
@@ -184,7 +185,7 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputError, match=r"mine is where quantkit would work, .* choose another --work"):
-        search(str(tiny_llama), Target(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
+        search(str(tiny_llama), SearchTarget(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
     assert (mine / "thesis.txt").exists()
 
 
@@ -194,7 +195,7 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
 )
 def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        search(str(tiny_llama), Target(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
+        search(str(tiny_llama), SearchTarget(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
 
 
 def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, options, text_file, tmp_path):
@@ -203,10 +204,10 @@ def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, o
     changes = {"calibration.data": str(data), "calibration.samples": 2, "calibration.sequence_length": 16}
     recipe = load("gptq-int4", {"weights.group_size": 32, **changes})
     given = {"recipe": recipe, "candidates": ("int4:32",), "text": str(text_file), "max_tokens": 64, "engine": ENGINE}
-    search(str(tiny_llama), Target(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
+    search(str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
     data.write_text(TEXT[::-1])
     with pytest.raises(ResumeError, match="calibration"):
-        search(str(tiny_llama), Target(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
+        search(str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
 
 
 @pytest.mark.parametrize("name", ["int4-32", "int3-32"])
@@ -219,14 +220,14 @@ def test_a_trial_of_something_else_is_not_taken_for_this_one(found, tiny_llama, 
     else:  # cut short
         (trial / "model-00001-of-00003.safetensors").write_bytes(b"x")
     with pytest.raises(ResumeError, match=f"{name} is not what"):
-        search(str(tiny_llama), Target(bits=5.0), options(tmp_path / "x.yaml", work=copied))
+        search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "x.yaml", work=copied))
 
 
 def test_fewer_bits_than_the_smallest_candidate_are_refused_before_any_work(found, tiny_llama, options, tmp_path):
     result, _ = found
     least = min(candidate.bits_per_weight for candidate in result.candidates)
     with pytest.raises(GateFailure, match=f"take {least:.3f} bits per weight"):
-        search(str(tiny_llama), Target(bits=least - 0.01), options(tmp_path / "x.yaml"))
+        search(str(tiny_llama), SearchTarget(bits=least - 0.01), options(tmp_path / "x.yaml"))
     assert not list(tmp_path.iterdir())
 
 

@@ -7,8 +7,8 @@ import torch
 
 from quantkit.benchmark import ceilings
 from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import (
-    BenchmarkOptions,
     check_target,
     find_ceilings,
     load_target,

@@ -98,7 +98,7 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
         time.sleep(0.05 if set(batch.query_lengths) == {1} else 0.12)
         return Logits(torch.zeros(len(batch.logit_rows), demo.model.vocab_size))
 
-    monkeypatch.setattr(demo.model, "step", slow)
+    monkeypatch.setattr(demo.model, "forward", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))
     load = dataclasses.replace(load, prompts=load.prompts[-1:], new_tokens=(9,), num_warmup=0)
     bench_firsts, bench_gaps, firsts, gaps = [], [], [], []

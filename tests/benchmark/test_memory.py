@@ -11,8 +11,9 @@ from quantkit.benchmark.memory import (
     observed_weight_bytes,
     process_bytes,
 )
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import max_length, predict
-from quantkit.benchmark.run import BenchmarkOptions, find_ceilings, load_target, measure_model
+from quantkit.benchmark.run import find_ceilings, load_target, measure_model
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -96,7 +97,9 @@ def test_cache(family_models, family, kv_cache):
     layouts = model.layouts(kv_scheme(kv_cache), 32, kv_dtype(kv_cache, model.dtype))
     cache = KVCache(layouts, 5, 3, CPU)
     assert (
-        observed_cache_bytes(cache) == 5 * found.page_bytes + 3 * found.tail_bytes == cache.num_bytes + cache.tail_bytes
+        observed_cache_bytes(cache)
+        == 5 * found.page_bytes + 3 * found.tail_bytes
+        == cache.num_bytes + cache.residual_bytes
     )
 
 

@@ -19,9 +19,9 @@ def demo():
 @pytest.fixture
 def computed(demo, monkeypatch):
     """Tokens of every forward pass."""
-    step, counts = demo.model.step, []
+    forward, counts = demo.model.forward, []
     monkeypatch.setattr(
-        demo.model, "step", lambda batch, cache: (counts.append(len(batch.token_ids)), step(batch, cache))[1]
+        demo.model, "forward", lambda batch, cache: (counts.append(len(batch.token_ids)), forward(batch, cache))[1]
     )
     return counts
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import statistics
@@ -22,7 +23,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from quantkit.cli import REGISTRY, main
-from quantkit.cli._output import Output, explain
+from quantkit.cli._errors import explain
+from quantkit.cli._output import Output
 from quantkit.cli._progress import Bar, Log, Progressing, for_output
 from quantkit.compress import pipeline
 from quantkit.compress.pipeline.events import Listener
@@ -200,10 +202,10 @@ def test_help_is_fast_and_never_sees_torch():
     assert statistics.median(spans) < 1.0
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", REGISTRY.names())
 def test_help_of_every_command_never_sees_torch(command):
     code = (
-        f"import sys; from quantkit.cli import main\ntry: main({[*command, '-h']})\nfinally: print(sys.modules.keys())"
+        f"import sys; from quantkit.cli import main\ntry: main({[command, '-h']})\nfinally: print(sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "'click'" in done.stdout
@@ -220,6 +222,40 @@ def test_the_documentation_names_every_option(run):
 
 def test_version(run):
     assert re.fullmatch(r"quantkit \S+\n", run("--version").stdout)
+
+
+# ---- streams
+
+
+def piped(line: str) -> tuple[int, str]:
+    """Exit code and stderr of a command line of bash, in which `quantkit` is this one."""
+    script = f'quantkit() {{ {shlex.quote(sys.executable)} -m quantkit "$@"; }}; {line}'
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("quantkit --help | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
+        ("quantkit recipes list --json | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
+        ("quantkit recipes list > /dev/full", 5, "error: .*no space left.*\n"),
+        ("quantkit recipes list --json > /dev/full", 5, "error: .*no space left.*\n"),
+        ("quantkit recipes bogus 2> /dev/full", 2, ""),
+        ("quantkit recipes list <&- >&- 2>&-", 0, ""),
+        ("quantkit recipes bogus >&- 2>&-", 2, ""),
+        ("ulimit -v 200000; quantkit inspect quantkit/demo/model", 5, "error: out of memory: .*\n"),
+    ],
+)
+def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code, told):
+    found, error = piped(line)
+    assert (found, bool(re.fullmatch(told, error, flags=re.IGNORECASE))) == (code, True), error
+
+
+def test_progress_that_nobody_reads_ends_no_work(tmp_path):
+    line = f"quantkit quantize --recipe rtn-int8 -o {tmp_path / 'out'}"
+    assert piped(f"{line} 2>&1 >/dev/null | sleep 0; exit ${{PIPESTATUS[0]}}") == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # ---- usage
@@ -250,6 +286,13 @@ def test_usage_mistakes_exit_with_2(run, args):
 # ---- errors
 
 
+def wrapped(error: BaseException) -> Exception:
+    """What a library makes of an error while it is imported."""
+    outer = RuntimeError("Failed to import the model; read this")
+    outer.__cause__ = error
+    return outer
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -260,6 +303,13 @@ def test_usage_mistakes_exit_with_2(run, args):
         (MemoryError("no"), 5, "error: out of memory: no; when compressing try fewer --samples or --activations disk"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 5, "error: out of memory: CUDA"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 5, "error: out of memory"),
+        (RuntimeError("std::bad_alloc"), 5, "error: out of memory: std::bad_alloc"),
+        (ImportError("libx.so: failed to map segment from shared object"), 5, "error: out of memory: libx.so"),
+        (RuntimeError("can't start new thread"), 5, "error: out of memory: can't start new thread"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 5, "error: out of memory"),
+        (wrapped(MemoryError("9 bytes")), 5, "error: out of memory: 9 bytes; when"),
+        (ImportError("no module named x"), 1, "error: ImportError: no module named x; this is a bug"),
+        (SystemError("lost"), 1, "error: SystemError: lost; this is a bug"),
         (OSError(errno.ENOSPC, "full", "/x/y"), 5, "error: no space left on the disk of /x/y"),
         (ValueError("two\nlines"), 1, "error: ValueError: two lines; this is a bug; run again with --verbose"),
     ],
@@ -274,6 +324,12 @@ def test_every_error_is_one_line_and_an_exit_code(run, monkeypatch, error, code,
     answer = run("quantize", "--recipe", "rtn-int8", "--json")
     assert answer.exit_code == code
     assert json.loads(answer.stdout) == {"error": answer.stderr.strip().removeprefix("error: "), "exit_code": code}
+
+
+def test_a_system_error_under_a_limit_of_memory_is_want_of_memory(monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (600 << 20, limit))
+    assert explain(SystemError("error return without exception set"))[0] == 5
 
 
 def test_verbose_shows_the_traceback(run, monkeypatch):
@@ -332,9 +388,7 @@ def test_options_reach_the_recipe_and_the_pipeline(run, calls):
 
 def test_what_is_not_given_is_left_to_the_recipe_and_the_pipeline(run, calls):
     run("quantize", "--recipe", "gptq-int4")
-    assert calls["recipe"] == load("gptq-int4")
-    assert (calls["model"], calls["output"], calls["device"]) == (None, None, "auto")
-    assert (calls["activations"], calls["resume"], calls["overwrite"]) == ("ram", True, False)
+    assert calls == {"model": None, "recipe": load("gptq-int4"), "output": None}
 
 
 def test_a_calibration_file_is_taken_as_it_is_written(run, calls):
@@ -441,9 +495,9 @@ def test_the_bar_names_layer_phase_and_memory():
 
 def test_the_listener_suits_the_options_and_the_terminal(monkeypatch):
     for quiet, as_json in ((True, False), (False, True)):
-        listener = for_output(Output(as_json=as_json, quiet=quiet, verbose=False))
+        listener = for_output(Output(as_json=as_json, quiet=quiet))
         assert type(listener) is Progressing
-    wanted = Output(as_json=False, quiet=False, verbose=False)
+    wanted = Output(as_json=False, quiet=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     assert type(for_output(wanted)) is Log
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

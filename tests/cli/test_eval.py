@@ -33,8 +33,9 @@ def test_a_table_for_people(run):
     assert "the demo model: reading the items of 1 tasks" in answer.stderr
 
 
-def test_json_is_the_record_and_nothing_else(run):
-    answer = run(*ASKED, "--json", "--batch", 3, "--text", "demo", "--window", 16, "--stride", 9, "--through", "decode")
+def test_json_is_the_record_and_nothing_else(run, text_file):
+    windows = ("--text", text_file, "--window", 16, "--stride", 9, "--through", "decode")
+    answer = run(*ASKED, "--json", "--batch", 3, *windows)
     assert answer.exit_code == 0, answer.stderr
     assert answer.stderr == ""
     result = EvaluationResult.from_dict(json.loads(answer.stdout)["evaluation"])

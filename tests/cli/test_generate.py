@@ -42,6 +42,7 @@ def test_statistics_go_to_stderr(run):
     assert "TTFT" not in out
     for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s", "CPU kernels", "threads"):
         assert word in err
+    assert "Table(" not in err  # drawn, not its repr
 
 
 def test_json_has_the_text_and_the_numbers(run):
@@ -180,7 +181,7 @@ def test_shapes_against_the_config(run, tmp_path, monkeypatch):
 
 def test_a_model_too_large_for_memory(run, tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
-    monkeypatch.setattr("quantkit.runtime.cache.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("quantkit.runtime.model.memory.free_bytes", lambda device: 1000)
     no_weights_read(monkeypatch)
     refused(run, 5, "memory", options=(model, "--prompt", "a"))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from quantkit import allocation
+from quantkit.allocation import run as allocation
 from quantkit.cli import main
 from quantkit.cli.search import search
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
@@ -65,7 +65,7 @@ def test_what_was_expected_measured_and_chosen_is_printed(run):
         assert text in shown
     model, target, options = calls[0]
     assert (model, target.text, options.candidates) == (None, "bits<=4.5", ("int4", "int5:32"))
-    assert options.engine == {"dtype": "fp32"}
+    assert (options.engine, options.max_tokens, options.resume) == ({}, 8192, True)  # defaults are the search's
     assert "quantkit quantize --recipe demo-bits-4.5.yaml" in shown
 
 

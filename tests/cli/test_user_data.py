@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
+from tests import forked
 from tests.helpers import TEXT, make_model, tree
 
 
@@ -187,20 +186,9 @@ def test_an_output_that_a_killed_replacement_moved_aside_is_put_back(call, tmp_p
 
 
 def test_of_two_conversions_at_once_one_is_refused_and_the_other_whole(source, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "convert",
-        str(source / "q"),
-        "--to",
-        "awq",
-        "-o",
-        str(tmp_path / "out"),
-    ]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    errors = {process.communicate(timeout=240)[1] for process in both}
-    assert sorted(process.returncode for process in both) == [0, 4], errors
+    both = [forked.Command("convert", source / "q", "--to", "awq", "-o", tmp_path / "out") for _ in range(2)]
+    codes, _, errors = zip(*(command.finish() for command in both), strict=True)
+    assert sorted(codes) == [0, 4], errors
     assert any("another run is writing" in error or "exists already" in error for error in errors)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert inspect(tmp_path / "out").format == "awq"
@@ -215,7 +203,7 @@ def test_a_conversion_of_a_strangers_checkpoint_is_known_as_ours(call, source, t
         code, _, error = run("convert", stranger, "--to", "awq", "-o", tmp_path / "out", *further)
         assert code == 0, error
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
-    assert manifest == {"result": {"format": "awq"}, "schema_version": 1, "converted_from": "gptq"}
+    assert manifest == {"result": {"format": "awq"}, "schema_version": 2, "converted_from": "gptq"}
     assert inspect(tmp_path / "out").layers == ()
     pair = check_pair(tmp_path / "out", source / "m")
     assert (pair.gates, pair.ignored) == ((), ())

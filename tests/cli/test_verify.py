@@ -77,8 +77,8 @@ def test_bad_input_is_one_line_and_nothing_is_loaded(run, models, tmp_path, monk
 
 
 @pytest.fixture
-def text_only(monkeypatch):
-    """`quantize --verify` asks the quick suite; here a task of three items and one text stand for it."""
+def text_only(monkeypatch, models):
+    """`quantize --verify` asks the quick suite; here a task of three items and a short text stand for it."""
     from dataclasses import replace
 
     from quantkit.cli import _verify
@@ -86,8 +86,9 @@ def text_only(monkeypatch):
     options_of = _verify.verify_options
 
     def small(asked, engine, **options):
-        few = {**asked, "suite": "none", "tasks": "demo_facts", "limit": 3, "text": "demo"}
-        return replace(options_of(few, {**engine, "threads": 1}, **options), bench=None, noise=False)
+        few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}
+        asked_text = {**options, "text": str(models / "text.txt")}
+        return replace(options_of(few, {**engine, "threads": 1}, **asked_text), bench=None, noise=False)
 
     monkeypatch.setattr(_verify, "verify_options", small)
 

@@ -105,5 +105,5 @@ def test_a_model_without_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize(("given", "count"), [(None, 64), (1, 64), ("auto", 64), (5, 5), ("auto:3", 3)])
 def test_batch_size_is_a_number_of_sequences(folder, given, count):
     model = QuantkitLM(str(folder), batch_size=given, device="cuda:0", threads=1)  # lm-eval's default device
-    assert model.llm.engine.options.max_sequences == count
+    assert model.llm.engine.config.max_sequences == count
     assert model.batch_size == count

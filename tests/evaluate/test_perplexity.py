@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.perplexity import adds_bos, make_windows, perplexity
+from quantkit.evaluate.perplexity import adds_bos, cut_windows, perplexity
 from tests.helpers import save_tokenizer, transformers_logits
 from tests.runtime.helpers import make_loud_model
 
@@ -29,7 +29,7 @@ def llm(folder):
 
 
 def test_the_example_of_the_module_is_true():
-    windows = make_windows(range(12), room=5, stride=4, bos=(99,))
+    windows = cut_windows(range(12), num_text=5, stride=4, bos=(99,))
     assert [item.ids for item in windows] == [(99, 0, 1, 2, 3, 4), (99, 4, 5, 6, 7, 8), (99, 8, 9, 10, 11)]
     assert [item.num_scored for item in windows] == [5, 4, 3]
 
@@ -38,7 +38,7 @@ def test_the_example_of_the_module_is_true():
 @pytest.mark.parametrize(("room", "stride"), [(5, 5), (5, 4), (5, 1), (40, 40)])
 @pytest.mark.parametrize("bos", [(), (99,)])
 def test_every_token_is_scored_once_in_the_first_window_that_reaches_it(length, room, stride, bos):
-    windows = make_windows(range(length), room=room, stride=stride, bos=bos)
+    windows = cut_windows(range(length), num_text=room, stride=stride, bos=bos)
     scored = [token for item in windows for token in item.ids[-item.num_scored :]]
     # Without BOS nothing precedes the first token of the text, nor the first of a window that overlaps no other.
     lost = set() if bos else ({0} if stride < room else set(range(0, length, stride)))
@@ -60,7 +60,7 @@ def reference(folder, windows):
 def test_it_is_that_of_transformers(folder, llm, through):
     ids = llm.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     found = perplexity(llm, TEXT, window=64, stride=50, through=through, data="owls")
-    windows = [(list(item.ids), item.num_scored) for item in make_windows(ids, room=63, stride=50, bos=(0,))]
+    windows = [(list(item.ids), item.num_scored) for item in cut_windows(ids, num_text=63, stride=50, bos=(0,))]
     value, count = reference(folder, windows)
     assert found.perplexity == pytest.approx(value, rel=1e-4)
     assert found.num_tokens == count == len(ids)

@@ -16,8 +16,9 @@ from quantkit.evaluate import long_context as module
 from quantkit.evaluate.data import LEDGERS, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import check_same_language, other_arithmetic
-from quantkit.evaluate.run import EvaluationOptions, check_evaluation, evaluate
+from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics import compare_evaluations
@@ -178,7 +179,7 @@ def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth
 
 
 def test_lengths_that_do_not_fit(stranger):
-    with pytest.raises(DataError, match=r"no length of 600, 9000 tokens fits: .* has room for 500"):
+    with pytest.raises(DataError, match=r"no length of 600, 9000 tokens fits: .* holds 500"):
         long_context(stranger, lengths=[600, 9000])
     with pytest.raises(DataError, match=r"depth 1\.5 .*must be 0 to 1"):
         long_context(stranger, lengths=[100], depths=[1.5])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.formats._compressed_tensors_layout import library_formats, packs_densely
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import input_scale
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
@@ -74,8 +74,7 @@ if "mxfp8-quantized" not in library_formats():
 
 def quantize(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype = torch.float32) -> QuantizedTensor:
     """Rounded to nearest with the covering range."""
-    scale, zero_point = minmax_parameters(weight, scheme, scale_dtype)
-    return round_to_nearest(weight, scheme, scale, zero_point, scale_dtype)
+    return round_to_nearest(weight, WeightGrid(scheme, scale_dtype))
 
 
 def with_input(weight: QuantizedTensor, scheme: LinearScheme, largest: float = 3.0) -> QuantizedTensor:

@@ -13,8 +13,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats import REGISTRY, _compressed_tensors_layout
-from quantkit.formats import compressed_tensors as module
+from quantkit.formats import REGISTRY, _compressed_tensors_layout, _packing
 from quantkit.formats.compressed_tensors import FORMAT
 from quantkit.numerics.tensor import QuantizedTensor
 from tests.formats.schemes import SCHEMES, linear, quantize, random_tensor, with_input
@@ -142,7 +141,7 @@ def test_blocks_of_rows_make_no_difference(monkeypatch):
     scheme = SCHEMES["int4-g32-asym"]
     weight = random_tensor(0, (23, 64), scheme.weight, torch.float32)
     whole = FORMAT.encode(weight, scheme)
-    monkeypatch.setattr(module, "_BLOCK_CODES", 100)
+    monkeypatch.setattr(_packing, "_BLOCK_VALUES", 100)
     parts = FORMAT.encode(weight, scheme)
     assert torch.equal(whole["weight_packed"], parts["weight_packed"])
     assert_same(FORMAT.decode(parts, scheme), weight)

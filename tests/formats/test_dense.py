@@ -8,7 +8,7 @@ import torch
 from quantkit.errors import SchemeError
 from quantkit.formats import REGISTRY
 from quantkit.formats.dense import FORMAT
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -23,8 +23,7 @@ SCHEMES = [
 
 def quantize(scheme: WeightScheme, scale_dtype: torch.dtype) -> QuantizedTensor:
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-    scale, zero_point = minmax_parameters(weight, scheme, scale_dtype)
-    return round_to_nearest(weight, scheme, scale, zero_point, scale_dtype)
+    return round_to_nearest(weight, WeightGrid(scheme, scale_dtype))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])

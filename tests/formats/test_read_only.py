@@ -34,8 +34,8 @@ def config(**section):
 
 
 def scheme_of(section):
-    name, format_, scheme = recognise(section, "config.json")
-    return name, format_, scheme.find("model.layers.0.mlp.up_proj")
+    format_, scheme = recognise(section, "config.json")
+    return format_.name, format_, scheme.find("model.layers.0.mlp.up_proj")
 
 
 # bitsandbytes

@@ -19,6 +19,7 @@ from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
 from quantkit.kernels.reference.kv_codes import dequantize, quantize
+from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
@@ -43,7 +44,7 @@ def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.floa
 
 def poison(cache: KVCache) -> KVCache:
     """Every bit set: NaN in every float type, so that whatever reads a slot before it is written shows it."""
-    for memory in (*cache._pools, *(tail for tail in cache._tails if tail is not None)):
+    for memory in (*cache._pools, *(tail for tail in cache._residuals if tail is not None)):
         memory.view(torch.uint8).fill_(255)
     return cache
 
@@ -107,7 +108,8 @@ class Sequences:
             torch.cat([source[number][start:stop] for number, start, stop in spans]).to(self.device)
             for source in (self.query, self.key, self.value)
         )
-        out = cache.attend(0, *states, self.batch(spans), **options).cpu()
+        angles = options.pop("angles", None)
+        out = cache.attend(0, *states, self.batch(spans), AttentionOptions(**options), angles).cpu()
         return list(out.split([stop - start for _, start, stop in spans]))
 
     def expected(self, number: int, start: int, stop: int, **options) -> Tensor:

@@ -9,8 +9,6 @@ import torch
 
 from quantkit.errors import SchemeError
 from quantkit.kernels.layouts import (
-    DEFAULT_PAGE_SIZE,
-    MAX_ROLLBACK,
     kv_dtype,
     kv_scheme,
     page_bytes,
@@ -18,6 +16,7 @@ from quantkit.kernels.layouts import (
     residual_bytes,
 )
 from quantkit.kernels.reference.kv_codes import dequantize, pack_int4, quantize, unpack_int4
+from quantkit.models.cache import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from tests.kernels.paged import KV_TYPES, layout

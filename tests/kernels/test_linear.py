@@ -9,7 +9,7 @@ import torch
 
 from quantkit.kernels import cpu
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -47,10 +47,10 @@ def quantized(rows, width, name, group_size, symmetric, scale_dtype=torch.float3
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group_size, symmetric=symmetric)
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.1
     weight[:, 0] += 0.3
-    scale, zero = minmax_parameters(weight, scheme, scale_dtype)
+    scale, zero = minmax_parameters(weight, WeightGrid(scheme, scale_dtype))
     if symmetric and name.startswith("int"):
         scale[1::2] *= -1  # the range search uses both signs
-    return round_to_nearest(weight, scheme, scale, zero, scale_dtype)
+    return round_to_nearest(weight, WeightGrid(scheme, scale_dtype), Ranges(scale, zero))
 
 
 def inputs(rows, width, dtype=torch.float32, seed=1):

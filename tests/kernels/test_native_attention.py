@@ -40,8 +40,8 @@ def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
 
 def assert_same_memory(first: KVCache, second: KVCache) -> None:
     assert torch.equal(first._pools[0], second._pools[0])
-    for tail, other in zip(first._tails, second._tails, strict=True):
-        assert tail is None or torch.equal(tail.view(torch.uint8), other.view(torch.uint8))
+    for residual, other in zip(first._residuals, second._residuals, strict=True):
+        assert residual is None or torch.equal(residual.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

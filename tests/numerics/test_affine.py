@@ -7,8 +7,10 @@ import torch
 
 from quantkit.errors import SchemeError
 from quantkit.numerics.affine import (
+    Ranges,
+    WeightGrid,
     minmax_parameters,
-    range_grid,
+    range_fractions,
     range_parameters,
     round_scale,
     round_to_nearest,
@@ -22,7 +24,7 @@ INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
 
 
 def rounded(weight: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, dtype), dtype).dequantize()
+    return round_to_nearest(weight, WeightGrid(scheme, dtype)).dequantize()
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.name)
@@ -42,11 +44,11 @@ def test_rounding_equals_compressed_tensors(dtype, symmetric, group_size, device
     groups = weight.view(6, -1, scheme.group_width(32))
     low, high = groups.amin(-1), groups.amax(-1)
     their_scale, their_zero = calculate_qparams(low, high, args)
-    scale, zero = minmax_parameters(weight, scheme, torch.float32)
+    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     torch.testing.assert_close(scale, their_scale, rtol=1e-6, atol=0)
     if not symmetric:
         assert torch.equal(zero.to(torch.int8), their_zero.to(torch.int8))
-    codes = round_to_nearest(weight, scheme, scale, zero, torch.float32).codes
+    codes = round_to_nearest(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero)).codes
     theirs = quantize(weight, scale, None if symmetric else zero.to(torch.int8), args, dtype=torch.int8)
     assert torch.equal(codes, theirs)
 
@@ -56,7 +58,8 @@ def test_integer_grid_comes_back_exactly(device):
     codes = torch.arange(-8, 8, device=device).repeat(3, 2).float()
     scale = torch.full((3, 2), 0.5, device=device)
     weight = codes * 0.5
-    back = round_to_nearest(weight, WeightScheme(dtype=INT4, group_size=16), scale, None, torch.float32)
+    grid = WeightGrid(WeightScheme(dtype=INT4, group_size=16), torch.float32)
+    back = round_to_nearest(weight, grid, Ranges(scale, None))
     assert torch.equal(back.dequantize(), weight)
     assert torch.equal(back.codes.float(), codes)
 
@@ -68,7 +71,8 @@ def test_search_never_loses_to_the_covering_range(dtype, symmetric):
     weight = torch.randn(16, 64) ** 3
     scheme = WeightScheme(dtype=dtype, group_size=16, symmetric=symmetric)
     plain = rounded(weight, scheme)
-    found = round_to_nearest(weight, scheme, *search_parameters(weight, scheme, torch.float32), torch.float32)
+    grid = WeightGrid(scheme, torch.float32)
+    found = round_to_nearest(weight, grid, search_parameters(weight, grid))
     by_group = ((found.dequantize() - weight) ** 2).view(16, 4, 16).sum(-1)
     assert (by_group <= ((plain - weight) ** 2).view(16, 4, 16).sum(-1) * (1 + 1e-6)).all()
     assert by_group.sum() < ((plain - weight) ** 2).sum() or dtype is INT8
@@ -79,11 +83,11 @@ def test_search_equals_exhaustive_search():
     torch.manual_seed(2)
     weight, importance = torch.randn(5, 24), torch.rand(24)
     scheme = WeightScheme(dtype=INT4, group_size=8)
-    scale, _ = search_parameters(weight, scheme, torch.float32, importance=importance)
+    scale, _ = search_parameters(weight, WeightGrid(scheme, torch.float32), importance=importance)
     for row in range(5):
         for group in range(3):
             values, weights = weight[row, group * 8 : group * 8 + 8], importance[group * 8 : group * 8 + 8]
-            trials = [s * values.abs().max() / 7.5 * f for f in range_grid(INT4) for s in (1, -1)]
+            trials = [s * values.abs().max() / 7.5 * f for f in range_fractions(INT4) for s in (1, -1)]
             errors = [(weights * ((values / s).round().clamp(-8, 7) * s - values) ** 2).sum() for s in trials]
             torch.testing.assert_close(scale[row, group], trials[int(torch.stack(errors).argmin())])
 
@@ -93,7 +97,7 @@ def test_either_sign_of_a_symmetric_scale_is_found(dtype):
     """Codes reach further down than up; a group whose large values are positive takes a negative scale."""
     codes = torch.tensor([dtype.minimum, dtype.maximum, 1, 0] * 2)
     weight, scheme = torch.stack([codes, -codes]) * 0.25, WeightScheme(dtype=dtype, group_size=8)
-    scale, _ = search_parameters(weight, scheme, torch.float32)
+    scale, _ = search_parameters(weight, WeightGrid(scheme, torch.float32))
     expected = [[1.0], [1.0]] if dtype is INT8 else [[1.0], [-1.0]]  # half a code in 256 is not worth a sign
     assert torch.equal(scale.sign(), torch.tensor(expected))
 
@@ -106,11 +110,11 @@ def test_gram_search_is_least_output_error():
     gram = (inputs.T @ inputs / 200)[None]
 
     def output_error(parameters):
-        back = round_to_nearest(weight, scheme, *parameters, torch.float32).dequantize()
+        back = round_to_nearest(weight, WeightGrid(scheme, torch.float32), parameters).dequantize()
         return ((inputs @ (back - weight).T) ** 2).sum(0)
 
-    with_gram = output_error(search_parameters(weight, scheme, torch.float32, gram=gram))
-    without = output_error(search_parameters(weight, scheme, torch.float32))
+    with_gram = output_error(search_parameters(weight, WeightGrid(scheme, torch.float32), gram=gram))
+    without = output_error(search_parameters(weight, WeightGrid(scheme, torch.float32)))
     assert (with_gram <= without * (1 + 1e-5)).all()
     assert with_gram.sum() < without.sum()
 
@@ -120,9 +124,9 @@ def test_scales_are_rounded_before_codes_are_chosen():
     torch.manual_seed(4)
     weight = torch.randn(4, 32)
     scheme = WeightScheme(dtype=INT4, group_size=8)
-    scale, zero = search_parameters(weight, scheme, torch.bfloat16)
+    scale, zero = search_parameters(weight, WeightGrid(scheme, torch.bfloat16))
     assert torch.equal(scale, scale.bfloat16().float())
-    tensor = round_to_nearest(weight, scheme, scale, zero, torch.bfloat16)
+    tensor = round_to_nearest(weight, WeightGrid(scheme, torch.bfloat16), Ranges(scale, zero))
     by_hand = (tensor.codes.to(torch.bfloat16).view(4, 4, 8) * tensor.scale.unsqueeze(-1)).view(4, 32)
     assert torch.equal(tensor.dequantize(torch.bfloat16), by_hand)
 
@@ -130,9 +134,10 @@ def test_scales_are_rounded_before_codes_are_chosen():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zero_groups_get_a_usable_scale(dtype):
     scheme = WeightScheme(dtype=INT4, group_size=4)
-    scale, _ = search_parameters(torch.zeros(2, 8), scheme, dtype)
+    scale, _ = search_parameters(torch.zeros(2, 8), WeightGrid(scheme, dtype))
     assert (scale > 0).all()
-    assert torch.equal(round_to_nearest(torch.zeros(2, 8), scheme, scale, None, dtype).dequantize(), torch.zeros(2, 8))
+    back = round_to_nearest(torch.zeros(2, 8), WeightGrid(scheme, dtype), Ranges(scale, None))
+    assert torch.equal(back.dequantize(), torch.zeros(2, 8))
 
 
 def test_tiny_scales_do_not_underflow_in_float16():
@@ -142,8 +147,8 @@ def test_tiny_scales_do_not_underflow_in_float16():
 def test_fp8_uses_the_whole_range():
     weight = torch.linspace(-3, 3, 64).view(2, 32)
     scheme = WeightScheme(dtype=FP8)
-    scale, zero = minmax_parameters(weight, scheme, torch.float32)
-    back = round_to_nearest(weight, scheme, scale, zero, torch.float32)
+    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    back = round_to_nearest(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
     assert zero is None
     assert back.codes.dtype == torch.float8_e4m3fn
     assert back.codes.float().abs().amax(1).tolist() == [448.0, 448.0]
@@ -151,9 +156,8 @@ def test_fp8_uses_the_whole_range():
 
 
 def test_one_sided_groups_keep_zero_representable():
-    scale, zero = range_parameters(
-        torch.zeros(1), torch.tensor([3.0]), WeightScheme(dtype=INT4, symmetric=False), torch.float32
-    )
+    grid = WeightGrid(WeightScheme(dtype=INT4, symmetric=False), torch.float32)
+    scale, zero = range_parameters(torch.zeros(1), torch.tensor([3.0]), grid)
     assert zero.item() == INT4.minimum
     assert scale.item() == pytest.approx(3 / 15)
 

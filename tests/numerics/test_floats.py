@@ -9,6 +9,7 @@ import torch
 from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
 
 from quantkit.numerics.affine import (
+    WeightGrid,
     largest_magnitude,
     minmax_parameters,
     round_to_nearest,
@@ -16,7 +17,7 @@ from quantkit.numerics.affine import (
     to_codes,
 )
 from quantkit.numerics.dtype import FP8, INT5, INT6, MXFP4, MXFP8, NVFP4
-from quantkit.numerics.scales import global_scale, power_of_two, storable_scale
+from quantkit.numerics.scales import global_scale, power_of_two_scale, storable_scale
 from quantkit.numerics.scheme import WeightScheme
 
 FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -53,21 +54,21 @@ def test_fp8_is_torchs_own():
 @pytest.mark.parametrize("dtype", [MXFP4, MXFP8])
 def test_powers_of_two_are_exponents_and_fit_the_range(dtype):
     largest = torch.exp(torch.linspace(-60, 60, 2001))
-    scale = power_of_two(largest, dtype)
+    scale = power_of_two_scale(largest, dtype)
     ratio = largest / scale
     # At most a quarter of an octave above the largest code (OCP's own rule lets it be half an octave), never far below.
     assert ((ratio >= dtype.maximum / 2 * 0.87) & (ratio <= dtype.maximum * 1.17)).all()
     assert torch.equal(torch.log2(scale).round(), torch.log2(scale))
     if hasattr(torch, "float8_e8m0fnu"):
         assert torch.equal(scale.to(torch.float8_e8m0fnu).float(), scale)
-    assert power_of_two(torch.tensor([0.0, 1e-45, 3e38]), dtype).gt(0).all()
-    assert power_of_two(torch.tensor([float("nan"), float("inf")]), dtype).isnan().all()
+    assert power_of_two_scale(torch.tensor([0.0, 1e-45, 3e38]), dtype).gt(0).all()
+    assert power_of_two_scale(torch.tensor([float("nan"), float("inf")]), dtype).isnan().all()
 
 
 def test_scales_of_two_levels_are_what_is_stored():
     values = weight()
     outer = global_scale(largest_magnitude(values), NVFP4)
-    scale, _ = minmax_parameters(values, SCHEMES["nvfp4"], torch.bfloat16)
+    scale, _ = minmax_parameters(values, WeightGrid(SCHEMES["nvfp4"], torch.bfloat16))
     local = (scale * outer).to(torch.float8_e4m3fn).float()
     assert torch.equal(local / outer, scale)
     assert local.max() == 448
@@ -83,21 +84,21 @@ def test_the_search_beats_the_covering_range(name, weighted):
     importance = torch.rand(128, generator=torch.Generator().manual_seed(1)) ** 4 if weighted else None
 
     def error(parameters) -> float:
-        back = round_to_nearest(values, scheme, *parameters, torch.float32).dequantize()
+        back = round_to_nearest(values, WeightGrid(scheme, torch.float32), parameters).dequantize()
         squares = (back - values).square()
         return (squares if importance is None else squares * importance).sum().item()
 
-    searched = error(search_parameters(values, scheme, torch.float32, importance=importance))
+    searched = error(search_parameters(values, WeightGrid(scheme, torch.float32), importance=importance))
     gain = {"nvfp4": 0.85, "mxfp4": 0.999, "fp8": 0.97, "fp8 blocks": 0.99}.get(name, 1.0)
-    assert searched <= gain * error(minmax_parameters(values, scheme, torch.float32))
+    assert searched <= gain * error(minmax_parameters(values, WeightGrid(scheme, torch.float32)))
 
 
 def test_the_search_keeps_blocks_of_rows_together():
     values = weight()  # 40 rows: the last block has 8
-    scale, _ = search_parameters(values, SCHEMES["fp8 blocks"], torch.float32)
+    scale, _ = search_parameters(values, WeightGrid(SCHEMES["fp8 blocks"], torch.float32))
     for start in (0, 16, 32):
         assert (scale[start : start + 16] == scale[start]).all()
-    whole, _ = search_parameters(values, WeightScheme(dtype=FP8, block_rows=None), torch.float32)
+    whole, _ = search_parameters(values, WeightGrid(WeightScheme(dtype=FP8, block_rows=None), torch.float32))
     assert whole.unique().tolist() == [pytest.approx(values.abs().max().item() / 448)]
 
 
@@ -107,8 +108,8 @@ def test_a_shared_largest_magnitude_sets_the_scale_of_the_tensor():
     for scheme in (WeightScheme(dtype=FP8, block_rows=None), SCHEMES["nvfp4"]):
         parts = []
         for one in (values, other):
-            scale, zero = search_parameters(one, scheme, torch.float32, tensor_largest=largest)
-            parts.append(round_to_nearest(one, scheme, scale, zero, torch.float32, largest))
+            grid = WeightGrid(scheme, torch.float32, largest)
+            parts.append(round_to_nearest(one, grid, search_parameters(one, grid)))
         if scheme.dtype == NVFP4:
             assert torch.equal(parts[0].global_scale, parts[1].global_scale)
         else:
@@ -120,7 +121,7 @@ def test_a_shared_largest_magnitude_sets_the_scale_of_the_tensor():
 def test_stored_bytes_count_what_is_stored():
     for name, bits in (("nvfp4", 4.5), ("mxfp4", 4.25), ("int5", 5.5), ("fp8 blocks", 8 + 16 / 512 * 48 / 40)):
         scheme = SCHEMES[name]
-        part = round_to_nearest(weight(), scheme, *minmax_parameters(weight(), scheme, torch.bfloat16), torch.bfloat16)
+        part = round_to_nearest(weight(), WeightGrid(scheme, torch.bfloat16))
         outer = 4 if name == "nvfp4" else 0
         assert part.stored_bytes == bits * 40 * 128 / 8 + outer
         assert replace(part, input_scale=torch.ones(1)).stored_bytes == part.stored_bytes

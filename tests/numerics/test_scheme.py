@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -39,7 +39,7 @@ def test_descriptions_name_what_differs():
 def test_stored_bytes_count_codes_scales_and_zero_points():
     weight = torch.randn(8, 64)
     scheme = WeightScheme(dtype=INT4, group_size=32, symmetric=False)
-    tensor = round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, torch.float16), torch.float16)
+    tensor = round_to_nearest(weight, WeightGrid(scheme, torch.float16))
     assert tensor.shape == (8, 64)
     assert tensor.stored_bytes == 8 * 64 // 2 + 16 * 2 + 16 // 2
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit.planning.config import Config
-from quantkit.planning.families import from_config
+from quantkit.planning.counting import from_config
 from quantkit.planning.shape import ModelShape
+from quantkit.planning.source import description_of
 
 
 def llama(hidden, layers, heads, kv_heads, intermediate, vocab, length=2048, **more):
@@ -129,4 +129,4 @@ MODELS = {
 
 def shape_of(name: str) -> ModelShape:
     """The shape of a model of MODELS."""
-    return from_config(Config(MODELS[name], name), name, "config.json")
+    return from_config(description_of(MODELS[name], name), name, "config.json")

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from quantkit.checkpoints.folder import find_tensors
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress import pipeline
-from quantkit.compress.pipeline.plan import make_plan, predicted_bytes
+from quantkit.compress.pipeline.plan import build_plan, predicted_bytes
 from quantkit.compress.recipe import load
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.kernels import layouts
-from quantkit.models.families import supported
+from quantkit.models.families import REGISTRY
+from quantkit.models.tensors import Matrix
 from quantkit.planning import estimate
-from quantkit.planning.attention import grouped
-from quantkit.planning.config import Config
-from quantkit.planning.families import FAMILIES, from_config
-from quantkit.planning.headers import Stored, from_headers, read_tensors
-from quantkit.planning.kv_forms import KV_FORMS, PAGE_SIZE
-from quantkit.planning.memory import compression_bytes, everywhere, experts_read, weight_bytes
+from quantkit.planning.counting import from_config, from_headers
+from quantkit.planning.memory import compression_bytes, everywhere, experts_read, planned_weight_bytes
 from quantkit.planning.recipes import plan_recipe
-from quantkit.planning.shape import Matrix
-from quantkit.planning.source import from_model
-from quantkit.runtime.model.config import read_config
+from quantkit.planning.source import description_of, from_model
+from tests.helpers import COMPRESSED_ONLY, make_model
 from tests.helpers import FAMILIES as SMALL
-from tests.helpers import make_model
 from tests.planning.shapes import shape_of
 
 SIZES = {
@@ -85,22 +82,28 @@ VARIANTS = {
     "deepseek_v32": {**LATENT, "index_head_dim": 16, "index_n_heads": 4},
     "deepseek_v4": V4,
 }
-SAME_AS_ANOTHER = ("ministral", "kimi_k2", "gemma3")
+FILES = {name.replace("-", "_") for name in REGISTRY.names()}
+COUNTED = sorted({*FILES, "gemma3_text", "hunyuan_v1_dense"} - {"gemma3", "hunyuan", "falcon", "ministral"})
+# These have no key/value heads of their own, and a width of their own.
+PLAIN = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SAME_AS_ANOTHER])
+@pytest.mark.parametrize("family", COUNTED)
 def test_the_count_from_config_is_that_of_the_real_model(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    settings = {**SIZES, **COMPRESSED_ONLY.get(family, {}), **VARIANTS.get(family, {})}
+    if family in PLAIN:
+        settings = {k: v for k, v in settings.items() if k not in ("num_key_value_heads", "intermediate_size")}
     try:
-        config = AutoConfig.for_model(family, **{**SIZES, **VARIANTS.get(family, {})})
+        config = AutoConfig.for_model(family, **settings)
     except ValueError:
         pytest.skip(f"this transformers has no {family}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     real = sum(parameter.numel() for parameter in model.parameters())
     real += sum(buffer.numel() for name, buffer in model.named_buffers() if "e_score_correction" in name)
-    shape = from_config(Config(config.to_dict(), "config.json"), family, "config.json")
+    shape = from_config(description_of(config.to_dict(), "config.json"), family, "config.json")
     assert shape.num_parameters == real
     names = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim == 2}
     ours = {
@@ -113,8 +116,8 @@ def test_the_count_from_config_is_that_of_the_real_model(family):
 @pytest.mark.parametrize("family", SMALL)
 def test_headers_and_config_agree(family, family_models):
     folder = family_models[family]
-    config = Config(json.loads((folder / "config.json").read_text()), "config.json")
-    counted = from_headers(config, family, read_tensors(folder))
+    config = description_of(json.loads((folder / "config.json").read_text()), "config.json")
+    counted = from_headers(config, family, find_tensors(folder)[0])
     computed = from_config(config, family, "config.json")
     assert counted.num_parameters == computed.num_parameters
     assert (counted.embedding, counted.head) == (computed.embedding, computed.head)
@@ -177,7 +180,7 @@ def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
 @pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "gptq-int4", "autoround-int4"])
 def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_path):
     chosen = load(recipe, ["weights.group_size=channel"])
-    theirs = make_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
+    theirs = build_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
     shape = from_model(tiny_llama)
     ours = plan_recipe(shape, chosen)
     found = compression_bytes(shape, 640, ours.steps)
@@ -188,36 +191,13 @@ def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_pa
     assert (found["statistics"] > 0) == (recipe != "rtn-int8")
 
 
-@pytest.mark.parametrize("name", [*KV_FORMS])
-@pytest.mark.parametrize(("heads", "width"), [(8, 128), (4, 16), (1, 64), (3, 10)])
-def test_pages_are_those_of_the_runtime(name, heads, width):
-    dtype = torch.float32 if name == "fp32" else torch.bfloat16
-    layout = layouts.layer_layout(
-        num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name)
-    )
-    attention, form = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width), KV_FORMS[name]
-    assert PAGE_SIZE == layouts.DEFAULT_PAGE_SIZE
-    assert attention.page_bytes(form) == layout.page_bytes
-    for tokens in (1, 64, 65, 1000):
-        pages = -(-tokens // PAGE_SIZE)
-        assert (
-            attention.allocated_bytes(tokens, form, dtype.itemsize) == pages * layout.page_bytes + layout.residual_bytes
-        )
-    windowed = grouped(num_heads=heads, num_kv_heads=heads, head_dim=width, window=100)
-    kept = layouts.layer_layout(
-        num_heads=heads, head_dim=width, page_size=PAGE_SIZE, dtype=dtype, scheme=layouts.kv_scheme(name), window=100
-    )
-    assert windowed.page_bytes(form) == kept.page_bytes
-    assert windowed.allocated_bytes(100_000, form) == 3 * kept.page_bytes  # 100 tokens lie on three pages at most
-
-
 def test_a_batch_reads_more_experts():
     matrix = Matrix(name="x", out_features=2, in_features=2, copies=128, active=8)
     assert experts_read(matrix, 1) == pytest.approx(8)
     assert 8 < experts_read(matrix, 4) < 32
     assert experts_read(matrix, 1000) == pytest.approx(128)
     moe = shape_of("qwen3-30b-a3b")
-    one, many = (weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
+    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
     # One token reads all that it uses but the embedding; a large batch reads every expert.
     assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
     assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))
@@ -238,7 +218,7 @@ def test_a_missing_shard_falls_back_to_the_config(tiny_llama, tmp_path):
 def test_a_damaged_shard_is_named(data, tiny_llama, tmp_path):
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*header cannot be read; .*download"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors .*download"):
         from_model(tmp_path)
 
 
@@ -246,7 +226,7 @@ def test_a_tensor_of_the_wrong_length_is_named(tiny_llama, tmp_path):
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     header = json.dumps({"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 6]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match=r"tensor 'a' takes 6 bytes, its shape \(4,\) of BF16 needs 8"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a' .* 6 bytes, but shape \[4\] of BF16 takes 8"):
         from_model(tmp_path)
 
 
@@ -259,13 +239,13 @@ def test_shards_of_another_model_are_refused(tiny_llama, tmp_path):
 
 
 BAD = [
-    ({"hidden_size": None}, "has no 'hidden_size'"),
+    ({"hidden_size": None}, "'hidden_size' is missing"),
     ({"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ({"num_attention_heads": 7, "head_dim": None}, "hidden_size 64 is no multiple of num_attention_heads 7"),
-    ({"layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers is 4"),
+    ({"num_attention_heads": 7, "head_dim": None}, "hidden_size 64 is not a multiple of num_attention_heads 7"),
+    ({"layer_types": ["full_attention"]}, "for each of the 4 layers, not for 1"),
     ({"layer_types": ["linear_attention"] * 4}, "layer type 'linear_attention' is not one"),
-    ({"layer_types": ["sliding_attention"] * 4}, "has no 'sliding_window'"),
+    ({"layer_types": ["sliding_attention"] * 4}, "'sliding_window' is missing"),
     ({"model_type": "mamba2"}, "mamba2 keeps a state"),
     ({"dtype": "int9"}, "dtype 'int9' is not one that plan counts"),
 ]
@@ -282,21 +262,14 @@ def test_a_bad_config_says_what_is_wrong(changes, message, tmp_path):
 
 
 def test_an_unknown_family_is_counted_as_llama_and_says_so():
-    shape = from_config(Config({**SIZES, "model_type": "novel"}, "x"), "x", "config.json")
-    assert shape.num_parameters == from_config(Config({**SIZES, "model_type": "llama"}, "x"), "x", "").num_parameters
+    shape = from_config(description_of({**SIZES, "model_type": "novel"}, "x"), "x", "config.json")
+    assert (
+        shape.num_parameters
+        == from_config(description_of({**SIZES, "model_type": "llama"}, "x"), "x", "").num_parameters
+    )
     assert "'novel' is not known here" in shape.remarks[0]
 
 
-CLASSES = {
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-}
 WINDOWED = {
     "mistral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 5},
@@ -310,20 +283,20 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_windows_are_those_of_the_runtime(family):
+def test_windows_are_those_of_transformers(family):
     from transformers import AutoConfig
 
     sizes = {**SIZES, "num_hidden_layers": 8, "sliding_window": 16, **WINDOWED[family]}
     full = AutoConfig.for_model(family, **sizes).to_dict()
+    types = full.get("layer_types") or ["sliding_attention"] * 8
     for config in (full, {**sizes, "model_type": family}):  # as new versions write it, and as old ones did
-        ours = [attention.window for attention in Config(config, "x").attentions()]
-        theirs = read_config(config, supported()[CLASSES[family]])
-        assert ours == [layer.window for layer in theirs.layers]
-    assert (None in ours) == (family not in ("mistral", "phi3", "starcoder2"))
+        found = description_of(config, "x").windows
+        assert found == tuple(16 if kind == "sliding_attention" else None for kind in types)
+    assert (None in found) == (family not in ("mistral", "phi3", "starcoder2"))
 
 
 def stored(*shape, dtype="BF16"):
-    return Stored(shape=shape, dtype=dtype, num_bytes=2 * math.prod(shape))
+    return TensorInfo(kind=dtype, shape=shape, file=Path("x"), offset=0, num_bytes=2 * math.prod(shape))
 
 
 def test_towers_beside_the_language_model_are_not_counted():
@@ -340,7 +313,7 @@ def test_towers_beside_the_language_model_are_not_counted():
         "model.vision_tower.embeddings.position_embedding.weight": stored(100, 64),
         "model.multi_modal_projector.weight": stored(64, 32),
     }
-    shape = from_headers(Config(config, "x"), "x", {**language, **tower})
+    shape = from_headers(description_of(config, "x"), "x", {**language, **tower})
     assert shape.prefix == "model.language_model.layers"
     assert shape.num_parameters == sum(math.prod(tensor.shape) for tensor in language.values())
     assert (shape.embedding, shape.head, shape.other) == (260 * 64, 260 * 64, 64)
@@ -352,15 +325,15 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
     tensors = {"model.embed_tokens.weight": stored(260, 64), "model.layers.0.mlp.gate.weight": stored(4, 64)}
     tensors |= {f"model.layers.0.mlp.experts.{i}.up_proj.weight": stored(32, 64) for i in range(4)}
     tensors |= {"model.layers.0.mlp.experts.down_proj": stored(4, 64, 32), "model.layers.1.norm.weight": stored(64)}
-    shape = from_headers(Config({**config, "tie_word_embeddings": True}, "x"), "x", tensors)
+    shape = from_headers(description_of({**config, "tie_word_embeddings": True}, "x"), "x", tensors)
     found = {m.name: (m.copies, m.active, m.quantizable) for m in shape.layers[0].matrices}
     assert found == {
         "mlp.gate": (1, 1, False),
-        "mlp.experts.0.up_proj": (4, 2, True),
-        "mlp.experts.0.down_proj": (4, 2, True),
+        "mlp.experts.{expert}.up_proj": (4, 2, True),
+        "mlp.experts.{expert}.down_proj": (4, 2, True),
     }
     assert shape.num_parameters - shape.active_parameters == 2 * 2 * 32 * 64
     assert shape.remarks == ("1 more layers in the shards (MTP) are not counted",)
     del tensors["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match="no token embedding of width 64"):
-        from_headers(Config(config, "x"), "x", tensors)
+        from_headers(description_of(config, "x"), "x", tensors)

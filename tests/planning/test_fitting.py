@@ -11,23 +11,29 @@ import pytest
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
 from quantkit.errors import InputError, ModelError, RecipeError
+from quantkit.models.cache import BF16, FP8, INT4, INT8, find_kv_form
 from quantkit.planning import DEVICES, estimate, find_device, make_device, to_document
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, find_kv_form
-from quantkit.planning.limits import RESERVE, decode_floor, fit
+from quantkit.planning.limits import RESERVE, decode_floor, device_fit
 from quantkit.planning.loaders import LOADERS, loaders
-from quantkit.planning.memory import activation_bytes, everywhere, kv_allocated_bytes, kv_bytes, weight_bytes
+from quantkit.planning.memory import (
+    everywhere,
+    kv_allocated_bytes,
+    kv_bytes,
+    planned_activation_bytes,
+    planned_weight_bytes,
+)
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import KEYS, from_parameters, from_shape_file
-from quantkit.planning.units import (
+from quantkit.planning.weights import BF16 as BF16_WEIGHTS
+from quantkit.planning.weights import INT3, WeightForm
+from quantkit.planning.weights import INT4 as INT4_WEIGHTS
+from quantkit.quantities import (
     parse_bytes,
     parse_flops,
     parse_parameters,
     parse_rate,
     parse_tokens,
 )
-from quantkit.planning.weights import BF16 as BF16_WEIGHTS
-from quantkit.planning.weights import INT3, WeightForm
-from quantkit.planning.weights import INT4 as INT4_WEIGHTS
 from tests.planning.shapes import MODELS, shape_of
 
 GIB = 2**30
@@ -39,11 +45,11 @@ STORED, W4 = everywhere(None), everywhere(INT4_WEIGHTS)
 @pytest.mark.parametrize("gib", [18, 24, 80])
 def test_the_largest_batch_and_context_fit_and_the_next_do_not(form, scheme, gib):
     memory = gib * GIB
-    found = fit(LLAMA, scheme, form, memory, context=3000, batch=4)
-    room = memory - round(RESERVE * memory) - weight_bytes(LLAMA, scheme).total
+    found = device_fit(LLAMA, scheme, form, memory, context=3000, batch=4)
+    room = memory - round(RESERVE * memory) - planned_weight_bytes(LLAMA, scheme).total
 
     def needed(batch, context):
-        return batch * kv_allocated_bytes(LLAMA, context, form) + activation_bytes(LLAMA, 512, batch)
+        return batch * kv_allocated_bytes(LLAMA, context, form) + planned_activation_bytes(LLAMA, 512, batch)
 
     assert needed(found.batch, 3000) <= room < needed(found.batch + 1, 3000)
     assert needed(4, found.context) <= room
@@ -52,15 +58,15 @@ def test_the_largest_batch_and_context_fit_and_the_next_do_not(form, scheme, gib
 
 
 def test_weights_that_do_not_fit_leave_less_than_nothing():
-    found = fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
+    found = device_fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
     assert found.left < 0
     assert (found.batch, found.context, found.limited_by_model) == (0, 0, False)
 
 
 def test_the_model_limits_the_context():
-    found = fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
+    found = device_fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
     assert (found.context, found.limited_by_model) == (2048, True)
-    unknown = fit(from_parameters("7B"), everywhere(BF16_WEIGHTS), BF16, 24 * GIB, context=128, batch=1)
+    unknown = device_fit(from_parameters("7B"), everywhere(BF16_WEIGHTS), BF16, 24 * GIB, context=128, batch=1)
     assert (unknown.batch, unknown.context, unknown.limited_by_model) == (None, None, False)
 
 
@@ -189,10 +195,13 @@ def test_fused_linears_with_different_schemes_are_a_conflict():
     mixed = recipe_of(overrides=[{"modules": ["*.up_proj"], "weights": {"dtype": "int8", "group_size": "channel"}}])
     conflicts = plan_recipe(LLAMA, mixed).conflicts
     assert len(conflicts) == 32
-    assert "model.layers.0.mlp: engines run gate_proj int4 g128, up_proj int8 channel as one linear" in conflicts[0]
+    assert (
+        "model.layers.0: mlp.gate_proj (int4 g128), mlp.up_proj (int8 channel) are fused by inference engines"
+        in conflicts[0]
+    )
     alone = plan_recipe(LLAMA, recipe_of(ignore=["*.layers.3.self_attn.q_proj"])).conflicts
     assert len(alone) == 1
-    assert "model.layers.3.self_attn: engines run q_proj ignored, k_proj int4 g128" in alone[0]
+    assert "model.layers.3: self_attn.q_proj (ignored), self_attn.k_proj (int4 g128)" in alone[0]
     whole = recipe_of(overrides=[{"modules": ["*.mlp.*"], "weights": {"dtype": "int8", "group_size": "channel"}}])
     assert not plan_recipe(LLAMA, whole).conflicts
 
@@ -206,7 +215,7 @@ def test_mixed_schemes_are_added_up_layer_by_layer():
     half = recipe_of(ignore=["re:.*layers\\.(1[6-9]|2[0-9]|3[01])\\..*"])
     plan = plan_recipe(LLAMA, half)
     assert not plan.conflicts
-    found, all_of_it, none = (weight_bytes(LLAMA, scheme).total for scheme in (plan.scheme, W4, STORED))
+    found, all_of_it, none = (planned_weight_bytes(LLAMA, scheme).total for scheme in (plan.scheme, W4, STORED))
     assert found == (all_of_it + none) / 2
 
 
@@ -216,9 +225,9 @@ def test_formats_take_different_bytes():
         recipe = recipe_of(format=name, weights={"dtype": "int4", "group_size": 128, "symmetric": name != "awq"})
         plan = plan_recipe(LLAMA, recipe)
         assert not plan.conflicts
-        sizes[name] = weight_bytes(LLAMA, plan.scheme).disk
+        sizes[name] = planned_weight_bytes(LLAMA, plan.scheme).disk
     assert sizes["compressed-tensors"] < sizes["awq"] < sizes["gptq"] < sizes["dense"]
-    assert sizes["dense"] == weight_bytes(LLAMA, STORED).disk
+    assert sizes["dense"] == planned_weight_bytes(LLAMA, STORED).disk
 
 
 def answers(forms, name="compressed-tensors", shape=LLAMA):
@@ -255,7 +264,7 @@ def test_a_shape_file_is_a_config_in_yaml(tmp_path):
     ("text", "message"),
     [
         ("hidden_sizes: 64", "unknown entry 'hidden_sizes' \\(did you mean 'hidden_size'\\?\\)"),
-        ("hidden_size: 64", "has no 'vocab_size'"),
+        ("hidden_size: 64", "'vocab_size' is missing"),
         ("- 1", "holds no mapping of names"),
         ("a: [", "not valid YAML"),
         (None, "cannot be read .*No such file"),
@@ -318,11 +327,11 @@ def test_auto_is_what_the_model_computes_in():
 
 
 def test_the_head_may_be_quantized_when_it_is_loaded():
-    plain, small = (weight_bytes(LLAMA, everywhere(INT4_WEIGHTS, head)) for head in (None, INT4_WEIGHTS))
+    plain, small = (planned_weight_bytes(LLAMA, everywhere(INT4_WEIGHTS, head)) for head in (None, INT4_WEIGHTS))
     assert plain.disk == small.disk
     assert plain.total - small.total == plain.read - small.read == LLAMA.head * 2 - LLAMA.head * 4.125 / 8
     tied = shape_of("qwen3-0.6b")
-    plain, small = (weight_bytes(tied, everywhere(None, head)) for head in (None, INT4_WEIGHTS))
+    plain, small = (planned_weight_bytes(tied, everywhere(None, head)) for head in (None, INT4_WEIGHTS))
     assert small.total > plain.total  # the embedding stays, the head becomes a copy
     assert small.read < plain.read
 

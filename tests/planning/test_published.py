@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quantkit.models.cache import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.devices import find_device, make_device
-from quantkit.planning.kv_forms import BF16, FP8, INT4, INT8, KVForm, Side
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
-from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, weight_bytes
+from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, planned_weight_bytes
 from quantkit.planning.source import from_parameters
 from quantkit.planning.weights import BARE, WeightForm
 from quantkit.planning.weights import BF16 as BF16_WEIGHTS
@@ -27,7 +27,7 @@ STORED = everywhere(None)
 )
 def test_seven_billion_parameters(form, gigabytes):
     """Textbook: parameters times bytes, e.g. Hugging Face `docs/transformers/llm_tutorial_optimization`."""
-    assert weight_bytes(from_parameters("7B"), everywhere(form)).total == gigabytes * 1e9
+    assert planned_weight_bytes(from_parameters("7B"), everywhere(form)).total == gigabytes * 1e9
 
 
 # Total and per-token parameters: the models' own papers and model cards.
@@ -161,7 +161,7 @@ def test_only_what_is_read_counts():
     assert linears == pytest.approx(6.98e9, rel=0.001)
     assert LLAMA.head == pytest.approx(0.525e9, rel=0.001)
     norms = 65 * 4096
-    assert weight_bytes(LLAMA, STORED).read == 2 * (linears + LLAMA.head + norms)
+    assert planned_weight_bytes(LLAMA, STORED).read == 2 * (linears + LLAMA.head + norms)
 
 
 def both(bits, granularity="token", **scales):

@@ -139,8 +139,8 @@ def test_fp8_by_name_takes_the_scales_that_are_there(made):
 def test_evaluation_reads_through_the_cache(made):
     """Pages of serving and one token at a time, where the checkpoint quantizes its cache."""
     asked = {"dtype": "float32", "threads": 1, "max_length": 64}
-    assert load_llm(str(made("int4", **CACHES["int4"])), **asked).engine.options.page_size == 64
-    assert load_llm(str(made("int4", **CACHES["int4"])), kv_cache="fp32", **asked).engine.options.page_size == 16
+    assert load_llm(str(made("int4", **CACHES["int4"])), **asked).engine.config.page_size == 64
+    assert load_llm(str(made("int4", **CACHES["int4"])), kv_cache="fp32", **asked).engine.config.page_size == 16
 
 
 NAMES = {

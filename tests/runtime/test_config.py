@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quantkit.errors import ModelError
+from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.runtime.model.config import read_config
-from quantkit.runtime.model.settings import NotNative
 from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES, tiny_config
 
 LLAMA = {
@@ -143,7 +143,7 @@ BAD = [
     ({"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
     ({"head_dim": 15}, "15 of 15 channels of a head would be rotated"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-    ({"hidden_act": 3}, "hidden_activation is 3, not a name"),
+    ({"hidden_act": 3}, "hidden_act is 3, not a name"),
     ({"rope_scaling": {"type": "linear"}}, "RoPE: 'factor' is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is below 1"),
     ({"rope_scaling": 4.0}, "RoPE entries are a float"),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quantkit.demo import DEMO_MODEL
-from quantkit.runtime.engine.detokenizer import Detokenizer, StopFinder, TextStream, decoder
+from quantkit.runtime.detokenizer import Detokenizer, StopFinder, TextStream, decoder
 from tests.helpers import SHARED, save_tokenizer
 
 TEXTS = [

@@ -11,10 +11,10 @@ import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.models.families import find
+from quantkit.models.rope import RopeConfig
 from quantkit.runtime.model import loader
 from quantkit.runtime.model.config import ModelConfig, read_config
 from quantkit.runtime.model.loader import load_model, load_native
-from quantkit.runtime.model.rope import RopeConfig
 from quantkit.runtime.model.weights import Weights
 from tests.helpers import EXPERT_FAMILIES, FAMILIES, MORE_FAMILIES
 from tests.runtime.helpers import difference, make_loud_model, prompts, reference_logits, run
@@ -87,7 +87,7 @@ class Case:
         self.config = read_config(self.reader.config, find(self.reader.config))
 
     def load(self, config: ModelConfig | None = None):
-        return load_native(self.reader, config or self.config, None, None, dtype="float32", device=torch.device("cpu"))
+        return load_native(self.reader, config or self.config, dtype="float32", device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +144,7 @@ def test_wavelengths_that_depend_on_the_length(tmp_path, family, changes, chunk)
     assert model.max_length >= 150
     assert difference(run(model, sequences, chunk), expected) < CLOSE
     default = dataclasses.replace(model.config, layers=with_rope(model.config, kind="default", attention_factor=1.0))
-    plain = load_native(CheckpointReader(folder), default, None, None, dtype="float32", device=torch.device("cpu"))
+    plain = load_native(CheckpointReader(folder), default, dtype="float32", device=torch.device("cpu"))
     assert difference(run(plain, sequences, chunk), expected) > FAR
 
 
@@ -164,8 +164,8 @@ def change_rope(**changes: Any):
 
 def change_parts(**changes: Any):
     def change(config: ModelConfig) -> ModelConfig:
-        architecture = config.architecture
-        return replace(config, architecture=replace(architecture, parts=replace(architecture.parts, **changes)))
+        family = config.family
+        return replace(config, family=replace(family, parts=replace(family.parts, **changes)))
 
     return change
 
@@ -188,9 +188,9 @@ def change_experts(**changes: Any):
 
 
 def no_shared_expert(config: ModelConfig) -> ModelConfig:
-    architecture = config.architecture
-    experts = replace(architecture.experts, shared_up=(), shared_down=None, shared_gate=None)
-    return replace(config, architecture=replace(architecture, experts=experts))
+    family = config.family
+    experts = replace(family.experts, shared_up=(), shared_down=None, shared_gate=None)
+    return replace(config, family=replace(family, experts=experts))
 
 
 SWITCHES = {

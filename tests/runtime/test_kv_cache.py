@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.layouts import MAX_ROLLBACK, page_bytes, residual_bytes
+from quantkit.kernels.layouts import page_bytes, residual_bytes
+from quantkit.models.cache import MAX_ROLLBACK
 from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, layout, use
 
@@ -22,7 +23,7 @@ def test_bytes_are_what_the_planner_says(kind):
     layouts = [layout(kind), layout(kind, window=8), layout(kind, dim=80, dtype=torch.bfloat16)]
     cache = KVCache(layouts, 7, 3)
     assert cache.num_bytes == 7 * page_bytes(layouts)
-    assert cache.tail_bytes == residual_bytes(layouts, 3)
+    assert cache.residual_bytes == residual_bytes(layouts, 3)
     assert (cache.num_pages, cache.page_size) == (7, 4)
 
 
@@ -63,7 +64,7 @@ def test_as_many_tokens_as_promised_can_be_taken_back():
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 def test_shared_pages_serve_a_second_sequence(kind):
-    """It starts at a page border in a row whose tail holds garbage, and never writes what it shares."""
+    """It starts at a page border in a row whose residual window holds garbage, and never writes what it shares."""
     sequences = Sequences(layout(kind), (15, 15))
     cache = sequences.cache()
     sequences.step(cache, [(0, 0, 15)])

@@ -181,11 +181,11 @@ def test_scores_go_through_the_quantized_cache(folder, llm, kind):
 
 
 def test_scoring_refuses_what_does_not_fit(llm):
-    with pytest.raises(RequestError, match="513 tokens; 1 to 512 fit"):
+    with pytest.raises(RequestError, match="has 513 tokens and the context is 512 tokens; at most 512 fit"):
         llm.score([[1] * 513])
-    with pytest.raises(RequestError, match="0 tokens"):
+    with pytest.raises(RequestError, match="the prompt is empty"):
         llm.score([[]])
-    with pytest.raises(RequestError, match="outside 0 to 259"):
+    with pytest.raises(RequestError, match="token 260; the model knows 0 to 259"):
         llm.score([[260]])
     with pytest.raises(RequestError, match="chunk_size is 0"):
         llm.score([[1]], 0)
@@ -267,7 +267,7 @@ def test_end_tokens_come_from_the_generation_config(folder, tmp_path):
         ({"max_length": 600}, "max_length is 600, but the model's context is 512"),
         ({"num_pages": 1, "max_length": 100}, "1 pages of 64 tokens hold 64, not one sequence of max_length 100"),
         ({"memory": "1KiB"}, "a KV pool of 1.0 KiB is too small for one page"),
-        ({"memory": "lots"}, "memory is 'lots'"),
+        ({"memory": "lots"}, "memory 'lots' is not an amount"),
         ({"kv_cache": "int5"}, "unknown KV cache type 'int5'"),
         ({"device": "abacus"}, "unknown device 'abacus'"),
         ({"dtype": "int3"}, "unknown dtype 'int3'"),

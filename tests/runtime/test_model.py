@@ -25,9 +25,9 @@ def test_only_the_wanted_logits_are_computed(model):
     tokens = [SEQUENCES[1][:5], SEQUENCES[2][:4]]
     pages = [[0], [1]]
     cache = KVCache(model.layouts(None, 16), 2, 2)
-    whole = model.forward(make_batch(tokens, [0, 0], pages), cache)
-    some = model.forward(make_batch(tokens, [0, 0], pages, rows=[8, 2]), cache)
-    none = model.forward(make_batch(tokens, [0, 0], pages, rows=[]), cache)
+    whole = model.forward(make_batch(tokens, [0, 0], pages), cache).values
+    some = model.forward(make_batch(tokens, [0, 0], pages, rows=[8, 2]), cache).values
+    none = model.forward(make_batch(tokens, [0, 0], pages, rows=[]), cache).values
     assert whole.dtype == torch.float32
     assert difference([some], [whole[[8, 2]]]) < 1e-5
     assert none.shape == (0, 260)
@@ -44,7 +44,7 @@ def test_tokens_taken_back_leave_no_trace(model):
     first, second = SEQUENCES[2][:30], SEQUENCES[1][:12]
     cache = KVCache(model.layouts(None, 16), 4, 1)
     model.forward(make_batch([first], [0], [[2, 0, 3]]), cache)
-    logits = model.forward(make_batch([second], [20], [[2, 0, 3]]), cache)
+    logits = model.forward(make_batch([second], [20], [[2, 0, 3]]), cache).values
     assert difference([logits], [run(model, [first[:20] + second])[0][20:]]) < 1e-5
 
 
@@ -75,7 +75,7 @@ def test_sixteen_bits_are_as_close_as_transformers_own(tmp_path):
 def test_layers_with_a_window_are_not_quantized(tmp_path):
     model = load_model(make_loud_model(tmp_path, "gemma2"))
     assert [layout.is_quantized for layout in model.layouts(kv_scheme("int8"), 16)] == [False, True]
-    assert find(CheckpointReader(tmp_path).config) is model.config.architecture
+    assert find(CheckpointReader(tmp_path).config) is model.config.family
 
 
 def test_routing_by_hand():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from quantkit.runtime.types import SamplingParams
-from tests.runtime.toy import ToyModel, generate, greedy, make_engine, prompts, run
+from tests.runtime.toy import ToyModel, build_engine, generate, greedy, prompts, run
 
 ASKED = prompts(7, longest=30)
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_k=20, top_p=0.95)
@@ -15,7 +15,7 @@ SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_k=20, top_p=0.95)
 
 @pytest.mark.parametrize(("pages", "sequences"), list(itertools.product((128, 13), (1, 3, 8))))
 def test_greedy_tokens_are_those_without(pages, sequences):
-    engine = make_engine(num_pages=pages, max_sequences=sequences, overlap=True)
+    engine = build_engine(num_pages=pages, max_sequences=sequences, overlap=True)
     expected = [greedy(ToyModel(), prompt, 20) for prompt in ASKED]
     assert generate(engine, ASKED, SamplingParams(max_tokens=20)) == expected
     assert engine._overlap.num_followed > 10
@@ -23,8 +23,8 @@ def test_greedy_tokens_are_those_without(pages, sequences):
 
 @pytest.mark.parametrize("params", [SAMPLED, SamplingParams(max_tokens=20, temperature=1.0, seed=3)], ids=str)
 def test_drawn_tokens_are_those_without(params):
-    plain = generate(make_engine(), ASKED, params)
-    engine = make_engine(overlap=True)
+    plain = generate(build_engine(), ASKED, params)
+    engine = build_engine(overlap=True)
     assert generate(engine, ASKED, params) == plain
     assert engine._overlap.num_followed > 10
 
@@ -34,7 +34,7 @@ def test_who_stops_early_keeps_no_token_of_the_step_too_many():
     expected = greedy(ToyModel(), ASKED[0], 40)
     stop = next(token for index, token in enumerate(expected) if index > 8 and token not in expected[:index])
     params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
-    engine = make_engine(overlap=True)
+    engine = build_engine(overlap=True)
     number = engine.add(ASKED[0], params)
     other = engine.add(ASKED[1], SamplingParams(max_tokens=40))
     done = run(engine)
@@ -44,7 +44,7 @@ def test_who_stops_early_keeps_no_token_of_the_step_too_many():
 
 
 def test_late_arrivals_and_cancelled_requests_change_the_batch():
-    engine = make_engine(overlap=True)
+    engine = build_engine(overlap=True)
     first = [engine.add(prompt, SamplingParams(max_tokens=30)) for prompt in ASKED[:3]]
     done = {}
     for step in range(8):
@@ -64,14 +64,14 @@ def test_late_arrivals_and_cancelled_requests_change_the_batch():
     ids=str,
 )
 def test_what_needs_the_tokens_first_is_not_followed(params):
-    engine = make_engine(overlap=True)
-    assert generate(engine, ASKED[:2], params) == generate(make_engine(), ASKED[:2], params)
+    engine = build_engine(overlap=True)
+    assert generate(engine, ASKED[:2], params) == generate(build_engine(), ASKED[:2], params)
     assert engine._overlap.num_followed == 0
 
 
 def test_a_failing_step_ends_its_requests_and_the_next_goes_on():
     model = ToyModel()
-    engine = make_engine(model=model, overlap=True)
+    engine = build_engine(model=model, overlap=True)
     number = engine.add(ASKED[0], SamplingParams(max_tokens=30))
     for _ in range(4):
         engine.step()

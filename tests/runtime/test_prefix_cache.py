@@ -6,8 +6,9 @@ import pytest
 
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
-from quantkit.runtime.types import SamplingParams, Sequence
-from tests.runtime.toy import ToyModel, generate, greedy, make_engine, run
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.types import SamplingParams
+from tests.runtime.toy import ToyModel, build_engine, generate, greedy, run
 
 
 def sequence(ids, number=0):
@@ -57,7 +58,7 @@ def test_switched_off_it_finds_nothing():
 
 def test_the_second_request_computes_only_what_is_new():
     model = ToyModel()
-    engine = make_engine(model=model, max_sequences=1)
+    engine = build_engine(model=model, max_sequences=1)
     prompt = list(range(21))
     first, second, third = generate(engine, [prompt, prompt, [*prompt, 3]], SamplingParams(max_tokens=5))
     assert first == second == greedy(model, prompt, 5)
@@ -69,7 +70,7 @@ def test_the_second_request_computes_only_what_is_new():
 
 def test_pages_of_the_same_step_are_not_matched():
     model = ToyModel()
-    engine = make_engine(model=model, max_sequences=2, token_budget=64)
+    engine = build_engine(model=model, max_sequences=2, token_budget=64)
     prompt = list(range(21))
     tokens = generate(engine, [prompt, prompt], SamplingParams(max_tokens=5))
     assert engine.prefix.num_hit_tokens == 0
@@ -79,7 +80,7 @@ def test_pages_of_the_same_step_are_not_matched():
 def test_a_prefix_whose_pages_are_all_shared_still_fits():
     """Matched pages come off the free list: counting them as free too would promise them twice."""
     model = ToyModel()
-    engine = make_engine(model=model, num_pages=8, max_sequences=4)
+    engine = build_engine(model=model, num_pages=8, max_sequences=4)
     prompt = [*range(16)]
     params = SamplingParams(max_tokens=12)
     for _ in range(2):
@@ -88,19 +89,19 @@ def test_a_prefix_whose_pages_are_all_shared_still_fits():
 
 def test_rejected_drafts_are_never_published():
     model = ToyModel(noise=3)
-    engine = make_engine(model=model, speculate="draft", page_size=2)
+    engine = build_engine(model=model, speculate="draft", page_size=2)
     published = {}
     publish = engine.pool.publish
     engine.pool.publish = lambda key, page: (published.setdefault(key, page), publish(key, page))
     number = engine.add([1, 2, 3], SamplingParams(max_tokens=60))
     ids = [1, 2, 3, *run(engine)[number].token_ids]
-    assert engine.governor.acceptance < 0.9
+    assert engine.controller.acceptance < 0.9
     keys = sequence(ids)
     assert set(published) == {engine.prefix._key(keys, index) for index in range((len(ids) - 1) // 2)}
 
 
 def test_pages_of_a_prompt_are_shared_while_the_rest_of_it_is_computed():
-    engine = make_engine(token_budget=16, max_sequences=2)
+    engine = build_engine(token_budget=16, max_sequences=2)
     prompt = [index % 32 for index in range(40)]
     engine.add(prompt, SamplingParams(max_tokens=2))
     engine.step()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quantkit.models.families import find
+from quantkit.models.rope import RopeConfig
 from quantkit.runtime.model.config import read_config
-from quantkit.runtime.model.rope import RopeConfig, RopeTable, frequencies
+from quantkit.runtime.model.rope import RopeTable, frequencies
 from tests.helpers import tiny_config
 from tests.runtime.helpers import make_batch
 

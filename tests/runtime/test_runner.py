@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from quantkit.runtime.engine.runner import BatchBuilder, Piece
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 
 
 def holder(number, row, pages):
-    return SimpleNamespace(id=number, row=row, pages=pages, tabled=0)
+    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0)
 
 
 def builder():
@@ -17,7 +17,7 @@ def builder():
 
 def test_the_worked_example():
     one, two = holder(5, 2, [7, 2]), holder(6, 0, [9])
-    batch = builder().build([Piece(one, [50], 5, 1), Piece(two, [60, 61, 62], 0, 1)])
+    batch = builder().build([ScheduledChunk(one, [50], 5, 1), ScheduledChunk(two, [60, 61, 62], 0, 1)])
     assert batch.token_ids.tolist() == [50, 60, 61, 62]
     assert batch.positions.tolist() == [5, 0, 1, 2]
     assert batch.query_starts.tolist() == [0, 1, 4]
@@ -30,19 +30,19 @@ def test_the_worked_example():
 
 def test_a_row_forgets_its_last_owner():
     made = builder()
-    made.build([Piece(holder(0, 1, [3, 4, 5]), [1], 11, 1)])
+    made.build([ScheduledChunk(holder(0, 1, [3, 4, 5]), [1], 11, 1)])
     other, long = holder(1, 1, [6]), holder(2, 0, [7, 8, 9])
-    batch = made.build([Piece(other, [1], 0, 1), Piece(long, [2], 8, 0)])
+    batch = made.build([ScheduledChunk(other, [1], 0, 1), ScheduledChunk(long, [2], 8, 0)])
     assert batch.page_table.tolist() == [[6, -1, -1], [7, 8, 9]]
     assert batch.logit_rows.tolist() == [0]
     long.pages = [7]
     other.pages = [6, 2]
-    batch = made.build([Piece(long, [1], 2, 1), Piece(other, list(range(5)), 1, 5)])
+    batch = made.build([ScheduledChunk(long, [1], 2, 1), ScheduledChunk(other, list(range(5)), 1, 5)])
     assert batch.page_table.tolist() == [[7, -1], [6, 2]]
     assert batch.logit_rows.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_long_chunks_grow_the_buffers():
     made = builder()
-    batch = made.build([Piece(holder(0, 0, [0, 1, 2, 3]), list(range(16)), 0, 1)])
+    batch = made.build([ScheduledChunk(holder(0, 0, [0, 1, 2, 3]), list(range(16)), 0, 1)])
     assert batch.token_ids.tolist() == list(range(16)) == batch.slots.tolist()

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from quantkit.runtime.sampling.penalties import TokenHistory, apply_penalties
-from quantkit.runtime.sampling.sampler import candidates, log_probabilities, sample
-from quantkit.runtime.types import SamplingParams, Sequence
+from quantkit.kernels import sampling
+from quantkit.runtime.sampling.penalties import apply_penalties
+from quantkit.runtime.sampling.sampler import draw_of, log_probabilities, sample
+from quantkit.runtime.sequence import Sequence, TokenHistory
+from quantkit.runtime.types import SamplingParams
 
 
 def sequence(params, ids=(1, 2, 3), num_prompt=3, seed=0, drafts=()):
@@ -21,6 +23,10 @@ def sequence(params, ids=(1, 2, 3), num_prompt=3, seed=0, drafts=()):
         id=0, ids=list(ids), num_prompt=num_prompt, params=params, limit=99, seed=seed, stop_ids=frozenset(),
         arrived=0.0, history=history, drafts=list(drafts),
     )  # fmt: skip
+
+
+def candidates(logits, rows):
+    return sampling.candidates(logits, [draw_of(row) for row in rows])
 
 
 def expected_kept(logits, params):
@@ -181,3 +187,13 @@ def test_almost_no_temperature_is_greedy(temperature):
     logits = torch.tensor([[3.0, 7.0, -2.0, 6.9]])
     params = SamplingParams(temperature=temperature)
     assert sample(logits, [(sequence(params), 0)]) == [1]
+
+
+def test_a_history_grows_with_the_output():
+    """The 65th distinct token is where its arrays are replaced by larger ones."""
+    history = TokenHistory(list(range(60)))
+    for token in (*range(60, 70), 69):
+        history.add(token)
+    tokens, counts = history.seen([])
+    assert tokens.tolist() == list(range(70))
+    assert counts.tolist() == [0.0] * 60 + [1.0] * 9 + [2.0]

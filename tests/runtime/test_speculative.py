@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError
-from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
-from quantkit.runtime.engine.speculation_controller import Governor
+from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.sampling.sampler import sample
-from quantkit.runtime.types import SamplingParams, Sequence
-from tests.runtime.toy import VOCAB, ToyCache, ToyModel, generate, greedy, make_engine, prompts, run
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.types import SamplingParams
+from tests.runtime.toy import VOCAB, ToyCache, ToyModel, build_engine, generate, greedy, prompts, run
 
 GREEDY = SamplingParams()
 
@@ -57,8 +58,8 @@ def test_ngrams_learn_while_the_sequence_grows():
 
 def test_a_draft_model_proposes_its_own_tokens_and_takes_rejected_ones_back():
     draft = ToyModel(seed=1)
-    options = SchedulerOptions(page_size=4, max_sequences=2, token_budget=16)
-    proposer = DraftModelProposer(draft, ToyCache(32, 4), num_pages=32, options=options, vocab_size=VOCAB)
+    config = EngineConfig(page_size=4, max_sequences=2, token_budget=16)
+    proposer = DraftModelProposer(draft, ToyCache(32, 4), config, num_pages=32, vocab_size=VOCAB)
     item = sequence(range(40))
     proposer.propose([item], 3)
     assert item.drafts == [], "it takes three steps to catch up with 40 tokens"
@@ -75,8 +76,8 @@ def test_a_draft_model_proposes_its_own_tokens_and_takes_rejected_ones_back():
 
 
 def test_a_draft_model_without_room_proposes_nothing():
-    options = SchedulerOptions(page_size=4, max_sequences=2, token_budget=64)
-    proposer = DraftModelProposer(ToyModel(), ToyCache(3, 4), num_pages=3, options=options, vocab_size=VOCAB)
+    config = EngineConfig(page_size=4, max_sequences=2, token_budget=64)
+    proposer = DraftModelProposer(ToyModel(), ToyCache(3, 4), config, num_pages=3, vocab_size=VOCAB)
     item = sequence(range(20))
     proposer.propose([item], 3)
     assert item.drafts == []
@@ -84,9 +85,9 @@ def test_a_draft_model_without_room_proposes_nothing():
 
 
 def test_another_vocabulary_is_refused_with_both_sizes():
-    options = SchedulerOptions(page_size=4, max_sequences=2, token_budget=64)
+    config = EngineConfig(page_size=4, max_sequences=2, token_budget=64)
     with pytest.raises(RequestError, match="32 tokens, the model 99"):
-        DraftModelProposer(ToyModel(), ToyCache(3, 4), num_pages=3, options=options, vocab_size=99)
+        DraftModelProposer(ToyModel(), ToyCache(3, 4), config, num_pages=3, vocab_size=99)
 
 
 class Fixed(ToyModel):
@@ -107,7 +108,7 @@ def test_sampled_output_has_the_targets_distribution():
     target[:6] = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -0.5])
     draft = torch.full((VOCAB,), -torch.inf)
     draft[:6] = torch.randn(6, generator=generator)
-    engine = make_engine(model=Fixed(target.tolist()), speculate="draft", max_sequences=16, num_pages=256)
+    engine = build_engine(model=Fixed(target.tolist()), speculate="draft", max_sequences=16, num_pages=256)
     engine._proposer.model.forward = Fixed(draft.tolist()).forward
     numbers = [engine.add([1], SamplingParams(max_tokens=40, temperature=1.0, seed=seed)) for seed in range(100)]
     done = run(engine, check=False)
@@ -117,7 +118,7 @@ def test_sampled_output_has_the_targets_distribution():
     assert distance < 20.5, counts  # 99.9 % point of chi-square with 5 degrees of freedom
     p, q = target.softmax(0), draft.softmax(0)
     far = float((p - q).abs().sum() / 2)
-    assert (1 - far) / (1 + far) - 0.03 < engine.governor.chance < 1 - far + 0.03
+    assert (1 - far) / (1 + far) - 0.03 < engine.controller.chance < 1 - far + 0.03
 
 
 def test_draws_of_draft_and_target_are_coupled():
@@ -133,52 +134,52 @@ def test_draws_of_draft_and_target_are_coupled():
 
 def test_more_drafts_than_can_be_taken_back_are_refused():
     with pytest.raises(RequestError, match="max_drafts is 17; use 1 to 16"):
-        Governor(17)
+        SpeculationController(17)
 
 
-def play(governor, *, plain, per_draft, chance, steps=300):
+def play(controller, *, plain, per_draft, chance, steps=300):
     """Steps of one sequence that take plain + k * per_draft seconds; the number of drafts of each."""
     import random
 
     luck = random.Random(0)
     chosen = []
     for _ in range(steps):
-        count = governor.choose(1)
+        count = controller.choose(1)
         chosen.append(count)
         if count:
             accepted = next((i for i in range(count) if luck.random() > chance), count)
-            governor.accepted(count, accepted)
-        governor.timed(1, plain + count * per_draft, [count] if count else [])
+            controller.accepted(count, accepted)
+        controller.timed(1, plain + count * per_draft, [count] if count else [])
     return chosen
 
 
 def test_drafts_stay_on_where_they_win_and_off_where_they_lose():
-    wins = play(Governor(4), plain=1.0, per_draft=0.05, chance=0.8)
+    wins = play(SpeculationController(4), plain=1.0, per_draft=0.05, chance=0.8)
     assert sum(count > 0 for count in wins[20:]) > 0.9 * 280
-    loses = play(Governor(4), plain=1.0, per_draft=0.6, chance=0.3)
+    loses = play(SpeculationController(4), plain=1.0, per_draft=0.6, chance=0.3)
     assert sum(count > 0 for count in loses[20:]) < 0.1 * 280
     assert any(loses[60:]), "tried again now and then"
-    assert set(play(Governor(4, force=True), plain=1.0, per_draft=0.6, chance=0.3)) == {4}
+    assert set(play(SpeculationController(4, force=True), plain=1.0, per_draft=0.6, chance=0.3)) == {4}
 
 
 def test_fewer_drafts_where_the_later_ones_are_rarely_right():
-    cheap = play(Governor(8), plain=1.0, per_draft=0.01, chance=0.9)
-    dear = play(Governor(8), plain=1.0, per_draft=0.2, chance=0.5)
+    cheap = play(SpeculationController(8), plain=1.0, per_draft=0.01, chance=0.9)
+    dear = play(SpeculationController(8), plain=1.0, per_draft=0.2, chance=0.5)
     assert max(cheap[100:]) == 8
     assert max(dear[100:]) in (1, 2)
 
 
 def test_it_wins_again_when_times_change():
-    governor = Governor(4)
-    play(governor, plain=1.0, per_draft=0.6, chance=0.6)
-    later = play(governor, plain=1.0, per_draft=0.02, chance=0.95, steps=1500)
+    controller = SpeculationController(4)
+    play(controller, plain=1.0, per_draft=0.6, chance=0.6)
+    later = play(controller, plain=1.0, per_draft=0.02, chance=0.95, steps=1500)
     assert sum(count > 0 for count in later[-100:]) > 80
 
 
 @pytest.mark.parametrize("speculate", ["ngram", "draft"])
 def test_the_governor_changes_no_token(speculate):
     model, asked = ToyModel(), prompts(6)
-    engine = make_engine(model=model, speculate=speculate, force=False)
+    engine = build_engine(model=model, speculate=speculate, force=False)
     params = SamplingParams(max_tokens=40)
     assert generate(engine, asked, params) == [greedy(model, prompt, 40) for prompt in asked]
 
@@ -186,8 +187,8 @@ def test_the_governor_changes_no_token(speculate):
 def test_drafts_fed_long_ago_are_compared_with_what_came():
     """Speculation may pause for steps: then more tokens have come than were drafted, and others."""
     draft = ToyModel(seed=1)
-    options = SchedulerOptions(page_size=4, max_sequences=2, token_budget=64)
-    proposer = DraftModelProposer(draft, ToyCache(32, 4), num_pages=32, options=options, vocab_size=VOCAB)
+    config = EngineConfig(page_size=4, max_sequences=2, token_budget=64)
+    proposer = DraftModelProposer(draft, ToyCache(32, 4), config, num_pages=32, vocab_size=VOCAB)
     item = sequence(range(10))
     proposer.propose([item], 4)
     item.ids += [item.drafts[0], (item.drafts[1] + 1) % VOCAB, 3, 4, 5, 6]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.types import Logits
+from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.scheduler import SchedulerOptions
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer
-from quantkit.runtime.engine.speculation_controller import Governor
+from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.types import Completion, SamplingParams
 
@@ -21,11 +21,12 @@ VOCAB = 32
 
 
 class ToyCache:
-    """Token ids by slot, full of wrong ones at first; and who uses each tail row."""
+    """Token ids by slot, full of wrong ones at first; and who uses each residual row."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.layouts = ()
         self.tokens = np.random.default_rng(0).integers(0, VOCAB, num_pages * page_size)
         self.owners: dict[int, int] = {}
 
@@ -67,7 +68,7 @@ class ToyModel:
         logits[np.arange(len(tokens)), (3 * tokens + 1) % VOCAB] += 4
         return logits
 
-    def forward(self, batch: ForwardBatch, cache: ToyCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: ToyCache) -> Logits:
         self.num_forwards += 1
         if self.num_forwards == self.fail_at:
             raise RuntimeError("out of luck")
@@ -79,7 +80,7 @@ class ToyModel:
             pages = batch.page_table[index].numpy().astype(np.int64)
             history = cache.tokens[pages[places // cache.page_size] * cache.page_size + places % cache.page_size]
             found.append(self.logits_of(history)[length - count :])
-        return torch.from_numpy(np.concatenate(found))[batch.logit_rows]
+        return Logits(torch.from_numpy(np.concatenate(found))[batch.logit_rows])
 
 
 def check(batch: ForwardBatch, cache: ToyCache) -> None:
@@ -89,7 +90,7 @@ def check(batch: ForwardBatch, cache: ToyCache) -> None:
     assert starts[-1] == len(batch.token_ids) == sum(batch.query_lengths)
     assert batch.page_table.dtype == batch.query_starts.dtype == torch.int32
     assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == torch.int64
-    assert len(set(batch.residual_rows.tolist())) == len(batch.residual_rows), "two sequences in one tail row"
+    assert len(set(batch.residual_rows.tolist())) == len(batch.residual_rows), "two sequences in one residual row"
     assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
     size = cache.page_size
     for index, (count, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
@@ -101,45 +102,37 @@ def check(batch: ForwardBatch, cache: ToyCache) -> None:
         row, owner = int(batch.residual_rows[index]), batch.sequence_ids[index]
         if (length - count) % size == 0:
             cache.owners[row] = owner
-        assert cache.owners[row] == owner, f"sequence {owner} uses the tail row of {cache.owners[row]}"
+        assert cache.owners[row] == owner, f"sequence {owner} uses the residual row of {cache.owners[row]}"
 
 
-def make_engine(
+def build_engine(
     *,
     model: ToyModel | None = None,
     num_pages: int = 64,
-    page_size: int = 4,
-    max_sequences: int = 8,
-    token_budget: int = 32,
     speculate: str | None = None,
-    max_drafts: int = 4,
-    prefix_cache: bool = True,
-    tokenizer: Any = None,
     force: bool = True,
-    overlap: bool = False,
-    **options: Any,
+    tokenizer: Any = None,
+    **settings: Any,
 ) -> Engine:
     """An engine over the toy model."""
     model = model or ToyModel()
-    limits = SchedulerOptions(page_size=page_size, max_sequences=max_sequences, token_budget=token_budget, **options)
+    small = {"page_size": 4, "max_sequences": 8, "token_budget": 32, "overlap": False}
+    config = EngineConfig(**{**small, **settings})
     proposer = None
     if speculate == "ngram":
         proposer = NgramProposer(3, 1)
     elif speculate is not None:
         draft = model if speculate == "self" else ToyModel(seed=1)
-        proposer = DraftModelProposer(
-            draft, ToyCache(num_pages, page_size), num_pages=num_pages, options=limits, vocab_size=VOCAB
-        )
+        cache = ToyCache(num_pages, config.page_size)
+        proposer = DraftModelProposer(draft, cache, config, num_pages=num_pages, vocab_size=VOCAB)
     return Engine(
         model,
-        ToyCache(num_pages, page_size),
+        ToyCache(num_pages, config.page_size),
+        config,
         num_pages=num_pages,
-        options=limits,
         tokenizer=tokenizer,
-        prefix_cache=prefix_cache,
         proposer=proposer,
-        governor=None if proposer is None else Governor(max_drafts, force=force),
-        overlap=overlap,
+        controller=None if proposer is None else SpeculationController(config.max_drafts, force=force),
     )
 
 
@@ -180,4 +173,4 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
     return found
 
 
-__all__ = ["VOCAB", "ToyCache", "ToyModel", "check", "generate", "greedy", "make_engine", "prompts", "run"]
+__all__ = ["VOCAB", "ToyCache", "ToyModel", "build_engine", "check", "generate", "greedy", "prompts", "run"]

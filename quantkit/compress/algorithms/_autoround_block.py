@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
@@ -33,10 +34,12 @@ class Examples:
     """
 
     def __init__(self, layer: LayerContext) -> None:
-        assert layer.store is not None and layer.original_store is not None, "tuning needs data of both models"
-        self._layer, self._store, self._original = layer, layer.store, layer.original_store
+        assert layer.data.store is not None and layer.data.original_store is not None, (
+            "tuning needs data of both models"
+        )
+        self._layer, self._store, self._original = layer, layer.data.store, layer.data.original_store
         self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
-        self.places = [(number, row) for number, batch in enumerate(self._store) for row in range(batch.shape[0])]
+        self.sequences = [(number, row) for number, batch in enumerate(self._store) for row in range(batch.shape[0])]
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -45,19 +48,19 @@ class Examples:
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Inputs and outputs (B, T, D) of one batch of the store."""
         target = self._target(number) if self._targets is None else self._targets[number]
-        return self._place(self._store[number]), self._place(target)
+        return self._on_device(self._store[number]), self._on_device(target)
 
-    def sample(self, place: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Input and output (1, T, D) of one sequence, given by batch and row; see `places`."""
-        number, row = place
+    def sample(self, sequence: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Input and output (1, T, D) of one sequence, given by batch and row; see `sequences`."""
+        number, row = sequence
         rows = slice(row, row + 1)
         target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
-        return self._place(self._store[number][rows]), self._place(target)
+        return self._on_device(self._store[number][rows]), self._on_device(target)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
         return self._layer.original_forward(self._original[number][rows])
 
-    def _place(self, hidden: Tensor) -> Tensor:
+    def _on_device(self, hidden: Tensor) -> Tensor:
         """As an ordinary tensor on the layer's device."""
         return hidden.to(self._layer.device, copy=True)
 
@@ -98,8 +101,7 @@ class TunedBlock:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
             self._arguments[shape] = _ordinary(self._layer.arguments(hidden))
-        output: Tensor | tuple[Tensor, ...] = self._layer.block(hidden, **self._arguments[shape])
-        return output[0] if isinstance(output, tuple) else output
+        return hidden_states(self._layer.block(hidden, **self._arguments[shape]))
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
         for name, scheme in layer.schemes.items():
             # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
             if scheme.activation is not None and not scheme.activation.is_calibrated:
-                hooks.callback(layer.linear(name).register_forward_pre_hook(_quantizer(scheme.activation)).remove)
+                hooks.callback(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
         try:
             yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
         finally:
@@ -136,19 +138,17 @@ class _QuantizedInputs(torch.autograd.Function):
     """Inputs as the runtime will quantize them; the identity for gradients."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, scheme: ActivationScheme) -> Tensor:
+    def forward(_: Any, values: Tensor, scheme: ActivationScheme) -> Tensor:
         return fake_quantize_inputs(values, scheme)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None
 
 
-def _quantizer(scheme: ActivationScheme) -> Any:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_QuantizedInputs.apply(args[0], scheme), *args[1:])  # type: ignore[no-untyped-call]
-
-    return before
+def _quantized(values: Tensor, scheme: ActivationScheme) -> Tensor:
+    inputs: Tensor = _QuantizedInputs.apply(values, scheme)  # type: ignore[no-untyped-call]
+    return inputs
 
 
 def _register(block: nn.Module, name: str, value: nn.Parameter) -> None:

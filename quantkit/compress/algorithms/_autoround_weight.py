@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.numerics.affine import make_tensor
+from quantkit.numerics.affine import Ranges, WeightGrid, assemble
 from quantkit.numerics.scales import round_scale
-from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 # Weights worked on at once.
@@ -31,23 +30,15 @@ class TunedWeight:
 
     Args:
         weight: (N, K), any float dtype; not modified, and not to be modified meanwhile.
-        scheme: integers, a scale per row or group of it.
-        scale, zero_point: (N, G) float32, where to start.
-        scale_dtype: dtype in which scales are stored.
+        grid: integers, a scale per row or group of it.
+        ranges: where to start.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        scheme: WeightScheme,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        scale_dtype: torch.dtype,
-    ) -> None:
-        self._weight, self._scheme, self._scale_dtype = weight, scheme, scale_dtype
-        self._start, self._start_zero = scale.clone(), None if zero_point is None else zero_point.clone()
+    def __init__(self, weight: Tensor, grid: WeightGrid, ranges: Ranges) -> None:
+        self._weight, self._grid, self._dtype = weight, grid, grid.scheme.dtype
+        scale, zero = ranges
+        self._start, self._start_zero = scale.clone(), None if zero is None else zero.clone()
         self._step_rows = max(1, _BLOCK // weight.shape[1])
-        self._low, self._high = scheme.dtype.minimum, scheme.dtype.maximum
         self.reset()
 
     def reset(self) -> None:
@@ -80,7 +71,7 @@ class TunedWeight:
             self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
             self.factor[rows].clamp_(*_FACTORS)
             if by_zero is not None:
-                self.shift[rows] -= range_rate * self._scheme.dtype.half_range * by_zero.sign_()
+                self.shift[rows] -= range_rate * self._dtype.half_range * by_zero.sign_()
             new_scale, zero = self._parameters(rows)
             ratio *= (scale / new_scale).unsqueeze(-1)
             self._write(rows, ratio, new_scale, zero, values)
@@ -98,12 +89,12 @@ class TunedWeight:
 
     def result(self) -> QuantizedTensor:
         """The present codes and parameters."""
-        codes = torch.empty(self._weight.shape, dtype=self._scheme.dtype.storage, device=self._weight.device)
+        codes = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
         for rows in self._blocks():
             scale, zero = self._parameters(rows)
             codes[rows] = self._codes(rows, self._ratio(rows, scale), zero)[1].view_as(codes[rows]).to(codes.dtype)
         scale, zero = self._parameters(slice(None))
-        return make_tensor(codes, scale, zero, self._scheme, self._scale_dtype, None)
+        return assemble(codes, Ranges(scale, zero), self._grid)
 
     def _blocks(self) -> list[slice]:
         return [slice(row, row + self._step_rows) for row in range(0, self._weight.shape[0], self._step_rows)]
@@ -111,10 +102,12 @@ class TunedWeight:
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """(R, G) scale and zero point as they are stored; a scale keeps the sign that it started with."""
         start = self._start[rows]
-        scale = round_scale(start.abs() * self.factor[rows], self._scale_dtype).copysign_(start)
+        scale = round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype).copysign_(start)
         if self._start_zero is None:
             return scale, None
-        return scale, (self._start_zero[rows] + self.shift[rows]).round_().clamp_(self._low, self._high)
+        return scale, (self._start_zero[rows] + self.shift[rows]).round_().clamp_(
+            self._dtype.minimum, self._dtype.maximum
+        )
 
     def _ratio(self, rows: slice, scale: Tensor) -> Tensor:
         """(R, G, g) weights in units of their scale."""
@@ -125,7 +118,7 @@ class TunedWeight:
         raw = (ratio + self.offset[rows].view_as(ratio)).round_()
         if zero is not None:
             raw += zero.unsqueeze(-1)
-        return raw, raw.clamp(self._low, self._high)
+        return raw, raw.clamp(self._dtype.minimum, self._dtype.maximum)
 
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None

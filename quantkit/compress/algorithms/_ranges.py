@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import GroupGram, Magnitude
-from quantkit.numerics.affine import search_parameters
+from quantkit.numerics.affine import Ranges, search_parameters
 
 # Groups wider than this are searched with per-channel importance only: their Gram matrices would cost too much.
 _WIDEST_GRAM = 512
@@ -51,16 +51,15 @@ class InputStatistics:
         return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
 
 
-def search_range(layer: LayerContext, name: str, seen: InputStatistics) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point (N, G) of a linear that lose least of its outputs; see `search_parameters`.
+def search_range(layer: LayerContext, name: str, seen: InputStatistics) -> Ranges:
+    """The ranges of a linear that lose least of its outputs; see `search_parameters`.
 
     Args:
         layer: the layer; not modified.
         name: relative name of a linear with a scheme.
         seen: of its inputs.
     """
-    weight, scheme = layer.weight(name), layer.schemes[name].weight
-    gram = seen.gram(seen.divisor) if seen.group == scheme.group_width(weight.shape[1]) else None
-    importance, largest = seen.mean_square(seen.divisor), layer.tensor_largest(name)
-    dtype = layer.scale_dtype[name]
-    return search_parameters(weight, scheme, dtype, importance=importance, gram=gram, tensor_largest=largest)
+    weight, grid = layer.weight(name), layer.grid(name)
+    # The set's statistics are of one group size; a linear of it with another has no use for the Gram matrices.
+    gram = seen.gram(seen.divisor) if seen.group == grid.scheme.group_width(weight.shape[1]) else None
+    return search_parameters(weight, grid, importance=seen.mean_square(seen.divisor), gram=gram)

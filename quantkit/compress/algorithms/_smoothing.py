@@ -19,7 +19,7 @@ def can_fold(layer: LayerContext, group: LinearSet) -> bool:
 
     A linear that is itself already in codes cannot, nor one whose outputs do not map onto the inputs head by head.
     """
-    if group.source is None or group.source in layer.quantized:
+    if group.source is None or group.source in layer.chosen.quantized:
         return False
     width, outputs = layer.weight(group.linears[0]).shape[1], _outputs(layer, group)
     return outputs == width or (group.grouped_heads and width % outputs == 0)
@@ -53,7 +53,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     for name, values in folded(layer.block, group, scales, layer.head_dim):
         _replace(layer, name, values)
     for name in (*group.linears, group.source or ""):
-        layer.ranges.pop(name, None)  # they were chosen for other values
+        layer.chosen.ranges.pop(name, None)  # they were chosen for other values
     layer.rescale_sample(group, scales)
 
 

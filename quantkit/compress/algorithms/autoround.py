@@ -24,7 +24,7 @@ from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
-from quantkit.numerics.affine import round_to_nearest, search_parameters
+from quantkit.numerics.affine import search_parameters
 
 # Batches of the store on which the error before and after is measured.
 _JUDGED = 4
@@ -36,7 +36,7 @@ Tuned = dict[str, TunedWeight]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoRound:
+class AutoRoundStep:
     """Signed gradient descent on rounding and ranges, a whole layer at a time.
 
     Args:
@@ -90,17 +90,19 @@ class AutoRound:
         if self._descend(layer, block, tuned, examples):
             after = block.error(examples, judged)
         if not after <= before:  # also when it is not a number
-            layer.notes.append(f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead")
+            layer.chosen.notes.append(
+                f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
+            )
             for weight in tuned.values():
                 weight.reset()
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
         """All steps; False when the error is no number."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
-        places = _shuffled(examples.places, _seed(layer))
+        sequences = _shuffled(examples.sequences, _seed(layer))
         for iteration in range(self.iterations):
             for _ in range(self.batch_size):
-                if not math.isfinite(block.backward(*examples.sample(next(places)))):
+                if not math.isfinite(block.backward(*examples.sample(next(sequences)))):
                     return False
             rate = first * (1 - iteration / self.iterations)
             for name, weight in block.weights.items():
@@ -122,22 +124,21 @@ def _round_the_rest(layer: LayerContext) -> None:
     """Linears whose numbers are not tuned get their codes first, so that the others make up for them too."""
     for _, names in layer.pending():
         for name in names:
-            scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
+            scheme = layer.schemes[name].weight
             if scheme.dtype.kind == "int" and scheme.block_rows == 1:
                 continue
-            largest = layer.tensor_largest(name)
-            found = layer.ranges.get(name) or search_parameters(
-                layer.weight(name), scheme, dtype, tensor_largest=largest
+            layer.round(name)
+            layer.chosen.notes.append(
+                f"autoround: {name} is {scheme.describe()}, which is not tuned; rounded to nearest"
             )
-            layer.commit(name, round_to_nearest(layer.weight(name), scheme, *found, dtype, largest))
-            layer.notes.append(f"autoround: {name} is {scheme.describe()}, which is not tuned; rounded to nearest")
 
 
 def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -> TunedWeight:
     """Ranges that a step has left, else those that lose least by the importance of the inputs."""
-    scheme, dtype = layer.schemes[name].weight, layer.scale_dtype[name]
-    found = layer.ranges.get(name) or search_parameters(weight, scheme, dtype, importance=importance)
-    return TunedWeight(weight, scheme, *found, dtype)
+    grid = layer.grid(name)
+    return TunedWeight(
+        weight, grid, layer.chosen.ranges.get(name) or search_parameters(weight, grid, importance=importance)
+    )
 
 
 def _decode(block: TunedBlock, tuned: Tuned) -> None:
@@ -150,12 +151,12 @@ def _seed(layer: LayerContext) -> int:
     return int.from_bytes(hashlib.sha256(f"{layer.seed}/{layer.name}".encode()).digest()[:6], "big")
 
 
-def _shuffled(places: list[tuple[int, int]], seed: int) -> Iterator[tuple[int, int]]:
-    """All places in random order, again and again."""
+def _shuffled(sequences: list[tuple[int, int]], seed: int) -> Iterator[tuple[int, int]]:
+    """All sequences in random order, again and again."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for number in torch.randperm(len(places), generator=generator).tolist():
-            yield places[number]
+        for number in torch.randperm(len(sequences), generator=generator).tolist():
+            yield sequences[number]
 
 
-STEP = AutoRound
+STEP = AutoRoundStep

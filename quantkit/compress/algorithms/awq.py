@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.compress.algorithms._ranges import InputStatistics, search_range
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
-from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
 from quantkit.models.families import LinearSet
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest, search_parameters
+from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AWQ:
+class AwqStep:
     """Activation-aware scales, then a search for the best range of each group.
 
     Args:
@@ -52,7 +51,7 @@ class AWQ:
                 self._scale(layer, group, statistics[group.linears[0]])
         for group, names in sets:
             for name in names:
-                layer.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
+                layer.chosen.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
@@ -89,26 +88,24 @@ class AWQ:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
 
-    def _range(self, layer: LayerContext, name: str, seen: InputStatistics) -> tuple[Tensor, Tensor | None]:
+    def _range(self, layer: LayerContext, name: str, seen: InputStatistics) -> Ranges:
         if self.clip:
             return search_range(layer, name, seen)
-        weight, scheme = layer.weight(name), layer.schemes[name].weight
-        return minmax_parameters(weight, scheme, layer.scale_dtype[name], layer.tensor_largest(name))
+        return minmax_parameters(layer.weight(name), layer.grid(name))
 
     def _rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
     ) -> Tensor:
         """`original` scaled, rounded and scaled back; with statistics in searched ranges, else in covering ones."""
         scheme = layer.schemes.get(name)
-        if scheme is None or name in layer.quantized:
+        if scheme is None or name in layer.chosen.quantized:
             return original
-        scaled, dtype = original.float() * scales, layer.scale_dtype[name]
-        if seen is None or not self.clip:
-            ranges = minmax_parameters(scaled, scheme.weight, dtype)
-        else:
+        scaled, grid = original.float() * scales, WeightGrid(scheme.weight, layer.scale_dtype[name])
+        ranges = None
+        if seen is not None and self.clip:
             importance = seen.mean_square(scales)  # without the Gram matrices: quicker, and near enough to compare
-            ranges = search_parameters(scaled, scheme.weight, dtype, importance=importance)
-        return round_to_nearest(scaled, scheme.weight, *ranges, dtype).dequantize().div_(scales)
+            ranges = search_parameters(scaled, grid, importance=importance)
+        return round_to_nearest(scaled, grid, ranges).dequantize().div_(scales)
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
@@ -121,15 +118,15 @@ def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, flo
         ratio, its error.
     """
     step = max(1, grid // 5)
-    found = {i: error(i / grid) for i in range(0, grid, step)}
+    errors = {i: error(i / grid) for i in range(0, grid, step)}
     while step > 1:
         step //= 2
-        best = min(found, key=lambda i: found[i])
+        best = min(errors, key=errors.__getitem__)
         for i in (best - step, best + step):
-            if 0 <= i < grid and i not in found:
-                found[i] = error(i / grid)
-    best = min(found, key=lambda i: found[i])
-    return best / grid, found[best]
+            if 0 <= i < grid and i not in errors:
+                errors[i] = error(i / grid)
+    best = min(errors, key=errors.__getitem__)
+    return best / grid, errors[best]
 
 
 def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
@@ -146,9 +143,8 @@ def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
     return total / rows
 
 
-def _output(layer: LayerContext, parent: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-    output: Tensor | tuple[Tensor, ...] = layer.block.get_submodule(parent)(*call[0], **call[1])
-    return output[0] if isinstance(output, tuple) else output
+def _output(layer: LayerContext, parent: str, call: Call) -> Tensor:
+    return hidden_states(layer.block.get_submodule(parent)(*call[0], **call[1]))
 
 
-STEP = AWQ
+STEP = AwqStep

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Architecture
+    from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +53,10 @@ class Step(Protocol):
     their documentation. Steps run in the order of the recipe, on one layer after another.
 
     A step may have a property `needs_original`: true makes the run keep the hidden states of the original model beside
-    those of the quantized one, and the layer as it was, as `layer.original_store` and `layer.original`; it costs twice
-    the memory. A property `reorders_groups` says that groups are formed in another order than that of the inputs. A
-    method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to none.
-    One step of a recipe may also be an `Opener`.
+    those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
+    twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
+    inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
+    none. One step of a recipe may also be an `Opener`.
     """
 
     def apply(self, layer: LayerContext) -> None:
@@ -72,12 +72,12 @@ class Step(Protocol):
 class Opener(Protocol):
     """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
 
-    def open(self, path: Path, architecture: Architecture) -> ModelReader:
+    def open(self, path: Path, family: Family) -> ModelReader:
         """The checkpoint as that model.
 
         Args:
             path: of the checkpoint.
-            architecture: its family.
+            family: its family.
         Raises:
             ModelError: it cannot be done with this model; says why.
         """
@@ -89,7 +89,7 @@ def needs_original(steps: Sequence[Step]) -> bool:
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
-def predicted_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
     Args:

@@ -18,12 +18,20 @@ from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
-from quantkit.compress.calibration.asymmetric import observe_beside_original
+from quantkit.compress.calibration.asymmetric import observe_asymmetric
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.errors import ModelError
 from quantkit.models.families import LinearSet, find_expert
-from quantkit.numerics.affine import from_codes, make_tensor, minmax_parameters, search_parameters, to_codes
+from quantkit.numerics.affine import (
+    Ranges,
+    WeightGrid,
+    assemble,
+    from_codes,
+    minmax_parameters,
+    search_parameters,
+    to_codes,
+)
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -41,7 +49,7 @@ _TALLEST = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GPTQ:
+class GptqStep:
     """Column-by-column rounding with error compensation.
 
     Args:
@@ -112,7 +120,7 @@ class GPTQ:
             name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
         }
         if errors:
-            observe_beside_original(layer, errors)
+            observe_asymmetric(layer, errors)
         return errors
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
@@ -122,20 +130,14 @@ class GPTQ:
         del hessian  # used up; for wide inputs it is the largest thing in memory
         if raised:
             listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
-            layer.notes.append(f"{listed}: damping raised to {raised:.3g}, the Hessian is nearly singular")
+            layer.chosen.notes.append(f"{listed}: damping raised to {raised:.3g}, the Hessian is nearly singular")
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
             same = [name for name in names if layer.schemes[name].weight == scheme]
-            self._quantize_tall(layer, same, scheme, factor, order, error)
+            self._quantize_tall(layer, same, factor, order, error)
         release_freed_memory()
 
     def _quantize_tall(
-        self,
-        layer: LayerContext,
-        names: list[str],
-        scheme: WeightScheme,
-        factor: Tensor,
-        order: Tensor,
-        error: Tensor | None,
+        self, layer: LayerContext, names: list[str], factor: Tensor, order: Tensor, error: Tensor | None
     ) -> None:
         """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
         each = max(1, _TALLEST // layer.weight(names[0]).numel())
@@ -144,10 +146,9 @@ class GPTQ:
             weights = [layer.weight(name) for name in members]
             if error is not None:
                 weights = [corrected(weight, error, factor, order, self.asymmetric_calibration) for weight in weights]
-            largest = [layer.tensor_largest(name) for name in members]
-            found = self._solve(weights, factor, order, scheme, layer.scale_dtype[members[0]], largest)
-            for name, part in zip(members, found, strict=True):
-                layer.commit(name, part)
+            grids = [layer.grid(name) for name in members]
+            for name, solved in zip(members, self._solve(weights, grids, factor, order), strict=True):
+                layer.commit(name, solved)
 
     def _order(self, importance: Tensor) -> Tensor:
         """(K,) column indices in the order in which they are settled."""
@@ -156,35 +157,29 @@ class GPTQ:
         return torch.argsort(importance, descending=True, stable=True)
 
     def _solve(
-        self,
-        weights: list[Tensor],
-        factor: Tensor,
-        order: Tensor,
-        scheme: WeightScheme,
-        scale_dtype: torch.dtype,
-        largest: list[Tensor | None],
+        self, weights: list[Tensor], grids: list[WeightGrid], factor: Tensor, order: Tensor
     ) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
-        width = weights[0].shape[1]
+        scheme, width = grids[0].scheme, weights[0].shape[1]
         columns = order if self.act_order == "group" and scheme.group_size else None
         index = torch.arange(width, device=order.device) // scheme.group_width(width)
         if columns is not None:
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = search_parameters if self.scale_search else minmax_parameters
         ranges = [
-            choose(w if columns is None else w[:, columns], scheme, scale_dtype, tensor_largest=of_tensor)
-            for w, of_tensor in zip(weights, largest, strict=True)
+            choose(weight if columns is None else weight[:, columns], grid)
+            for weight, grid in zip(weights, grids, strict=True)
         ]
         codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
         for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
-                (fit_scales(weight, code, found, factor, order, index, scale_dtype), found[1])
-                for weight, code, found in zip(weights, codes, ranges, strict=True)
+                Ranges(fit_scales(weight, code, old, factor, order, index, grid.scale_dtype), old.zero_point)
+                for weight, code, old, grid in zip(weights, codes, ranges, grids, strict=True)
             ]
             codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
         return [
-            make_tensor(code, scale, zero, scheme, scale_dtype, of_tensor, None if columns is None else index)
-            for code, (scale, zero), of_tensor in zip(codes, ranges, largest, strict=True)
+            assemble(code, of_groups, grid, None if columns is None else index)
+            for code, of_groups, grid in zip(codes, ranges, grids, strict=True)
         ]
 
 
@@ -216,7 +211,7 @@ def settle_columns(
     factor: Tensor,
     order: Tensor,
     group_index: Tensor,
-    ranges: list[tuple[Tensor, Tensor | None]],
+    ranges: list[Ranges],
     scheme: WeightScheme,
     block_size: int = 128,
 ) -> list[Tensor]:
@@ -290,7 +285,7 @@ def corrected(weight: Tensor, error: Tensor, factor: Tensor, order: Tensor, stre
 def fit_scales(
     weight: Tensor,
     codes: Tensor,
-    ranges: tuple[Tensor, Tensor | None],
+    ranges: Ranges,
     factor: Tensor,
     order: Tensor,
     group_index: Tensor,
@@ -363,4 +358,4 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Ten
     raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
 
 
-STEP = GPTQ
+STEP = GptqStep

@@ -12,11 +12,11 @@ from pathlib import Path
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rotate:
+class RotateStep:
     """Randomised Hadamard rotations folded into the weights; nothing is left to do at run time.
 
     Args:
@@ -27,12 +27,12 @@ class Rotate:
     heads: bool = True
     seed: int = 0
 
-    def open(self, path: Path, architecture: Architecture) -> ModelReader:
+    def open(self, path: Path, family: Family) -> ModelReader:
         """The checkpoint as the rotated model; see `Step`."""
-        return RotatedReader(path, architecture, seed=self.seed, heads=self.heads)
+        return RotatedReader(path, family, seed=self.seed, heads=self.heads)
 
     def apply(self, layer: LayerContext) -> None:
         """Nothing: the layer was rotated when it was read."""
 
 
-STEP = Rotate
+STEP = RotateStep

@@ -13,7 +13,7 @@ from quantkit.compress.calibration.layer import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RTN:
+class RtnStep:
     """Round to nearest in the range of each group that changes the outputs least.
 
     The error of a group is measured with its own block of the inputs' Gram matrix; in groups of more than 512 inputs
@@ -27,7 +27,7 @@ class RTN:
         layer.observe(seen)
         for _, names in sets:
             for name in names:
-                layer.ranges[name] = search_range(layer, name, seen[names[0]])
+                layer.chosen.ranges[name] = search_range(layer, name, seen[names[0]])
 
 
-STEP = RTN
+STEP = RtnStep

@@ -18,7 +18,7 @@ from quantkit.models.families import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SmoothQuant:
+class SmoothQuantStep:
     """Per-channel scale max|x|^alpha / max|w|^(1 - alpha), folded into the norm before.
 
     Args:
@@ -38,7 +38,7 @@ class SmoothQuant:
             group.linears[0]: Magnitude(layer.weight(group.linears[0]).shape[1], layer.device) for group in sets
         }
         if not observers:
-            layer.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
+            layer.chosen.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
             return
         layer.observe(observers)
         for group in sets:
@@ -58,4 +58,4 @@ def _follows_norm(layer: LayerContext, group: LinearSet) -> bool:
     return group.source is not None and not isinstance(layer.block.get_submodule(group.source), nn.Linear)
 
 
-STEP = SmoothQuant
+STEP = SmoothQuantStep

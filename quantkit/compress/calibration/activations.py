@@ -36,7 +36,7 @@ class ActivationStore:
         self._memory: list[Tensor] = []
         self.digests: list[str] = []
         for batch in batches:
-            self._append(finite(batch, "the embedding"))
+            self._append(require_finite(batch, "the embedding"))
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
@@ -51,8 +51,8 @@ class ActivationStore:
             path = store._path(number)
             data = path.read_bytes() if path.exists() else b""
             if hashlib.sha256(data).hexdigest() != digest:
-                found = "not what was written" if data else "missing"
-                raise ResumeError(f"saved state {path} is {found}; start over with --no-resume")
+                state = "not what was written" if data else "missing"
+                raise ResumeError(f"saved state {path} is {state}; start over with --no-resume")
             if mode == "ram":
                 store._memory.append(load(data)["hidden"])
         return store
@@ -78,7 +78,7 @@ class ActivationStore:
         """Replace every batch by `forward(batch)`; the previous layer's files stay until `forget_previous`."""
         digests: list[str] = []
         for number in range(len(self)):
-            states = finite(forward(self[number]).cpu(), f"layer {self._layer}")
+            states = require_finite(forward(self[number]).cpu(), f"layer {self._layer}")
             if self._mode == "ram":
                 self._memory[number] = states
             digests += self._save(number, states, self._layer + 1)
@@ -107,7 +107,7 @@ class ActivationStore:
         return self._folder / str(self._layer if layer is None else layer) / f"{number:05d}.safetensors"
 
 
-def finite(states: Tensor, source: str) -> Tensor:
+def require_finite(states: Tensor, source: str) -> Tensor:
     """Hidden states as they are.
 
     Args:

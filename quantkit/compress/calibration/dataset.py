@@ -65,40 +65,40 @@ def load_samples(
         records: Iterable[Any] = _read_text(path) if path.suffix == ".txt" else _read_jsonl(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
-    found = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
-    if not found:
+    token_ids = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
+    if not token_ids:
         raise DataError(f"calibration data {data}: not one usable sample of text in it")
-    _check_vocabulary(found, vocab_size, str(data))
-    warnings = lint(found, samples, sequence_length, tokenizer)
-    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    return Samples(token_ids=tuple(map(tuple, found)), warnings=warnings, digest=digest)
+    _check_vocabulary(token_ids, vocab_size, str(data))
+    warnings = lint(token_ids, samples, sequence_length, tokenizer)
+    digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
+    return Samples(token_ids=tuple(map(tuple, token_ids)), warnings=warnings, digest=digest)
 
 
-def lint(found: list[list[int]], wanted: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
+def lint(samples: list[list[int]], wanted: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
     """What a careful engineer would notice about calibration samples.
 
     Args:
-        found: token ids per sample.
+        samples: token ids per sample.
         wanted: samples asked for.
         sequence_length: tokens asked for per sample.
         tokenizer: for its BOS and unknown ids.
     Returns:
         One sentence per finding.
     """
-    warnings, count = [], len(found)
+    warnings, count = [], len(samples)
     bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
-    without = sum(1 for sample in found if bos is not None and sample[0] != bos)
+    without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
     if without:
         warnings.append(f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do")
     if count < wanted:
         warnings.append(f"only {count} samples where {wanted} were asked for; statistics will be noisier")
-    short = sum(1 for sample in found if len(sample) < sequence_length / 2)
+    short = sum(1 for sample in samples if len(sample) < sequence_length / 2)
     if short > count / 4:
         warnings.append(f"{short} of {count} samples are shorter than half of {sequence_length} tokens")
-    repeated = count - len({tuple(sample) for sample in found})
+    repeated = count - len({tuple(sample) for sample in samples})
     if repeated:
         warnings.append(f"{repeated} of {count} samples are duplicates")
-    tokens = [token for sample in found for token in sample]
+    tokens = [token for sample in samples for token in sample]
     if unknown is not None and tokens.count(unknown) > 0.01 * len(tokens):
         warnings.append(f"{tokens.count(unknown) / len(tokens):.0%} of the tokens are unknown to the tokenizer")
     if len(tokens) < 4096:
@@ -152,10 +152,10 @@ def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> lis
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _check_vocabulary(found: list[list[int]], vocab_size: int, where: str) -> None:
-    if not all(isinstance(token, int) for sample in found for token in sample):
+def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> None:
+    if not all(isinstance(token, int) for sample in samples for token in sample):
         raise DataError(f"calibration data {where}: input_ids must be whole numbers")
-    largest, smallest = max(map(max, found)), min(map(min, found))
+    largest, smallest = max(map(max, samples)), min(map(min, samples))
     if largest >= vocab_size or smallest < 0:
         bad = largest if largest >= vocab_size else smallest
         raise DataError(

@@ -21,24 +21,24 @@ class _Enough(Exception):
 def probe(
     block: nn.Module,
     modules: Sequence[str],
-    look: Callable[..., None],
+    on_call: Callable[..., None],
     run: Callable[[], object],
     *,
     all_tokens: bool = False,
 ) -> None:
-    """Call `look(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
+    """Call `on_call(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
 
     Args:
         block: the layer; what it computes stays the same.
         modules: each is reached once, unless it belongs to an expert.
-        look: see above.
+        on_call: see above.
         run: runs the block.
         all_tokens: experts are shown every token, not those that are routed to them.
     """
     waiting = set(modules)
 
     def seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        look(name, args, kwargs)
+        on_call(name, args, kwargs)
         waiting.discard(name)
         if not waiting:
             raise _Enough
@@ -51,14 +51,14 @@ def probe(
 
 
 def probe_until(
-    block: nn.Module, modules: Sequence[str], last: str, look: Callable[..., None], run: Callable[[], object]
+    block: nn.Module, modules: Sequence[str], last: str, on_call: Callable[..., None], run: Callable[[], object]
 ) -> None:
-    """Call `look(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
+    """Call `on_call(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         raise _Enough
 
-    handles = hook_modules(block, modules, look)
+    handles = hook_modules(block, modules, on_call)
     _run(run, [*handles, block.get_submodule(last).register_forward_hook(after)])
 
 
@@ -73,38 +73,38 @@ def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
             handle.remove()
 
 
-def hook_modules(block: nn.Module, modules: Sequence[str], look: Callable[..., None]) -> list[RemovableHandle]:
-    """Have `look(name, args, kwargs)` called before each of these modules (relative names); the caller removes them."""
+def hook_modules(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> list[RemovableHandle]:
+    """Have `on_call(name, args, kwargs)` called before each of these modules; the caller removes the hooks."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: look(name, args, kwargs)
+        return lambda module, args, kwargs: on_call(name, args, kwargs)
 
     return [block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules]
 
 
-def show_all_tokens(block: nn.Module, modules: Sequence[str], look: Callable[..., None]) -> RemovableHandle:
+def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> RemovableHandle:
     """Have experts look at every token, just before tokens are routed to some of them.
 
     Args:
         block: the layer; what it computes stays the same.
         modules: linears of experts whose inputs are wanted.
-        look: called with (name, args, kwargs) before each of them, for all tokens at once.
+        on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
     """
-    place = find_expert(modules[0])
-    assert place is not None
-    experts = dict.fromkeys(f"{place.container}.{found.number}" for name in modules if (found := find_expert(name)))
+    first = find_expert(modules[0])
+    assert first is not None
+    experts = dict.fromkeys(f"{first.container}.{other.number}" for name in modules if (other := find_expert(name)))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         tokens = args[0].reshape(-1, args[0].shape[-1])
         for expert in experts:
-            handles = hook_modules(block, [name for name in modules if name.startswith(f"{expert}.")], look)
+            handles = hook_modules(block, [name for name in modules if name.startswith(f"{expert}.")], on_call)
             try:
                 block.get_submodule(expert)(tokens)
             finally:
                 for handle in handles:
                     handle.remove()
 
-    return block.get_submodule(place.owner).register_forward_pre_hook(before)
+    return block.get_submodule(first.owner).register_forward_pre_hook(before)
 
 
 def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> list[str]:

@@ -46,8 +46,8 @@ class InputRange:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         if self._keep and self._count < _VALUES:
             rows = min(inputs.shape[0], max(1, _BATCH_VALUES // inputs.shape[1]))
-            places = torch.linspace(0, inputs.shape[0] - 1, rows, device=inputs.device).long()
-            self._kept.append(inputs[places].flatten().float())
+            positions = torch.linspace(0, inputs.shape[0] - 1, rows, device=inputs.device).long()
+            self._kept.append(inputs[positions].flatten().float())
             self._count += self._kept[-1].numel()
 
     @property
@@ -87,19 +87,19 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
             )
         for name in names:
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
-            layer.input_scales[name] = scale
-            layer.quantized[name] = replace(layer.quantized[name], input_scale=scale)
+            layer.chosen.input_scales[name] = scale
+            layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:
     """Linears whose input has a calibrated scale, those that share one together."""
-    found: dict[tuple[int, str], list[str]] = {}
+    shared: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(layer.sets):
         for name in group.linears:
             activation = layer.schemes[name].activation if name in layer.schemes else None
             if activation is not None and activation.is_calibrated:
-                found.setdefault((number, name.rpartition(".")[0]), []).append(name)
-    return list(found.values())
+                shared.setdefault((number, name.rpartition(".")[0]), []).append(name)
+    return list(shared.values())
 
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:

@@ -32,7 +32,7 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
 MOST_NOISE = 0.1
-"""Of an ordinary channel's energy: what rounding may put upon keys before they count as ridden by outliers."""
+"""Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
 
 _ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _LEAVE = CacheScheme()
@@ -71,29 +71,29 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CalibratedCache:
     if not goal.needs_data:
         cache = LayerCache(scheme=goal.scheme)
         return CalibratedCache(cache=cache, record=CacheRecord(scheme=scheme_to_dict(goal.scheme)))
-    found = observe_cache(layer, rotate=goal.scheme.rotation != "none")
+    statistics = observe_cache(layer, rotate=goal.scheme.rotation != "none")
     key_scale, value_scale = (
         _scales(layer.name, what, scheme, numbers, goal)
         for what, scheme, numbers in (
-            ("keys", goal.scheme.key, found.keys),
-            ("values", goal.scheme.value, found.values),
+            ("keys", goal.scheme.key, statistics.keys),
+            ("values", goal.scheme.value, statistics.values),
         )
     )
-    asked = noise(found, goal.scheme.key)
-    scheme = choose_scheme(found, goal)
+    asked = noise(statistics, goal.scheme.key)
+    scheme = choose_scheme(statistics, goal)
     record = CacheRecord(
         scheme=scheme_to_dict(scheme),
         key_scale=_listed(key_scale, goal.scheme.key),
         value_scale=_listed(value_scale, goal.scheme.value),
-        largest_key=found.keys.peak.max().item(),
-        typical_key=found.keys.typical().min().sqrt().item(),
+        largest_key=statistics.keys.peak.max().item(),
+        typical_key=statistics.keys.typical().min().sqrt().item(),
         noise_asked=asked,
-        noise=noise(found, scheme.key, rotated=scheme.rotation != "none"),
+        noise=noise(statistics, scheme.key, rotated=scheme.rotation != "none"),
     )
     return CalibratedCache(
         cache=LayerCache(scheme=scheme, key_scale=key_scale, value_scale=value_scale),
         record=record,
-        note=None if scheme == goal.scheme else _note(layer, found, goal.scheme, record, scheme),
+        note=None if scheme == goal.scheme else _note(layer, statistics, goal.scheme, record, scheme),
     )
 
 
@@ -108,16 +108,16 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
     """
     from transformers import DynamicCache
 
-    found = CacheStatistics(rotate=rotate)
+    statistics = CacheStatistics(rotate=rotate)
 
     class Recorder(DynamicCache):  # type: ignore[misc]
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            found.update(key_states, value_states)
+            statistics.update(key_states, value_states)
             raise _Seen
 
-    assert layer.store is not None, "this recipe has no calibration data"
+    assert layer.data.store is not None, "this recipe has no calibration data"
     argument = _argument(layer)
-    for hidden in layer.store:
+    for hidden in layer.data.store:
         try:
             layer.forward(hidden, **{argument: Recorder()})
         except _Seen:
@@ -125,16 +125,16 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
         raise ModelError(
             f"{layer.name} hands its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
         )
-    for what, numbers in (("keys", found.keys), ("values", found.values)):
+    for what, numbers in (("keys", statistics.keys), ("values", statistics.values)):
         if not torch.isfinite(numbers.peak).all():
             raise CheckpointError(f"{layer.name}: its {what} are not finite; the model's weights are broken")
-    return found
+    return statistics
 
 
-def noise(found: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None = None) -> float:
+def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None = None) -> float:
     """What rounding adds to an ordinary key channel, as a share of that channel's mean square; of the worst head.
 
-    The rule for outliers: keys are ridden by outliers where this is above `MOST_NOISE`. An outlier, be it a large bias
+    The rule for outliers: keys have outlier channels where this is above `MOST_NOISE`. An outlier, be it a large bias
     of the key projection or a few channels far above the rest, widens the range that a token's channels share, and so
     the step; the step's mean square over 12 is the noise, which falls on all channels alike. What is ordinary is the
     median over a head's channels of their mean square, which few outliers do not move. With ranges per channel each
@@ -142,13 +142,13 @@ def noise(found: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None =
     only where numbers are so small beside the largest that they are subnormal.
 
     Args:
-        found: of one layer.
+        statistics: of one layer.
         scheme: of the keys.
         rotated: whether they are rotated before rounding; None = as the statistics were asked to look.
     """
     if scheme.dtype is None:
         return 0.0
-    keys, turned = found.keys, found.rotate if rotated is None else rotated
+    keys, turned = statistics.keys, statistics.rotate if rotated is None else rotated
     typical = keys.typical()  # (H,)
     if scheme.dtype is FP8:
         peak = keys.peak.square() if scheme.is_fixed else keys.mean_square_peak()
@@ -157,26 +157,26 @@ def noise(found: CacheStatistics, scheme: CacheScheme, *, rotated: bool | None =
     if scheme.granularity == "channel":
         return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
     if scheme.symmetric:
-        steps = (found.rotated if turned else keys).mean_square_peak() / float(scheme.dtype.maximum) ** 2
+        steps = (statistics.rotated if turned else keys).mean_square_peak() / float(scheme.dtype.maximum) ** 2
     else:
-        steps = (found.rotated if turned else keys).mean_square_range() / scheme.dtype.full_range**2
+        steps = (statistics.rotated if turned else keys).mean_square_range() / scheme.dtype.full_range**2
     return (steps / 12 / typical).max().item()
 
 
-def choose_scheme(found: CacheStatistics, goal: CacheGoal) -> KVScheme:
-    """What was asked for, or, where outliers ride the keys, the first remedy that brings their noise down.
+def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
+    """What was asked for, or, where keys have outlier channels, the first remedy that brings their noise down.
 
     Remedies are tried in the order that costs least: ranges per channel instead of per token, 8 bits, not quantized;
     a recipe that names one gets that one, and unquantized keys where it does not help either.
     """
-    if not goal.outliers or noise(found, goal.scheme.key) <= MOST_NOISE:
+    if not goal.outliers or noise(statistics, goal.scheme.key) <= MOST_NOISE:
         return goal.scheme
     names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
     for name in names:
         remedy = _REMEDIES[name]
         if remedy == goal.scheme.key or (name == "channel" and goal.scheme.key.dtype is not INT4):
             continue
-        if noise(found, remedy, rotated=False) <= MOST_NOISE:
+        if noise(statistics, remedy, rotated=False) <= MOST_NOISE:
             return KVScheme(key=remedy, value=goal.scheme.value)
     return KVScheme(value=goal.scheme.value)
 
@@ -210,13 +210,15 @@ def _listed(scales: Scales, scheme: CacheScheme) -> tuple[float, ...]:
     return scales if isinstance(scales, tuple) else (scales,)
 
 
-def _note(layer: LayerContext, found: CacheStatistics, asked: KVScheme, record: CacheRecord, scheme: KVScheme) -> str:
-    head, channel = divmod(int(found.keys.channel_peak.argmax()), found.keys.channel_peak.shape[1])
+def _note(
+    layer: LayerContext, statistics: CacheStatistics, asked: KVScheme, record: CacheRecord, scheme: KVScheme
+) -> str:
+    head, channel = divmod(int(statistics.keys.channel_peak.argmax()), statistics.keys.channel_peak.shape[1])
     rotated = ", rotated" if asked.rotation != "none" else ""
     bias = _largest_bias(layer)
     said = f", bias of the key projection up to {bias:.3g}" if bias is not None else ""
     return (
-        f"KV cache: keys are ridden by outliers: as {asked.key.describe()}{rotated} their noise would be "
+        f"KV cache: keys have outlier channels: as {asked.key.describe()}{rotated} their noise would be "
         f"{record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
         f"channel {channel}, ordinary {record.typical_key:.3g}{said}); kept {scheme.key.describe()}, "
         f"noise {record.noise:.2g}"

@@ -5,10 +5,9 @@ This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inpu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.memory import release_freed_memory
-from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.calibration.errors import relative_error
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     describe_under_calibrated,
     probe,
     probe_until,
 )
+from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.families import LinearSet, find_expert
 from quantkit.numerics.affine import (
+    WeightGrid,
     from_codes,
     largest_magnitude,
     minmax_parameters,
@@ -39,8 +40,8 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
-# Weights whose error is measured at once: its float32 copies must stay small beside the layer.
-_ERROR_BLOCK = 1 << 21
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module's call."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,20 +55,11 @@ class LayerContext:
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.
-        store: hidden states before this layer, made by the layers before as they were quantized; None when the recipe
-            needs no data.
-        original_store: hidden states before this layer in the original model; only there when a step asks for them.
-        original: the layer as it was, likewise.
         arguments: what the model calls the layer with, besides the hidden states.
         stored_dtype: dtype on disk of each parameter, by relative name.
-        divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
-        cache_scales: tensors of the KV cache to write beside the weights, by relative name.
         seed: of the run, for steps that draw random numbers.
-        input_scales: (1,) calibrated scale of each linear's input, by relative name, once it is known; see
-            `quantkit.compress.calibration.input_scales`.
-        all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
-            computes is not affected.
-        tokens_per_expert: how many tokens are routed to each; set by `count_tokens`.
+        data: what the layer is fed.
+        chosen: what has been chosen so far.
     """
 
     name: str
@@ -76,23 +68,11 @@ class LayerContext:
     schemes: Mapping[str, LinearScheme]
     scale_dtype: Mapping[str, torch.dtype]
     head_dim: int
-    store: ActivationStore | None = None
-    original_store: ActivationStore | None = None
-    original: nn.Module | None = None
-    arguments: Callable[[Tensor], dict[str, Any]] = lambda hidden: {}
+    arguments: Callable[[Tensor], dict[str, Any]] = lambda _: {}
     stored_dtype: Mapping[str, torch.dtype] = field(default_factory=dict)
     seed: int = 0
-    input_scales: dict[str, Tensor] = field(default_factory=dict)
-    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
-    ranges: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    samples: dict[str, Tensor] = field(default_factory=dict)
-    divisors: dict[str, Tensor] = field(default_factory=dict)
-    records: dict[str, LinearRecord] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    cache_scales: dict[str, Tensor] = field(default_factory=dict)
-    _largest: dict[str, Tensor] = field(default_factory=dict)
-    all_tokens: bool = True
-    tokens_per_expert: tuple[int, ...] = ()
+    data: LayerData = field(default_factory=LayerData)
+    chosen: LayerChoices = field(default_factory=LayerChoices)
 
     @property
     def device(self) -> torch.device:
@@ -115,30 +95,30 @@ class LayerContext:
         return [(group, names) for group, names in todo if names]
 
     def _is_pending(self, name: str) -> bool:
-        return name in self.schemes and name not in self.quantized and not self._is_under_calibrated(name)
+        return name in self.schemes and name not in self.chosen.quantized and not self._is_under_calibrated(name)
 
     def _is_under_calibrated(self, name: str) -> bool:
         """Whether a linear belongs to an expert that saw too little for any step to work on."""
-        place = find_expert(name)
-        if place is None or self.all_tokens or not self.tokens_per_expert:
+        expert = find_expert(name)
+        if expert is None or self.data.all_tokens or not self.data.tokens_per_expert:
             return False
-        return self.tokens_per_expert[place.number] < UNDER_CALIBRATED_TOKENS
+        return self.data.tokens_per_expert[expert.number] < UNDER_CALIBRATED_TOKENS
 
     def count_tokens(self) -> None:
         """Route all calibration data, count the tokens of each expert, and note those that are under-calibrated."""
-        places = [place for group in self.sets for name in group.linears if (place := find_expert(name))]
-        if not places or self.store is None:
+        experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
+        if not experts or self.data.store is None:
             return
-        counts = dict.fromkeys(sorted(place.number for place in places), 0)
-        names = {f"{places[0].container}.{number}": number for number in counts}
+        counts = dict.fromkeys(sorted(expert.number for expert in experts), 0)
+        names = {f"{experts[0].container}.{number}": number for number in counts}
 
-        def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
         for hidden in self._hidden_states():
-            probe_until(self.block, list(names), places[0].owner, look, partial(self.forward, hidden))
-        self.tokens_per_expert = tuple(counts.values())
-        self.notes += describe_under_calibrated(counts, self.all_tokens)
+            probe_until(self.block, list(names), experts[0].owner, count, partial(self.forward, hidden))
+        self.data.tokens_per_expert = tuple(counts.values())
+        self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
     def observe(self, observers: Mapping[str, Observer]) -> None:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
@@ -148,20 +128,21 @@ class LayerContext:
         """
         samples = {name: Sample() for name in observers}
 
-        def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def update(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             inputs = args[0].reshape(-1, args[0].shape[-1])
             observers[name].update(inputs)
             samples[name].update(inputs)
 
         for hidden in self._hidden_states():
-            probe(self.block, tuple(observers), look, partial(self.forward, hidden), all_tokens=self.all_tokens)
+            run = partial(self.forward, hidden)
+            probe(self.block, tuple(observers), update, run, all_tokens=self.data.all_tokens)
         release_freed_memory()
         for name, sample in samples.items():
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
-            self.samples[self._set_key(name)] = sample.rows
+            self.data.samples[self.set_key(name)] = sample.rows
 
-    def capture(self, module: str, max_tokens: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def capture(self, module: str, max_tokens: int) -> list[Call]:
         """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
 
         Args:
@@ -170,41 +151,57 @@ class LayerContext:
         Returns:
             (args, kwargs) per batch, hidden states detached from further changes.
         """
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        calls: list[Call] = []
         left = max_tokens
 
-        def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
         for hidden in self._hidden_states():
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
-            probe(self.block, (module,), keep, partial(self.forward, kept), all_tokens=self.all_tokens)
+            probe(self.block, (module,), keep, partial(self.forward, kept), all_tokens=self.data.all_tokens)
             left -= kept.shape[0] * kept.shape[1]
         return calls
 
-    def forward(self, hidden: Tensor, **more: Any) -> Tensor:
+    def forward(self, hidden: Tensor, **extra: Any) -> Tensor:
         """Output of the layer with its present weights; inputs of committed linears are quantized if the scheme says.
 
         Args:
             hidden: (B, T, D), any device.
-            more: arguments for the layer besides those that the model gives it.
+            extra: arguments for the layer besides those that the model gives it.
         Returns:
             (B, T, D) on the layer's device.
         """
-        hidden = hidden.to(self.device)
-        with torch.inference_mode(), self._quantized_inputs():
-            output: Tensor | tuple[Tensor, ...] = self.block(hidden, **{**self.arguments(hidden), **more})
-        return output[0] if isinstance(output, tuple) else output
+        with self._quantized_inputs():
+            return self._run(self.block, hidden, extra)
 
     def original_forward(self, hidden: Tensor) -> Tensor:
         """Output of the original layer, for hidden states (B, T, D) of the original model."""
-        assert self.original is not None, "no step of the recipe has asked for the original layer"
+        assert self.data.original is not None, "no step of the recipe has asked for the original layer"
+        return self._run(self.data.original, hidden, {})
+
+    @torch.inference_mode()
+    def _run(self, block: nn.Module, hidden: Tensor, extra: dict[str, Any]) -> Tensor:
         hidden = hidden.to(self.device)
-        with torch.inference_mode():
-            output: Tensor | tuple[Tensor, ...] = self.original(hidden, **self.arguments(hidden))
-        return output[0] if isinstance(output, tuple) else output
+        return hidden_states(block(hidden, **{**self.arguments(hidden), **extra}))
+
+    def grid(self, name: str) -> WeightGrid:
+        """What the weight of a linear can be rounded to."""
+        return WeightGrid(self.schemes[name].weight, self.scale_dtype[name], self._tensor_largest(name))
+
+    def round(self, name: str) -> None:
+        """Give a linear its nearest codes, in the ranges that a step has left, else in the best that a search gives."""
+        weight, grid = self.weight(name), self.grid(name)
+        ranges = self.chosen.ranges.get(name) or search_parameters(weight, grid)
+        self.commit(name, round_to_nearest(weight, grid, ranges))
+
+    def finish(self) -> None:
+        """Round what no step has quantized."""
+        for group in self.sets:
+            for name in (n for n in group.linears if n in self.schemes and n not in self.chosen.quantized):
+                self.round(name)
 
     def commit(self, name: str, weight: QuantizedTensor) -> None:
         """Set the codes of a linear, record their error, and put the decoded values into the layer.
@@ -213,93 +210,82 @@ class LayerContext:
             name: relative name.
             weight: codes and scales; from here on the layer computes with their decoded values.
         """
-        current, scheme = self.weight(name), self.schemes[name]
+        current = self.weight(name)
         if not torch.isfinite(weight.scale.float()).all():
             raise SchemeError(
                 f"{self.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
                 "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
             )
-        largest = self.tensor_largest(name)
-        if largest is not None:
-            self._largest[self._mates(name)[0]] = largest
+        grid = self.grid(name)
+        if grid.tensor_largest is not None:
+            self.chosen.tensor_largest[self._sharing(name)[0]] = grid.tensor_largest
         decoded = weight.dequantize(weight.values_dtype)  # as a loader in the model's dtype computes them
-        sample = self.samples.get(self._set_key(name))
-        self.records[name] = LinearRecord(
+        sample = self.data.samples.get(self.set_key(name))
+        self.chosen.records[name] = LinearRecord(
             name=name,
-            scheme=scheme.describe(),
+            scheme=self.schemes[name].describe(),
             shape=weight.shape,
             bits_per_weight=8 * weight.stored_bytes / current.numel(),
-            rounding_error=relative_error(current, self._plain(name, largest), sample),
+            rounding_error=relative_error(current, self._plainly_rounded(name, grid), sample),
             error=relative_error(current, decoded, sample),
             measure="weight" if sample is None else "output",
         )
-        self.quantized[name] = weight
+        self.chosen.quantized[name] = weight
         current.copy_(decoded)
 
-    def _plain(self, name: str, largest: Tensor | None) -> Callable[[slice], Tensor]:
+    def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
-        current, scheme = self.weight(name), self.schemes[name].weight
-        divisor = self.divisors.get(self._set_key(name))
+        current, divisor = self.weight(name), self.data.divisors.get(self.set_key(name))
         before = current if divisor is None else current / divisor
-        if divisor is not None and largest is not None:
-            largest = largest_magnitude(before)
-        scale, zero = minmax_parameters(before, scheme, self.scale_dtype[name], largest)
+        if divisor is not None:
+            grid = replace(grid, tensor_largest=None)  # that of the folded weights
+        scale, zero = minmax_parameters(before, grid)
 
         def rounded(rows: slice) -> Tensor:
             groups = before[rows].float().view(-1, scale.shape[1], before.shape[1] // scale.shape[1])
             step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
-            values = from_codes(to_codes(groups, step, offset, scheme.dtype), step, offset).view(-1, before.shape[1])
+            codes = to_codes(groups, step, offset, grid.scheme.dtype)
+            values = from_codes(codes, step, offset).view(-1, before.shape[1])
             return values if divisor is None else values * divisor
 
         return rounded
 
-    def finish(self) -> None:
-        """Round what no step has quantized to nearest: in the ranges a step has left, else the best found."""
-        for group in self.sets:
-            for name in (n for n in group.linears if n in self.schemes and n not in self.quantized):
-                weight, scheme, dtype = self.weight(name), self.schemes[name].weight, self.scale_dtype[name]
-                largest = self.tensor_largest(name)
-                found = self.ranges.get(name) or search_parameters(weight, scheme, dtype, tensor_largest=largest)
-                self.commit(name, round_to_nearest(weight, scheme, *found, dtype, largest))
-
-    def tensor_largest(self, name: str) -> Tensor | None:
+    def _tensor_largest(self, name: str) -> Tensor | None:
         """(1,) the largest magnitude of all that shares a scale of the whole tensor with this linear, if it has one.
 
-        Those are the linears of its set and module with the same numbers, which engines fuse; once one of them has
-        codes, it stays what it was then.
+        Once one of them has codes, it stays what it was then.
         """
-        scheme = self.schemes[name].weight
-        if not scheme.has_tensor_scale:
+        if not self.schemes[name].weight.has_tensor_scale:
             return None
-        known = self._largest.get(self._mates(name)[0])
+        sharing = self._sharing(name)
+        known = self.chosen.tensor_largest.get(sharing[0])
         if known is not None:
             return known
-        return torch.cat([largest_magnitude(self.weight(mate)) for mate in self._mates(name)]).amax().reshape(1)
+        return torch.cat([largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
-    def _mates(self, name: str) -> list[str]:
-        """Linears that share tensor-wide scales with this one, itself included."""
-        module = name.rpartition(".")[0]
-        group = next(group for group in self.sets if name in group.linears)
-        return [
-            other
-            for other in group.linears
-            if other.rpartition(".")[0] == module
-            and other in self.schemes
-            and self.schemes[other].weight == self.schemes[name].weight
-        ]
+    def _sharing(self, name: str) -> list[str]:
+        """Linears that share tensor-wide scales: those of a set and module with equal numbers, which engines fuse."""
+        module, scheme = name.rpartition(".")[0], self.schemes[name].weight
+        inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]
+        return [other for other in inside if other in self.schemes and self.schemes[other].weight == scheme]
 
     def rescale_sample(self, group: LinearSet, scales: Tensor) -> None:
         """Keep the rows for error measurements in step with inputs that are now divided by `scales` (K,)."""
-        self.divisors[group.linears[0]] = self.divisors.get(group.linears[0], 1.0) * scales
-        if group.linears[0] in self.samples:
-            self.samples[group.linears[0]] /= scales
+        key, divisors = group.linears[0], self.data.divisors
+        divisors[key] = divisors.get(key, 1.0) * scales
+        if key in self.data.samples:
+            self.data.samples[key] /= scales
 
-    def _set_key(self, name: str) -> str:
-        return next(group.linears[0] for group in self.sets if name in group.linears)
+    def set_key(self, name: str) -> str:
+        """The first linear of the set that a linear belongs to, by which the set's data are kept."""
+        return self._set(name).linears[0]
+
+    def _set(self, name: str) -> LinearSet:
+        return next(group for group in self.sets if name in group.linears)
 
     def _hidden_states(self) -> Iterator[Tensor]:
-        assert self.store is not None, "this recipe has no calibration data"
-        return iter(self.store)
+        assert self.data.store is not None, "this recipe has no calibration data"
+        return iter(self.data.store)
 
     @contextmanager
     def _quantized_inputs(self) -> Iterator[None]:
@@ -307,54 +293,20 @@ class LayerContext:
 
         Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
         """
-        handles = []
-        for name in self.quantized:
-            scheme, scale = self.schemes[name].activation, self.input_scales.get(name)
-            if scheme is not None and (scale is not None or not scheme.is_calibrated):
-                handles.append(
-                    self.linear(name).register_forward_pre_hook(
-                        lambda module, args, scheme=scheme, scale=scale: (
-                            fake_quantize_inputs(args[0], scheme, scale),
-                            *args[1:],
-                        )
-                    )
-                )
-        try:
+        with ExitStack() as hooks:
+            for name in self.chosen.quantized:
+                scheme, scale = self.schemes[name].activation, self.chosen.input_scales.get(name)
+                if scheme is not None and (scale is not None or not scheme.is_calibrated):
+                    quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
+                    hooks.callback(hook_inputs(self.linear(name), quantize))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
-def relative_error(weight: Tensor, decoded: Tensor | Callable[[slice], Tensor], sample: Tensor | None) -> float:
-    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
-
-    Args:
-        weight: (N, K).
-        decoded: (N, K), or a function that makes these rows of it.
-        sample: (T, K) float32 inputs, or None.
-    """
-    wrong = total = 0.0
-    step = max(1, _ERROR_BLOCK // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        values, reference = decoded(rows) if callable(decoded) else decoded[rows], weight[rows].float()
-        difference = values.float() - reference
-        if sample is not None:
-            difference, reference = sample @ difference.T, sample @ reference.T
-        wrong += difference.square().sum().item()
-        total += reference.square().sum().item()
-    return math.sqrt(wrong / total) if total > 0 else 0.0
+def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Have a module see its first argument changed; what removes the hook again."""
+    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
 
 
-def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:
-    """10 log10 of signal over noise power; capped at 200 dB when there is no noise.
-
-    Raises:
-        CheckpointError: the output is not finite.
-    """
-    if not torch.isfinite(output).all():
-        raise CheckpointError("a layer's output is not finite: its weights are broken, or float16 has overflowed")
-    signal = reference.float().square().sum().item()
-    noise = (output.float() - reference.float()).square().sum().item()
-    return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0
+def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Of what a module returns: transformers wraps some outputs into tuples."""
+    return output[0] if isinstance(output, tuple) else output

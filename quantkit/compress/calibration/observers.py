@@ -153,11 +153,11 @@ class Sample:
 
     def update(self, inputs: Tensor) -> None:
         """Keep some of (T, K) inputs."""
-        room = self._limit - sum(len(rows) for rows in self._kept)
-        count = min(room, self._rows_per_batch, inputs.shape[0])
+        free = self._limit - sum(len(rows) for rows in self._kept)
+        count = min(free, self._rows_per_batch, inputs.shape[0])
         if count > 0:
-            places = torch.linspace(0, inputs.shape[0] - 1, count, device=inputs.device).long()
-            self._kept.append(inputs[places].float())
+            positions = torch.linspace(0, inputs.shape[0] - 1, count, device=inputs.device).long()
+            self._kept.append(inputs[positions].float())
 
     @property
     def rows(self) -> Tensor:

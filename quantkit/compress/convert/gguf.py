@@ -14,45 +14,46 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gguf import GGMLQuantizationType as Block
+from gguf import LlamaFileType as FileType
 from torch import Tensor
 
 from quantkit.compress.convert.gguf_model import (
-    Piece,
-    find_family,
+    ExportedTensor,
+    find_gguf_model,
     interleave,
-    list_pieces,
+    list_tensors,
     long_range_factors,
-    make_metadata,
+    metadata_of,
 )
 from quantkit.compress.convert.source import Source
-from quantkit.compress.convert.target import kv_cache_scheme, nearest_that_works
+from quantkit.compress.convert.target import kv_cache_scheme, unfit
 from quantkit.errors import AuditError, ModelError, SchemeError
-from quantkit.formats import _gguf_blocks as blocks
-from quantkit.formats._gguf_blocks import Block
-from quantkit.formats._gguf_file import GGUFWriter, read_gguf
-from quantkit.formats._gguf_kquants import quantize_q4_k, quantize_q6_k
+from quantkit.formats._gguf_blocks import (
+    PLAIN,
+    block_values,
+    dequantize_blocks,
+    num_bytes,
+    round_to_blocks,
+)
+from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
-from quantkit.formats.gguf import FORMAT, decode_blocks, decode_values, encode_blocks, symmetric_block
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.formats.gguf import FORMAT
 
-# ggml's number of a file whose layers are of one type, the type, and what takes its place where blocks do not fit.
-TYPES: dict[str, tuple[int, Block, Block]] = {
-    "f32": (0, blocks.F32, blocks.F32),
-    "f16": (1, blocks.F16, blocks.F16),
-    "bf16": (32, blocks.BF16, blocks.BF16),
-    "q4_0": (2, blocks.Q4_0, blocks.F16),
-    "q4_1": (3, blocks.Q4_1, blocks.F16),
-    "q8_0": (7, blocks.Q8_0, blocks.F16),
-    "q4_k": (14, blocks.Q4_K, blocks.Q5_0),
-    "q6_k": (18, blocks.Q6_K, blocks.Q8_0),
+# ggml's number of a file whose layers are of one type, the type, and what takes over where its blocks do not fit.
+TYPES: dict[str, tuple[FileType, Block, Block]] = {
+    "f32": (FileType.ALL_F32, Block.F32, Block.F32),
+    "f16": (FileType.MOSTLY_F16, Block.F16, Block.F16),
+    "bf16": (FileType.MOSTLY_BF16, Block.BF16, Block.BF16),
+    "q4_0": (FileType.MOSTLY_Q4_0, Block.Q4_0, Block.F16),
+    "q4_1": (FileType.MOSTLY_Q4_1, Block.Q4_1, Block.F16),
+    "q8_0": (FileType.MOSTLY_Q8_0, Block.Q8_0, Block.F16),
+    "q4_k": (FileType.MOSTLY_Q4_K_S, Block.Q4_K, Block.Q5_0),
+    "q6_k": (FileType.MOSTLY_Q6_K, Block.Q6_K, Block.Q8_0),
 }
-_ENCODERS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
-    "Q4_0": lambda values, _: blocks.quantize_q4_0(values),
-    "Q4_1": lambda values, _: blocks.quantize_q4_1(values),
-    "Q5_0": lambda values, _: blocks.quantize_q5_0(values),
-    "Q8_0": lambda values, _: blocks.quantize_q8_0(values),
-    "Q4_K": quantize_q4_k,
-    "Q6_K": quantize_q6_k,
+_FILE_TYPES = {block: number for number, block, _ in TYPES.values()} | {
+    Block.Q5_0: FileType.MOSTLY_Q5_0,
+    Block.MXFP4: FileType.MOSTLY_MXFP4_MOE,
 }
 _CHUNK_VALUES = 1 << 22
 
@@ -88,33 +89,30 @@ def write_gguf(
         ModelError: the family or the tokenizer has no place in a GGUF file.
     """
     plan = _plan(source, type_name)
-    file_type = TYPES[type_name][0] if type_name else _file_type(plan)
-    family = find_family(source.reader.config, str(source.reader.path))
-    metadata = make_metadata(source, family, file_type)
-    factors = long_range_factors(source.reader.config)
+    file_type = int(TYPES[type_name][0] if type_name else _file_type(plan))
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    metadata = metadata_of(source, gguf, file_type)
+    factors = long_range_factors(gguf.model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {p.name: (block, p.shape) for p, block in plan}
     if factors is not None:
-        tensors["rope_freqs.weight"] = (blocks.F32, tuple(factors.shape))
-    digests: dict[str, str] = {}
-    with path.open("wb") as file:
-        writer = GGUFWriter(file)
-        writer.header(metadata, tensors)
+        tensors["rope_freqs.weight"] = (Block.F32, tuple(factors.shape))
+
+    def contents() -> Iterator[Iterator[memoryview]]:
         for number, (piece, block) in enumerate(plan):
             progress(number, len(plan), piece.module)
-            digest = hashlib.sha256()
-            data = _bytes(source, piece, block, family.norm_offset, importance or {})
-            writer.tensor(piece.name, _hashed(data, digest.update))
-            digests[piece.name] = digest.hexdigest()
+            yield _bytes(source, piece, block, gguf.model.family.norm_offset, importance or {})
         if factors is not None:
-            writer.tensor("rope_freqs.weight", [factors.numpy().tobytes()])
-    progress(len(plan), len(plan), "done")
+            yield iter([factors.numpy().data])
+        progress(len(plan), len(plan), "done")
+
+    digests = write_gguf_file(path, metadata, tensors, contents())
     _read_back(path, tensors, digests)
     stored = Counter(block.name for piece, block in plan if len(piece.shape) == 2)
     carried = sum(piece.local == "weight" and piece.module in source.linears for piece, _ in plan)
     return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=_notes(source, plan))
 
 
-def _notes(source: Source, plan: list[tuple[Piece, Block]]) -> tuple[str, ...]:
+def _notes(source: Source, plan: list[tuple[ExportedTensor, Block]]) -> tuple[str, ...]:
     """What the file does not say of the checkpoint, and what it says with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
@@ -123,16 +121,16 @@ def _notes(source: Source, plan: list[tuple[Piece, Block]]) -> tuple[str, ...]:
             "llama.cpp with --cache-type-k and --cache-type-v"
         )
     carried = [(piece, block) for piece, block in plan if piece.local == "weight" and piece.module in source.linears]
-    after = sum(block.num_bytes(piece.shape) for piece, block in carried)
+    after = sum(num_bytes(block, piece.shape) for piece, block in carried)
     names = {name for piece, _ in carried for name in (f"{piece.module}.{n}" for n in source.modules[piece.module])}
     before = sum(source.reader.info(name).num_bytes for name in names if not name.endswith(".bias"))
     if after > 1.01 * before > 0:
         types = Counter(block for _, block in carried)
-        listed = ", ".join(f"{block.name} ({8 * block.size / block.values:g} bits per weight)" for block in types)
-        zeros = "; zero points that Q4_1 cannot hold take Q5_0" if blocks.Q5_0 in types else ""
+        listed = ", ".join(f"{block.name} ({8 * num_bytes(block, (256,)) / 256:g} bits per weight)" for block in types)
+        zeros = "; zero points that Q4_1 cannot hold take Q5_0" if Block.Q5_0 in types else ""
         notes.append(
             f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
-            f"{carried[0][1].values} has a scale of its own{zeros}"
+            f"{block_values(carried[0][1])} has a scale of its own{zeros}"
         )
     return tuple(notes)
 
@@ -143,14 +141,14 @@ def check_model(source: Source, type_name: str | None = None) -> None:
     Raises:
         SchemeError, ModelError: as `write_gguf`.
     """
-    family = find_family(source.reader.config, str(source.reader.path))
-    make_metadata(source, family, 0)
-    list_pieces(source, family)
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    metadata_of(source, gguf, 0)
+    list_tensors(source, gguf)
     if type_name is None:
         _check_codes(source)
 
 
-def _plan(source: Source, type_name: str | None) -> list[tuple[Piece, Block]]:
+def _plan(source: Source, type_name: str | None) -> list[tuple[ExportedTensor, Block]]:
     """Every tensor with its type."""
     if type_name is not None and type_name not in TYPES:
         raise SchemeError(f"unknown GGUF type {type_name!r}; there are: {', '.join(TYPES)}")
@@ -160,8 +158,8 @@ def _plan(source: Source, type_name: str | None) -> list[tuple[Piece, Block]]:
             f"{type_name}, or give the original model"
         )
     _check_codes(source)
-    family = find_family(source.reader.config, str(source.reader.path))
-    pieces = list_pieces(source, family)
+    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
+    pieces = list_tensors(source, gguf)
     has_head = any(piece.name == "output.weight" for piece in pieces)
     return [(piece, _block(source, piece, type_name, has_head=has_head)) for piece in pieces]
 
@@ -175,38 +173,37 @@ def _check_codes(source: Source) -> None:
             if source.is_reordered(module):
                 raise SchemeError("its groups are in activation order, which gguf cannot store")
         except SchemeError as error:
-            hint = nearest_that_works(source, "gguf")
-            raise SchemeError(f"{source.reader.path} does not fit format gguf: {module}: {error}; {hint}") from None
+            raise unfit(source, FORMAT, SchemeError(f"{module}: {error}")) from None
 
 
-def _block(source: Source, piece: Piece, type_name: str | None, *, has_head: bool) -> Block:
+def _block(source: Source, piece: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
     if piece.local == "weight" and piece.module in source.linears:
         scheme = source.linears[piece.module]
         if scheme.weight.symmetric:
-            return symmetric_block(scheme.weight)
+            return Block[FORMAT.symmetric_block(scheme.weight)]
         return _encode(source, piece)[0]  # whether Q4_1 holds it depends on the numbers
     if len(piece.shape) < 2 or piece.is_norm or piece.name == "position_embd.weight":
-        return blocks.F32  # llama.cpp adds and multiplies by these in float32
+        return Block.F32  # llama.cpp adds and multiplies by these in float32
     if type_name is None:
         return _plain_block(source, piece)
     _, wanted, fallback = TYPES[type_name]
     is_head = piece.name == "output.weight" or (piece.name == "token_embd.weight" and not has_head)
-    if is_head and wanted == blocks.Q4_K:
-        wanted, fallback = blocks.Q6_K, blocks.Q8_0  # as llama-quantize does: the head is worth more bits
-    fits = [block for block in (wanted, fallback, blocks.F16) if piece.shape[-1] % block.values == 0]
+    if is_head and wanted == Block.Q4_K:
+        wanted, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
+    fits = [block for block in (wanted, fallback, Block.F16) if piece.shape[-1] % block_values(block) == 0]
     return fits[0]
 
 
-def _plain_block(source: Source, piece: Piece) -> Block:
+def _plain_block(source: Source, piece: ExportedTensor) -> Block:
     dtype = source.reader.info(f"{piece.module}.{piece.local}").dtype
-    for block in (blocks.F32, blocks.F16, blocks.BF16):
-        if block.dtype == dtype:
+    for block in (Block.F32, Block.F16, Block.BF16):
+        if PLAIN[block] == dtype:
             return block
     raise ModelError(f"{source.reader.path}: {piece.module}.{piece.local} is {dtype}, which has no place in GGUF")
 
 
 def _bytes(
-    source: Source, piece: Piece, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
+    source: Source, piece: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
 ) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
     if piece.local == "weight" and piece.module in source.linears:
@@ -223,20 +220,10 @@ def _bytes(
             values = source.reader.rows(name, row, min(row + step, piece.shape[0]))
         if piece.is_norm:
             values = values.float() + norm_offset
-        yield _round(values, block, importance.get(piece.module)).view(-1).view(torch.uint8).numpy().data
+        yield round_to_blocks(values, block, importance.get(piece.module)).view(-1).numpy().data
 
 
-def _round(values: Tensor, block: Block, importance: Tensor | None) -> Tensor:
-    if block.dtype is not None:
-        return values.to(block.dtype).contiguous()
-    single = values.float().contiguous().view(-1, block.values)
-    weights = None
-    if importance is not None and block.values == 256:
-        weights = importance.float().view(1, -1, 256).expand(values.shape[0], -1, -1).reshape(-1, 256)
-    return _ENCODERS[block.name](single, weights)
-
-
-def _encode(source: Source, piece: Piece) -> tuple[Block, Tensor]:
+def _encode(source: Source, piece: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
     weight = source.weight(piece.module)
     rows = interleave(torch.arange(piece.shape[0]), piece.interleave)
@@ -247,40 +234,28 @@ def _encode(source: Source, piece: Piece) -> tuple[Block, Tensor]:
         zero_point=None if weight.zero_point is None else weight.zero_point[rows],
     )
     try:
-        block, data = encode_blocks(weight)
+        block, data = FORMAT.blocks(weight)
     except SchemeError as error:
         raise SchemeError(f"{piece.module}: {error}") from None
-    _check_blocks(piece, block, data, weight)
+    # Read by the gguf package, which had no part in making them.
+    if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
+        raise AuditError(f"{piece.module}: {block.name} blocks hold other values than the source")
     return block, data
 
 
-def _check_blocks(piece: Piece, block: Block, data: Tensor, weight: QuantizedTensor) -> None:
-    flat, single = data.reshape(-1), weight.dequantize(torch.float32)
-    exact = torch.equal(decode_values(block, flat, weight.shape), single)
-    if exact and (weight.zero_point is None or block == blocks.Q4_1) and (weight.scale != 0).all():
-        found = decode_blocks(block, flat, weight.scheme, weight.shape)
-        exact = torch.equal(found.codes, weight.codes) and torch.equal(found.scale.float(), weight.scale.float())
-    if not exact:
-        raise AuditError(f"{piece.module}: {block.name} blocks hold other values than the source")
-
-
-def _hashed(data: Iterator[memoryview], update: Callable[[memoryview], None]) -> Iterator[memoryview]:
-    for piece in data:
-        update(piece)
-        yield piece
-
-
 def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]], digests: Mapping[str, str]) -> None:
-    found = read_gguf(path)
-    if {name: (info.block, info.shape) for name, info in found.tensors.items()} != dict(tensors):
+    written = read_gguf(path)
+    if {name: (info.block, info.shape) for name, info in written.tensors.items()} != dict(tensors):
         raise AuditError(f"{path.name}: its header reads back differently from how it was written")
-    for name, digest in digests.items():
-        if hashlib.sha256(found.read(name)).hexdigest() != digest:
+    for name, expected in digests.items():
+        digest = hashlib.sha256()
+        for chunk in written.chunks(name):
+            digest.update(chunk)
+        if digest.hexdigest() != expected:
             raise AuditError(f"{path.name}: tensor {name} differs from what was written")
 
 
-def _file_type(plan: list[tuple[Piece, Block]]) -> int:
+def _file_type(plan: list[tuple[ExportedTensor, Block]]) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
-    common = Counter(block.name for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
-    numbers = {block.name: number for number, block, _ in TYPES.values()} | {"Q5_0": 8, "MXFP4": 38}
-    return numbers.get(common[0][0], 0) if common else 0
+    common = Counter(block for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
+    return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32

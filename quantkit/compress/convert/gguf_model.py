@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.compress.convert.gguf_families import FAMILIES, Family
 from quantkit.compress.convert.gguf_vocab import read_vocab
 from quantkit.compress.convert.source import Source
 from quantkit.errors import ModelError
+from quantkit.models.description import ModelDescription, describe
+from quantkit.models.families import supported
+from quantkit.models.family import Family, GGUFNames
+from quantkit.models.layer_tensors import norm_names
+from quantkit.models.rope import RopeConfig, read_rope
 
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class ExportedTensor:
     """One tensor of the file.
 
     Args:
@@ -43,94 +47,136 @@ class Piece:
     transposed: bool
 
 
-def find_family(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GGUFModel:
+    """A model whose family has GGUF names.
+
+    Args:
+        model: what its config.json says.
+        names: how llama.cpp calls the family.
+        layer, outer: name of each module of a layer by its relative name, and of those outside.
+    """
+
+    model: ModelDescription
+    names: GGUFNames
+    layer: Mapping[str, str]
+    outer: Mapping[str, str]
+
+
+def find_gguf_model(config: Mapping[str, Any], where: str) -> GGUFModel:
+    """The model of a config.json, as llama.cpp calls its parts.
 
     Raises:
         ModelError: GGUF names of it are not known here, or it needs what a GGUF file made here cannot say.
     """
-    names = config.get("architectures") or []
-    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if family is None:
-        raise ModelError(f"{where}: no GGUF names are known for {names}; known: {', '.join(FAMILIES)}")
-    width = _head_dim(config)
-    if family.scalar_is_width and config.get("query_pre_attn_scalar", width) != width:
+    classes = config.get("architectures") or []
+    known = {name: family for name, family in supported().items() if family.gguf is not None}
+    family = next((known[name] for name in classes if name in known), None)
+    if family is None or family.gguf is None:
+        raise ModelError(f"{where}: no GGUF names are known for {classes}; known: {', '.join(known)}")
+    model = describe(config, family, f"{where}/config.json")
+    root = family.multipliers.attention_root
+    if root is not None and model.entries.number(root, default=model.head_dim) != model.head_dim:
         raise ModelError(
-            f"{where}: query_pre_attn_scalar is {config['query_pre_attn_scalar']} and heads are {width} wide; "
+            f"{where}: {root} is {model.entries.get(root)} and heads are {model.head_dim} wide; "
             "llama.cpp scales attention by the width"
         )
-    return family
+    return GGUFModel(model=model, names=family.gguf, layer=_layer_names(model), outer=_outer_names(family))
 
 
-def make_metadata(source: Source, family: Family, file_type: int) -> dict[str, Any]:
+def _layer_names(model: ModelDescription) -> dict[str, str]:
+    parts, norms, qk_norm = model.family.parts, norm_names(model), model.family.qk_norm
+    before, after, before_mlp, after_mlp = norms
+    qkv = ("attn_qkv",) if len(parts.qkv) == 1 else ("attn_q", "attn_k", "attn_v")
+    up = ("ffn_up",) if len(parts.up) == 1 else ("ffn_gate", "ffn_up")
+    pairs: list[tuple[str | None, str]] = [
+        (before, "attn_norm"),
+        *zip(parts.qkv, qkv, strict=True),
+        (parts.output, "attn_output"),
+        (after, "post_attention_norm"),
+        (before_mlp, "ffn_norm"),
+        *zip(parts.up, up, strict=True),
+        (parts.down, "ffn_down"),
+        (after_mlp, "post_ffw_norm"),
+    ]
+    if qk_norm is not None and model.qk_norm:
+        pairs += [(qk_norm.query, "attn_q_norm"), (qk_norm.key, "attn_k_norm")]
+    return {module: name for module, name in pairs if module is not None}
+
+
+def _outer_names(family: Family) -> dict[str, str]:
+    outer = {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
+    # All that families with GGUF names have beside these are learned positions.
+    return outer | {name.removesuffix(".weight"): "position_embd" for name in family.outside}
+
+
+def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, Any]:
     """All entries of the file.
 
     Args:
         source: the checkpoint.
-        family: of its model.
+        gguf: its model.
         file_type: ggml's number for what most tensors are.
     Raises:
         ModelError: config.json lacks a number, or the tokenizer or the positions cannot be said in GGUF.
     """
-    config, where = source.reader.config, source.reader.path
+    where, model, name = source.reader.path, gguf.model, gguf.names.name
     entries: dict[str, Any] = {
-        "general.architecture": family.name,
+        "general.architecture": name,
         "general.type": "model",
         "general.name": where.resolve().name,
         "general.file_type": file_type,
         "general.quantization_version": 2,
     }
-    defaults = {"n_inner": 4 * config["n_embd"]} if "n_embd" in config else {}
-    defaults["num_key_value_heads"] = config.get("num_attention_heads")
-    for key, name in family.numbers.items():
-        value = config.get(name) if config.get(name) is not None else defaults.get(name)
-        if value is None and key in ("block_count", "embedding_length", "attention.head_count", "context_length"):
-            raise ModelError(f"{where}/config.json has no {name!r}, which a GGUF file needs")
+    known = {"num_key_value_heads": model.num_kv_heads, "intermediate_size": model.width}
+    for key, config_key in gguf.names.numbers.items():
+        value = known.get(config_key, model.entries.get(config_key))
+        if value is None and key == "context_length":
+            raise ModelError(f"{where}/config.json has no {config_key!r}, which a GGUF file needs")
         if value is not None:
-            entries[f"{family.name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
-    if family.rotary:
-        entries |= {f"{family.name}.{key}": value for key, value in _rotary(config, str(where)).items()}
-    rows = source.reader.info(f"{_module(source, next(iter(family.outer)))}.weight").shape[0]
-    return {**entries, **read_vocab(where, config, rows)}
+            entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
+    if gguf.names.rotary:
+        entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
+    rows = source.reader.info(f"{_module(source, model.family.embedding)}.weight").shape[0]
+    return {**entries, **read_vocab(where, source.reader.config, rows)}
 
 
-def list_pieces(source: Source, family: Family) -> list[Piece]:
+def list_tensors(source: Source, gguf: GGUFModel) -> list[ExportedTensor]:
     """Every tensor of the file in its order.
 
     Raises:
         ModelError: the checkpoint has a module that the family does not name.
     """
-    config, pieces = source.reader.config, []
-    tied = bool(config.get("tie_word_embeddings"))
+    family, tensors = gguf.model.family, []
+    norms = {family.final_norm, *norm_names(gguf.model)}
+    norms |= {family.qk_norm.query, family.qk_norm.key} if family.qk_norm is not None else set()
+    tied = bool(source.reader.config.get("tie_word_embeddings"))
     for module, locals_ in source.modules.items():
-        plain = (
-            "transformer." if family.name == "gpt2" and not module.startswith(("transformer.", "lm_head")) else ""
-        ) + module
-        if any(f"{plain}.{local}".endswith(_LEFT_OUT) for local in locals_) or (tied and plain == "lm_head"):
+        full = _full_name(family, module)
+        if any(f"{full}.{local}".endswith(_LEFT_OUT) for local in locals_) or (tied and full == family.head):
             continue
-        name, relative = _gguf_name(family, plain)
+        name, relative = _gguf_name(gguf, full)
         if name is None:
-            raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {family.name}")
+            raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {gguf.names.name}")
         shape = source.shape(module) if module in source.linears else None
         for local in ("weight", "bias"):
             if local not in locals_ and not (local == "weight" and shape):
                 continue
-            is_norm = relative.endswith("norm") or relative.startswith(("ln_", "transformer.ln_"))
             found = shape if local == "weight" and shape else source.reader.info(f"{module}.{local}").shape
-            transposed = family.transposed and len(found) == 2 and relative != plain
-            pieces.append(
-                Piece(
+            transposed = relative in family.transposed and len(found) == 2
+            tensors.append(
+                ExportedTensor(
                     name=f"{name}.{local}",
                     module=module,
                     local=local,
                     shape=tuple(reversed(found)) if transposed else tuple(found),
-                    is_norm=is_norm and local == "weight",
-                    is_layer=relative != plain,
-                    interleave=_heads(config, relative) if relative in family.interleaved else 0,
+                    is_norm=relative in norms and local == "weight",
+                    is_layer=relative != full,
+                    interleave=_heads(gguf, relative),
                     transposed=transposed,
                 )
             )
-    return pieces
+    return tensors
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
@@ -140,72 +186,72 @@ def interleave(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def long_range_factors(config: Mapping[str, Any]) -> Tensor | None:
+def long_range_factors(model: ModelDescription) -> Tensor | None:
     """Divisors of the rotary frequencies of Llama 3.1 and later; None for other models."""
-    scaling = _rope(config)
-    if scaling.get("rope_type", scaling.get("type")) != "llama3":
+    rope = _rope(model)
+    if rope.kind != "llama3":
         return None
-    width, theta = _head_dim(config), float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    factor, old = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
     divisors = []
-    for pair in range(0, width, 2):
-        wavelength = 2 * math.pi * theta ** (pair / width)
-        smooth = min(1.0, max(0.0, (old / wavelength - low) / (high - low)))
-        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    for pair in range(0, model.head_dim, 2):
+        wavelength = 2 * math.pi * rope.theta ** (pair / model.head_dim)
+        smooth = min(1.0, max(0.0, (rope.original_length / wavelength - low) / (high - low)))
+        divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
     return torch.tensor(divisors, dtype=torch.float32)
 
 
-def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    rope, width = _rope(config), _head_dim(config)
-    partial = float(config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0)
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    entries: dict[str, Any] = {"rope.dimension_count": int(width * partial), "rope.freq_base": theta}
-    if config.get("head_dim"):
+def _rotary(model: ModelDescription) -> dict[str, Any]:
+    rope, width = _rope(model), model.head_dim
+    entries: dict[str, Any] = {"rope.dimension_count": rope.width, "rope.freq_base": rope.theta}
+    if model.entries.entries.get("head_dim"):
         entries |= {"attention.key_length": width, "attention.value_length": width}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in ("linear", "yarn"):
-        entries |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-        if "original_max_position_embeddings" in rope:
-            entries["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
-    elif kind not in ("default", "llama3", None):
-        raise ModelError(f"{where}/config.json has rope scaling of type {kind!r}, which is not written to GGUF here")
+    if rope.kind in ("linear", "yarn"):
+        entries |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
+        if rope.kind == "yarn":
+            entries["rope.scaling.original_context_length"] = rope.original_length
+    elif rope.kind not in ("default", "llama3"):
+        raise ModelError(
+            f"{model.entries.where} has rope scaling of type {rope.kind!r}, which is not written to GGUF here"
+        )
     return entries
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Everything about rotary positions, which config.json keeps under two names; that of full attention layers."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    full = found.get("full_attention")
-    return full if isinstance(full, Mapping) else found
+def _rope(model: ModelDescription) -> RopeConfig:
+    """Of layers that see everything; llama.cpp knows the others."""
+    length = model.entries.count("max_position_embeddings")
+    return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    return int(config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads)
+def _heads(gguf: GGUFModel, relative: str) -> int:
+    """Heads whose rows are reordered; 0 = as they are."""
+    query, key = gguf.model.family.parts.qkv[0], gguf.model.family.parts.qkv[1:2]
+    if not gguf.names.interleaved or relative not in (query, *key):
+        return 0
+    return gguf.model.num_heads if relative == query else gguf.model.num_kv_heads
 
 
-def _heads(config: Mapping[str, Any], relative: str) -> int:
-    heads = int(config["num_attention_heads"])
-    return int(config.get("num_key_value_heads") or heads) if relative.endswith("k_proj") else heads
-
-
-def _gguf_name(family: Family, module: str) -> tuple[str | None, str]:
+def _gguf_name(gguf: GGUFModel, module: str) -> tuple[str | None, str]:
     """Name in the file without `.weight`, and the name relative to the layer (or the full one outside of layers)."""
-    if module in family.outer:
-        return family.outer[module], module
-    if not module.startswith(f"{family.prefix}."):
+    if module in gguf.outer:
+        return gguf.outer[module], module
+    prefix = f"{gguf.model.family.layers}."
+    if not module.startswith(prefix):
         return None, module
-    number, _, relative = module.removeprefix(f"{family.prefix}.").partition(".")
-    name = family.layers.get(relative)
+    number, _, relative = module.removeprefix(prefix).partition(".")
+    name = gguf.layer.get(relative)
     return (f"blk.{number}.{name}" if name and number.isdecimal() else None), relative
 
 
+def _full_name(family: Family, module: str) -> str:
+    """A module's name with the prefix of the backbone, which transformers leaves out in some files of GPT-2."""
+    start = f"{family.backbone}."
+    bare = family.backbone == "transformer" and not module.startswith((start, family.head))
+    return start + module if bare else module
+
+
 def _module(source: Source, name: str) -> str:
-    """A module that may lack the prefix that transformers leaves out in some files."""
-    if name in source.modules:
-        return name
-    short = name.removeprefix("transformer.")
-    if short not in source.modules:
-        raise ModelError(f"{source.reader.path} has no {name}.weight; the download may be incomplete")
-    return short
+    """What the file calls a module that may lack the prefix."""
+    for module in source.modules:
+        if name in (module, f"transformer.{module}"):
+            return module
+    raise ModelError(f"{source.reader.path} has no {name}.weight; the download may be incomplete")

@@ -97,11 +97,11 @@ def _tokens(
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Score of each token: minus the place of the first merge that makes it; single characters rank behind all."""
-    places: dict[str, int] = {}
-    for place, merge in enumerate(merges):
-        places.setdefault(merge.replace(" ", ""), place)
-    return [-float(places.get(token, len(merges) + number)) for number, token in enumerate(tokens)]
+    """Score of each token: minus the rank of the first merge that makes it; single characters rank behind all."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), rank)
+    return [-float(ranks.get(token, len(merges) + number)) for number, token in enumerate(tokens)]
 
 
 def _split_name(folder: Path, data: Mapping[str, Any]) -> str:
@@ -143,8 +143,7 @@ def _special(
     """Ids of special tokens, and whether they are added to a text."""
     entries: dict[str, Any] = {}
     for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = settings.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, Mapping) else token
+        token = _special_token(settings, kind)
         number = ids.get(token) if isinstance(token, str) else None
         if number is None:
             number = config.get(f"{kind}_token_id")
@@ -153,11 +152,16 @@ def _special(
             entries[f"ggml.{key}_token_id"] = number
     single = json.dumps((data.get("post_processor") or {}).get("single") or data.get("post_processor") or "")
     for kind in ("bos", "eos"):
-        token = settings.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, Mapping) else token
-        found = isinstance(token, str) and f'"SpecialToken": {{"id": {json.dumps(token)}' in single
-        entries[f"ggml.add_{kind}_token"] = bool(settings.get(f"add_{kind}_token", found)) if not single else found
+        # What the tokenizer itself does to a single text decides, not the settings beside it.
+        token = _special_token(settings, kind)
+        is_added = isinstance(token, str) and f'"SpecialToken": {{"id": {json.dumps(token)}' in single
+        entries[f"ggml.add_{kind}_token"] = is_added
     return entries
+
+
+def _special_token(settings: Mapping[str, Any], kind: str) -> Any:
+    token = settings.get(f"{kind}_token")
+    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

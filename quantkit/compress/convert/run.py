@@ -6,25 +6,28 @@ A directory is written under another name and renamed when all has been checked,
 from __future__ import annotations
 
 import json
-import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import CONFIG_NAME
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_index, write_json, write_shard
-from quantkit.compress.convert.gguf import write_gguf
-from quantkit.compress.convert.source import DENSE, Source, open_source
-from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, make_target
-from quantkit.errors import AuditError, SchemeError
+from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
+from quantkit.compress.convert.gguf import Written, write_gguf
+from quantkit.compress.convert.source import Source, open_source
+from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
+from quantkit.compress.output import Shard, write_rest
+from quantkit.errors import SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.base import Format
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
@@ -82,48 +85,25 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output is taken or cannot be written.
     """
-    source, place = open_source(Path(checkpoint)), Path(output)
-    check_apart(place, source.reader.path)
-    if to == "gguf":
-        return _to_gguf(source, place, type_name, importance, overwrite, progress)
-    if type_name is not None or importance is not None:
+    source, output = open_source(Path(checkpoint)), Path(output)
+    check_apart(output, source.reader.path)
+    format_: Format = FORMATS.load(to)
+    write: Callable[[Path], Written]
+    if format_.suffix:  # one file
+        write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
+    elif type_name is not None or importance is not None:
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
-    target = make_target(source, to)
-    with _stage(place, overwrite) as stage:
-        size = _write_checkpoint(source, target, stage.work.checkpoint, progress)
-        stage.promote(stage.work.checkpoint)
-    stored: dict[str, int] = {}
-    for scheme in target.linears.values():
-        stored[scheme.describe()] = stored.get(scheme.describe(), 0) + 1
+    else:
+        write = partial(_write_checkpoint, source, target_for(source, format_), progress)
+    with _stage(output, overwrite, check_gguf if format_.suffix else check_checkpoint) as stage:
+        draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
+        written = write(draft)
+        stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
-        source_format=source.name,
+        source_format=source.format.name,
         output=str(output),
-        format=target.name,
-        num_linears=len(target.linears),
-        source_bytes=source.reader.num_bytes,
-        output_bytes=size,
-        stored=stored,
-    )
-
-
-def _to_gguf(
-    source: Source,
-    place: Path,
-    type_name: str | None,
-    importance: Mapping[str, Tensor] | None,
-    overwrite: bool,
-    progress: Progress,
-) -> Conversion:
-    with _stage(place, overwrite, check_gguf) as stage:
-        file = stage.work.path / place.name
-        written = write_gguf(source, file, type_name=type_name, importance=importance, progress=progress)
-        stage.promote(file)
-    return Conversion(
-        source=str(source.reader.path),
-        source_format=source.name,
-        output=str(place),
-        format="gguf",
+        format=format_.name,
         num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
         output_bytes=written.num_bytes,
@@ -133,113 +113,75 @@ def _to_gguf(
 
 
 @contextmanager
-def _stage(place: Path, overwrite: bool, check: Callable[[Path], None] = check_checkpoint) -> Iterator[Stage]:
+def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(place, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
             yield stage
         except OSError as error:
             raise translate_os_error(error, stage.work.path) from error
 
 
-def _write_checkpoint(source: Source, target: Target, folder: Path, progress: Progress) -> int:
-    """Write all files and check them; bytes of all tensors."""
+def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
+    """Write all files and check them."""
     folder.mkdir()
     weight_map = _write_layers(source, target, folder, progress)
-    size: int = sum(info.num_bytes for info in _infos(folder, weight_map))
-    write_index(folder, weight_map, size)
-    write_json(folder / CONFIG_NAME, _config(source, target))
-    for path in source.reader.metadata_files():
-        shutil.copyfile(path, folder / path.name)
+    size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    _check_config(target, CheckpointReader(folder))
-    return size
-
-
-def check_equal(module: str, found: QuantizedTensor, expected: QuantizedTensor) -> None:
-    """Codes, scales, zero points and group order are the same, bit for bit.
-
-    Raises:
-        AuditError: names what differs.
-    """
-    for name in ("codes", "scale", "zero_point", "group_index"):
-        left, right = getattr(found, name), getattr(expected, name)
-        same = (left is None) == (right is None)
-        if same and left is not None:
-            same = left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-        if not same:
-            raise AuditError(f"{module}: {name} read back from the output differs from the source")
+    target.format.check_config(read_config(folder), target.linears, target.ignored)
+    stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
+    return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
     """One file per layer, and one for the rest; file name by tensor name."""
     weight_map: dict[str, str] = {}
-    units = list(source.layers())
-    for number, (layer, modules) in enumerate(units):
-        progress(number, len(units), layer or "the rest")
-        shard = f"model-{number + 1:05d}-of-{len(units):05d}.safetensors"
-        quantized = [module for module in modules if module in target.linears]
-        if not quantized:
-            names = [_full(module, local) for module in modules for local in source.modules[module]]
-            copy_tensors(source.reader, names, folder / shard)
+    layers = list(source.layers())
+    for number, (layer, modules) in enumerate(layers):
+        progress(number, len(layers), layer or "the rest")
+        file = f"model-{number + 1:05d}-of-{len(layers):05d}.safetensors"
+        if any(module in target.linears for module in modules):
+            _, names = _shard(source, target, modules).write(folder / file)
         else:
-            names = _write_unit(source, target, modules, folder / shard)
-        weight_map |= dict.fromkeys(names, shard)
-    progress(len(units), len(units), "done")
+            names = [_full(module, local) for module in modules for local in source.modules[module]]
+            copy_tensors(source.reader, names, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    progress(len(layers), len(layers), "done")
     return weight_map
 
 
-def _write_unit(source: Source, target: Target, modules: list[str], path: Path) -> list[str]:
-    """Write one layer and compare what is read back; names of its tensors."""
-    tensors: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedTensor] = {}
+def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
+    """One layer as the target has it."""
+    shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
-            tensors |= {
-                _full(module, local): source.reader.tensor(_full(module, local)) for local in source.modules[module]
-            }
+            names = [_full(module, local) for local in source.modules[module]]
+            shard.tensors |= {name: source.reader.tensor(name) for name in names}
             continue
         try:
             scheme = target.linears[module]
             weight = as_written(source.weight(module), scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            local = _encode(source, target, module, weight)
+            encoded = _encode(source, target, module, weight)
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
-        weights[module] = weight
         if "bias" in source.modules[module]:
-            local["bias"] = source.reader.tensor(f"{module}.bias")
-        tensors |= {f"{module}.{name}": tensor for name, tensor in local.items()}
-    write_shard(path, tensors)
-    _compare(target, weights, tensors, path)
-    return sorted(tensors)
+            encoded["bias"] = source.reader.tensor(f"{module}.bias")
+        shard.add_linear(module, weight, scheme, encoded)
+    return shard
 
 
 def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.name != DENSE:
+    if target.format.keeps_codes:
         return target.format.encode(weight, target.linears[module])
     # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
     return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
 
 
-def _compare(target: Target, weights: dict[str, QuantizedTensor], tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for module, weight in weights.items():
-            local = [name.removeprefix(f"{module}.") for name in tensors if name.startswith(f"{module}.")]
-            found = {name: file.get_tensor(f"{module}.{name}") for name in local}
-            for name, tensor in found.items():
-                if not torch.equal(_bits(tensor), _bits(tensors[f"{module}.{name}"])):
-                    raise AuditError(f"{module}.{name} in {path.name} differs from what was written")
-            if target.format.keeps_codes:
-                check_equal(module, target.format.decode(found, target.linears[module]), weight)
-
-
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
     name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
@@ -251,40 +193,18 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
     return {**kept, **described}
 
 
-def _check_config(target: Target, reader: CheckpointReader) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was written with."""
-    scheme = target.format.recognise(reader.config)
-    for name, linear in target.linears.items() if target.format.keeps_codes else ():
-        if scheme is None or scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was written")
-    for name in target.ignored if scheme is not None else ():
-        if scheme is not None and scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")
-
-
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
         manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
-        manifest["result"]["format"] = target.name
+        manifest["result"]["format"] = target.format.name
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        manifest = {"result": {"format": target.name}}
+        manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # of the source's shards
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
-    write_json(folder / MANIFEST, {**manifest, "converted_from": source.name})
-
-
-def _infos(folder: Path, weight_map: dict[str, str]) -> Iterator[Any]:
-    from quantkit.checkpoints.header import read_header
-
-    for name in sorted(set(weight_map.values())):
-        yield from read_header(folder / name).values()
+    write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
 
 
 def _full(module: str, local: str) -> str:
     return f"{module}.{local}" if module else local
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -18,12 +18,10 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats import recognise
 from quantkit.formats.base import Format, by_module, stores_codes
+from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-DENSE = "dense"
-_SCALES = ("weight_scale", "scales", "weight_scale_inv")
-_ORDERS = ("g_idx", "weight_g_idx")
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks|layer)\.(\d+)\.")
 
 
@@ -33,21 +31,18 @@ class Source:
 
     Args:
         reader: of its files.
-        name: of its format, "dense" for an ordinary model.
-        format: None for an ordinary model.
+        format: of its linears, the dense one for an ordinary model.
         linears: scheme of each quantized linear by full module name.
         modules: local tensor names by full module name, in the order of the layers.
     """
 
     reader: CheckpointReader
-    name: str
-    format: Format | None
+    format: Format
     linears: dict[str, LinearScheme]
     modules: dict[str, list[str]]
 
     def shape(self, module: str) -> tuple[int, int] | None:
         """(N, K) of a quantized linear from headers; None when they do not tell."""
-        assert self.format is not None
         shapes = {local: self.reader.info(f"{module}.{local}").shape for local in self.modules[module]}
         return self.format.shape(shapes, self.linears[module])
 
@@ -57,7 +52,6 @@ class Source:
         Raises:
             QuantkitError: it cannot be decoded; the message starts with the module's name.
         """
-        assert self.format is not None
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
         try:
             return self.format.decode(tensors, self.linears[module])
@@ -65,32 +59,31 @@ class Source:
             raise type(error)(f"{self.reader.path}: {module}: {error}") from error
 
     def scale(self, module: str) -> Tensor | None:
-        """The stored scales of a quantized linear in whatever shape; None when it has none under a usual name."""
-        return self._first(module, _SCALES)
+        """The stored scales of a quantized linear in whatever shape; None when they have no tensor of their own."""
+        return self._tensor(module, self.format.scale_name)
 
     def scale_dtype(self, module: str) -> torch.dtype | None:
         """Dtype of `scale`, from the header."""
-        name = next((name for name in _SCALES if name in self.modules[module]), None)
-        return None if name is None else self.reader.info(f"{module}.{name}").dtype
+        name = self.format.scale_name
+        return self.reader.info(f"{module}.{name}").dtype if name in self.modules[module] else None
 
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""
-        index = self._first(module, _ORDERS)
+        index = self._tensor(module, self.format.order_name)
         return index is not None and bool((index.diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
         """Modules by what is converted at once: one entry per decoder layer, then the others under ""."""
-        found: dict[str, list[str]] = {}
+        layers: dict[str, list[str]] = {}
         for module in self.modules:
             match = _LAYER.match(f"{module}.")
-            found.setdefault(match.group(0).rstrip(".") if match else "", []).append(module)
-        rest = found.pop("", [])
-        yield from found.items()
+            layers.setdefault(match.group(0).rstrip(".") if match else "", []).append(module)
+        rest = layers.pop("", [])
+        yield from layers.items()
         yield "", rest
 
-    def _first(self, module: str, names: tuple[str, ...]) -> Tensor | None:
-        name = next((name for name in names if name in self.modules[module]), None)
-        return None if name is None else self.reader.tensor(f"{module}.{name}")
+    def _tensor(self, module: str, name: str) -> Tensor | None:
+        return self.reader.tensor(f"{module}.{name}") if name in self.modules[module] else None
 
 
 def open_source(path: Path) -> Source:
@@ -104,20 +97,17 @@ def open_source(path: Path) -> Source:
     """
     reader = CheckpointReader(path)
     modules = by_module(reader.names)
-    found = recognise(reader.config, str(reader.path / CONFIG_NAME))
-    if found is None:
-        return Source(reader=reader, name=DENSE, format=None, linears={}, modules=modules)
-    name, format_, scheme = found
-    linears = {}
-    for module, tensors in modules.items():
-        linear = scheme.find(module) if stores_codes(tensors) else None
-        if linear is not None:
-            linears[module] = linear
+    described = recognise(reader.config, str(reader.path / CONFIG_NAME))
+    if described is None:
+        return Source(reader=reader, format=DENSE, linears={}, modules=modules)
+    format_, scheme = described
+    schemes = {module: scheme.find(module) for module, tensors in modules.items() if stores_codes(tensors)}
+    linears = {module: linear for module, linear in schemes.items() if linear is not None}
     if not linears and scheme.default is None:
         raise CheckpointError(f"{reader.path}: only its KV cache is quantized, no weights; there is nothing to convert")
     if not linears:
         raise CheckpointError(
-            f"{reader.path}: config.json says {name}, but no module has tensors of that format; "
+            f"{reader.path}: config.json says {format_.name}, but no module has tensors of that format; "
             "config.json and weights do not belong together"
         )
-    return Source(reader=reader, name=name, format=format_, linears=linears, modules=modules)
+    return Source(reader=reader, format=format_, linears=linears, modules=modules)

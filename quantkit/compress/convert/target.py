@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.compress.convert.source import DENSE, Source
+from quantkit.compress.convert.source import Source
 from quantkit.errors import ModelError, SchemeError
 from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format
-from quantkit.models import families as architectures
+from quantkit.models.families import find
+from quantkit.models.linear_sets import fused_conflicts
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -23,56 +25,51 @@ class Target:
     """What to write.
 
     Args:
-        name: of the format.
-        format: itself.
+        format: on disk.
         linears: scheme of each linear as it will be written: that of the source, or the same codes with zero points
             of 0 where the format always has zero points.
         ignored: full names of linears that stay as they are.
         group_order: whether groups of some linear follow another order than that of the inputs.
     """
 
-    name: str
     format: Format
     linears: dict[str, LinearScheme]
     ignored: tuple[str, ...]
     group_order: bool
 
 
-def make_target(source: Source, name: str) -> Target:
+def target_for(source: Source, format_: Format) -> Target:
     """Check a checkpoint against a format.
 
     Args:
         source: the checkpoint, quantized.
-        name: of the format.
+        format_: to write.
     Raises:
         SchemeError: the format would lose something; says what, for which module, and which formats would not.
     """
-    format_: Format = REGISTRY.load(name)
-    name = name.replace("_", "-")
     if not source.linears:
         raise SchemeError(
             f"{source.reader.path} is not quantized, so it has no codes to convert; use `quantkit quantize`, "
             "or convert it with --to gguf"
         )
     try:
-        return _check(source, name, format_)
+        return _check(source, format_)
     except SchemeError as error:
-        hint = nearest_that_works(source, name)
-        raise SchemeError(f"{source.reader.path} does not fit format {name}: {error}; {hint}") from None
+        raise unfit(source, format_, error) from None
 
 
-def nearest_that_works(source: Source, refused: str) -> str:
-    """Which formats hold all that a checkpoint has, as the end of a message.
+def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
+    """What to say when a format does not hold a checkpoint: why, and which formats do."""
+    hint = _nearest_that_works(source, refused)
+    return SchemeError(f"{source.reader.path} does not fit format {refused.name}: {error}; {hint}")
 
-    Args:
-        source: the checkpoint.
-        refused: name of a format that does not.
-    """
-    others = [other for other in REGISTRY.names() if other not in (refused, source.name) and _works(source, other)]
-    codes = [other for other in others if other != DENSE]
-    if codes:
-        return f"these hold all of it: {', '.join(codes)}"
-    return "no other format holds the codes" + ("; dense holds their values" if DENSE in others else "")
+
+def _nearest_that_works(source: Source, refused: Format) -> str:
+    others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
+    holding = [other for other in others if _works(source, other)]
+    codes = ", ".join(other.name for other in holding if other.keeps_codes)
+    values = "".join(f"; {other.name} holds their values" for other in holding if not other.keeps_codes)
+    return f"these hold all of it: {codes}" if codes else f"no other format holds the codes{values}"
 
 
 def kv_cache_scheme(source: Source) -> Any:
@@ -103,7 +100,7 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
     return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
 
 
-def _check(source: Source, name: str, format_: Format) -> Target:
+def _check(source: Source, format_: Format) -> Target:
     linears, reordered = {}, False
     for module, scheme in source.linears.items():
         try:
@@ -120,16 +117,18 @@ def _check(source: Source, name: str, format_: Format) -> Target:
         except SchemeError as error:
             raise SchemeError(f"{module}: {error}") from None
     _check_fused(source, linears)
-    if kv_cache_scheme(source) is not None and name != source.name:
-        raise SchemeError("it has calibrated scales of the KV cache, which only compressed-tensors says in config.json")
+    if kv_cache_scheme(source) is not None and format_ is not source.format:
+        raise SchemeError(
+            f"it has calibrated scales of the KV cache, which only {source.format.name} says in config.json"
+        )
     ignored = tuple(_ignored(source))
     format_.config(linears, ignored, group_order=reordered)
-    return Target(name=name, format=format_, linears=linears, ignored=ignored, group_order=reordered)
+    return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
 
 
-def _works(source: Source, name: str) -> bool:
+def _works(source: Source, format_: Format) -> bool:
     try:
-        _check(source, name, REGISTRY.load(name))
+        _check(source, format_)
     except SchemeError:
         return False
     return True
@@ -145,13 +144,10 @@ def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format)
         if not scheme.weight.symmetric or scheme.weight.dtype.kind != "int":
             raise
         adapted = replace(scheme, weight=replace(scheme.weight, symmetric=False))
-        try:
+        with suppress(SchemeError):
             format_.check(adapted, size)
-        except SchemeError:
-            adapted = scheme
-        if adapted is scheme:
-            raise
-        return adapted
+            return adapted
+        raise
 
 
 def _storable(scale: Tensor, format_: Format) -> Tensor:
@@ -180,16 +176,15 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return
     try:
-        architecture = architectures.find(config)
+        family = find(config)
     except ModelError:
         return  # a family that quantkit does not know is converted as it is
     for layer, modules in source.layers():
-        here = {name.removeprefix(f"{layer}.") for name in modules} if layer else set()
-        for names in (names for group in architecture.sets_of_layer(here.__contains__) for names in group.fused):
-            if layer and len({linears.get(f"{layer}.{name}") for name in names}) > 1:
-                raise SchemeError(f"{layer}: {', '.join(names)} are fused by inference engines and need one scheme")
-    if config.get("tie_word_embeddings") and architecture.head in linears:
-        raise SchemeError(f"{architecture.head} is quantized but tied to the embedding, which loaders do not take")
+        here = {name.removeprefix(f"{layer}."): linears.get(name) for name in modules} if layer else {}
+        for conflict in fused_conflicts(family.sets_of_layer(here.__contains__), here):
+            raise SchemeError(f"{layer}: {conflict}")
+    if config.get("tie_word_embeddings") and family.head in linears:
+        raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not take")
 
 
 def _ignored(source: Source) -> list[str]:

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.discovery.fused_sets import Gates
-from quantkit.compress.discovery.layout import Layout, find_layout
+from quantkit.compress.discovery.layout import Layout, find_model_layout
 from quantkit.compress.discovery.stacked_experts import find_experts
 from quantkit.compress.discovery.survey import Survey, survey
 from quantkit.errors import ModelError, first_line
-from quantkit.models.families import Architecture
+from quantkit.models.families import Family
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
@@ -38,13 +39,13 @@ class Discovery:
 
     Args:
         name: class of the model.
-        architecture: names of its parts, and the sets of each layer.
+        family: names of its parts, and the sets of each layer.
         surveys: what was found in each kind of layer.
         kinds: number of its survey for each layer.
     """
 
     name: str
-    architecture: Architecture
+    family: Family
     surveys: tuple[Survey, ...]
     kinds: tuple[int, ...]
 
@@ -57,7 +58,7 @@ class Discovery:
         pairs, failed = (sum(numbers) for numbers in zip(*[(i.pairs, len(i.dropped)) for i in distinct], strict=True))
         dropped = list(dict.fromkeys(text for item in distinct for text in item.dropped))
         text = (
-            f"no description of {self.name}: found {len(self.kinds)} layers at {self.architecture.layers}, {linears} "
+            f"no description of {self.name}: found {len(self.kinds)} layers at {self.family.layers}, {linears} "
             f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         )
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
@@ -66,11 +67,11 @@ class Discovery:
     def record(self) -> dict[str, Any]:
         """All of it as plain data, for the manifest."""
         names = ("backbone", "layers", "embedding", "final_norm", "head", "stored_prefix", "stored_head", "transposed")
-        experts = self.architecture.experts
+        experts = self.family.experts
         return {
             "model": self.name,
             "summary": self.summary,
-            "modules": {name: getattr(self.architecture, name) for name in names},
+            "modules": {name: getattr(self.family, name) for name in names},
             "experts": None if experts is None else asdict(experts),
             "kinds": [asdict(item) for item in self.surveys],
             "kind_of_layer": list(self.kinds),
@@ -98,7 +99,7 @@ def discover(reader: CheckpointReader) -> Discovery:
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
     try:
-        layout = find_layout(model)
+        layout = find_model_layout(model)
     except ModelError as error:
         raise ModelError(f"{reader.path}: {error}") from error
     config = model.config.get_text_config()
@@ -106,7 +107,7 @@ def discover(reader: CheckpointReader) -> Discovery:
         most=int(getattr(config, "num_attention_heads", 0) or 0),
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
-    bare = _architecture(name, reader, layout, model)
+    bare = _family_of(name, reader, layout, model)
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
     kinds, firsts = _kinds(skeleton)
@@ -114,8 +115,8 @@ def discover(reader: CheckpointReader) -> Discovery:
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(surveys[kind].sets for kind in kinds)
-    architecture = replace(bare, linear_sets=sets[0], layer_sets=sets)
-    return Discovery(name=name, architecture=architecture, surveys=surveys, kinds=kinds)
+    family = replace(bare, linear_sets=sets[0], layer_sets=sets)
+    return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
 
 
 def _kinds(skeleton: Skeleton) -> tuple[tuple[int, ...], list[int]]:
@@ -200,11 +201,10 @@ def _fill(block: nn.Module, generator: torch.Generator) -> None:
             values /= parameter.shape[-1] ** 0.5
         else:
             values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
-        owner, _, leaf = name.rpartition(".")
-        block.get_submodule(owner).register_parameter(leaf, nn.Parameter(values, requires_grad=False))
+        set_parameter(block, name, values)
 
 
-def _architecture(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Architecture:
+def _family_of(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Family:
     """The names of a model's parts, in the model and in its files."""
     layers = model.get_submodule(layout.layers)
     transposed = {
@@ -213,7 +213,7 @@ def _architecture(name: str, reader: CheckpointReader, layout: Layout, model: nn
     stored_prefix = _stored_prefix(reader, layout, layers)
     own = f"{layout.backbone}." if layout.backbone else ""
     prefix = own if stored_prefix is None else stored_prefix
-    return Architecture(
+    return Family(
         hf_names=(name,),
         backbone=layout.backbone,
         layers=layout.layers,
@@ -237,15 +237,15 @@ def _stored_prefix(reader: CheckpointReader, layout: Layout, layers: nn.Module) 
     own = f"{layout.backbone}." if layout.backbone else ""
     local = layout.layers.removeprefix(own)
     wanted = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
-    found: Counter[str] = Counter()
+    votes: Counter[str] = Counter()
     for name in reader.names:
         start = name.rfind(f"{local}.0.")
         prefix, rest = name[: max(start, 0)], name[max(start, 0) :]
         if (not prefix or prefix.endswith(".")) and reader.info(name).shape == wanted.get(rest):
-            found[prefix] += 1
-    if not found or found[own] == max(found.values()):
+            votes[prefix] += 1
+    if not votes or votes[own] == max(votes.values()):
         return None
-    return found.most_common(1)[0][0]
+    return votes.most_common(1)[0][0]
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
@@ -253,5 +253,5 @@ def _stored_head(reader: CheckpointReader, head: str) -> str | None:
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]
-    found = [name for name in reader.names if name.endswith(f".{leaf}.weight")]
-    return found[0].removesuffix(".weight") if len(found) == 1 else None
+    heads = [name for name in reader.names if name.endswith(f".{leaf}.weight")]
+    return heads[0].removesuffix(".weight") if len(heads) == 1 else None

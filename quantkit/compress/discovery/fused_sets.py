@@ -91,14 +91,14 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str | None:
-    found = seen.modules.get(name)
-    if found is None or found.rows is None or not found.rows.shape[0]:
+    calls = seen.modules.get(name)
+    if calls is None or calls.rows is None or not calls.rows.shape[0]:
         return NOT_CALLED
     outputs = module.weight.shape[0]
     if outputs <= gates.most:
         return f"a gate: {outputs} outputs"
     weighs = [*seen.choices, *(seen.squashed if outputs in gates.experts else ())]
-    if any(same(given, None if found.output is None else found.output.float()) for given in weighs):
+    if any(same(given, None if calls.output is None else calls.output.float()) for given in weighs):
         return "a router: its outputs are chosen from"
     return None
 
@@ -150,15 +150,15 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
 
 def expert(name: str) -> str:
     """The name up to the number of the expert."""
-    found = _EXPERT.search(name)
-    return name[: found.end()] if found else name
+    number = _EXPERT.search(name)
+    return name[: number.end()] if number else name
 
 
 def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
     """Modules with a weight (N, K) of their own that read these rows."""
-    found = []
+    readers = []
     for name, what in seen.modules.items():
         weight = dict(block.get_submodule(name).named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2 and weight.shape[1] == rows.shape[-1] and same(what.rows, rows):
-            found.append(name)
-    return found
+            readers.append(name)
+    return readers

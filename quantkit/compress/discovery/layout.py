@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.passing import pass_through
 from quantkit.errors import ModelError, first_line
 
@@ -40,7 +41,7 @@ class Layout:
     head: str
 
 
-def find_layout(model: Any) -> Layout:
+def find_model_layout(model: Any) -> Layout:
     """Find the parts of a language model.
 
     Args:
@@ -124,7 +125,7 @@ def _fill_table(table: nn.Module) -> None:
     width = table.get_parameter("weight").shape[1]
     rows = torch.randn(_IDS.numel(), width, generator=torch.Generator().manual_seed(0))
     table.__dict__["padding_idx"] = None
-    table.register_parameter("weight", nn.Parameter(rows, requires_grad=False))
+    set_parameter(table, "weight", rows)
 
 
 def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
@@ -132,9 +133,7 @@ def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
     known = tuple(f"{other.removeprefix(f'{name}.')}." for other in but)
     for key, parameter in list(backbone.named_parameters()):
         if parameter.is_meta and not key.startswith(known):
-            owner, _, leaf = key.rpartition(".")
-            zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
-            backbone.get_submodule(owner).register_parameter(leaf, nn.Parameter(zeros, requires_grad=False))
+            set_parameter(backbone, key, torch.zeros((), dtype=torch.float32).expand(parameter.shape))
 
 
 def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[nn.Module]:
@@ -161,9 +160,9 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[
 def _final_norm(model: nn.Module, layers: str, embedding: str, called: set[nn.Module]) -> str:
     """The last module beside the layers with a weight per channel that was not called before them."""
     owner = layers.rpartition(".")[0]
-    found = ""
+    last = ""
     for name, module in model.get_submodule(owner).named_children():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 1 and module not in called:
-            found = f"{owner}.{name}" if owner else name
-    return found
+            last = f"{owner}.{name}" if owner else name
+    return last

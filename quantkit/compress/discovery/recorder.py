@@ -48,7 +48,7 @@ class Recording:
     squashed: list[Tensor] = field(default_factory=list)
 
 
-def record(block: nn.Module, run: Callable[[], object]) -> Recording:
+def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
     """Run a layer and watch it.
 
     Args:

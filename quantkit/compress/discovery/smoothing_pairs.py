@@ -68,7 +68,7 @@ class Trial:
             raise ModelError("a decoder layer with random weights computes values that are not finite")
 
 
-def candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
+def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
     """Modules that may have produced what a set reads, the likeliest first.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import LinearExperts
+from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.models.families import Experts
@@ -36,8 +36,7 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
-            parameters = dict(module.named_parameters(recurse=False))
-            if all(key in parameters and parameters[key].dim() == 3 for key in ("gate_up_proj", "down_proj")):
+            if is_stacked(module):
                 gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
                 own = f"{name}.{{expert}}"
                 data = [
@@ -75,7 +74,7 @@ def _first_that_works(name: str, module: nn.Module, options: list[Experts]) -> E
     generator = torch.Generator().manual_seed(0)
     for key, parameter in list(fused.named_parameters(recurse=False)):
         values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-        fused.register_parameter(key, nn.Parameter(values, requires_grad=False))
+        set_parameter(fused, key, values)
     for data in options:
         wide, width = (up[2], down[1]) if data.transposed else (up[1], down[2])
         hidden = up[1] if data.transposed else up[2]
@@ -88,8 +87,7 @@ def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
     """Whether experts of plain linears compute what the module computes."""
     apart = LinearExperts(fused, data)
     for name, value in _apart(fused, data):
-        owner, _, leaf = name.rpartition(".")
-        apart.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+        set_parameter(apart, name, value)
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
-from quantkit.compress.discovery.recorder import Recording, record
-from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, candidates
+from quantkit.compress.discovery.recorder import Recording, record_inputs
+from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
 from quantkit.models.families import LinearSet
 
 
@@ -48,7 +48,7 @@ def survey(
     Raises:
         ModelError: the layer's output is not finite.
     """
-    seen = record(block, run)
+    seen = record_inputs(block, run)
     drafts, alone = draft_sets(block, seen, gates)
     trial = Trial(block=block, run=run, head_dim=head_dim)
     found: list[tuple[int, LinearSet]] = []
@@ -56,7 +56,7 @@ def survey(
     pairs = 0
     for alike in _by_key(drafts):
         plain = [_plain(block, seen, draft, alike[0], hidden) for draft in alike]
-        options = [_with_source(plain, *option) for option in candidates(block, seen, alike[0], head_dim)]
+        options = [_with_source(plain, *option) for option in source_candidates(block, seen, alike[0], head_dim)]
         groups, failure = _choose(trial, [option for option in options if option])
         pairs += bool(groups or failure)
         dropped += [failure] if failure else []

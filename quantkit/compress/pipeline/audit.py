@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,40 +10,9 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.errors import AuditError
-from quantkit.formats.base import Format
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LayerRecord
-
-
-def check_written(
-    reader: CheckpointReader, prefix: str, weight: QuantizedTensor, scheme: LinearScheme, format_: Format
-) -> None:
-    """The tensors of one linear, read back from its shard, decode to exactly what calibration computed with.
-
-    Args:
-        reader: of the shard.
-        prefix: full module name of the linear.
-        weight: the codes in memory.
-        scheme: of the linear.
-        format_: that wrote it.
-    """
-    expected = format_.encode(weight, scheme)
-    found = {name: reader.tensor(f"{prefix}.{name}") for name in expected}
-    for name, tensor in expected.items():
-        if found[name].dtype != tensor.dtype or not torch.equal(_bytes(found[name]), _bytes(tensor)):
-            raise AuditError(f"{prefix}.{name} in {reader.files[0].name} differs from what was written")
-    if format_.keeps_codes:
-        decoded = format_.decode(found, scheme)
-        if not torch.equal(decoded.dequantize(), weight.dequantize().cpu()):
-            raise AuditError(f"{prefix} decodes to other values than calibration used")
-        expected_scale, scale = weight.input_scale, decoded.input_scale
-        if (scale is None) != (expected_scale is None):
-            raise AuditError(
-                f"{prefix} has a scale of its input where there should be none, or none where there should"
-            )
-        if scale is not None and expected_scale is not None and not torch.equal(scale, expected_scale.cpu()):
-            raise AuditError(f"{prefix}: the scale of its input differs from what calibration found")
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
@@ -57,7 +25,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
         raise AuditError(f"{prefix}: a code is outside {dtype.name}")
 
 
-def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
+def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
     """Every target is quantized, everything else is as it was, and the size is what was planned.
 
     Args:
@@ -65,7 +33,7 @@ def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         plan: what was to be done.
         records: of all layers.
     """
-    reader = ModelReader(folder, plan.architecture)
+    reader = ModelReader(folder, plan.family)
     _check_targets(plan, reader, records)
     for name in plan.ignored:
         source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
@@ -73,7 +41,7 @@ def check_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
         if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
             raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
     _check_tied(plan, reader)
-    _check_format(plan, folder)
+    plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
 def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerRecord]) -> None:
@@ -101,13 +69,13 @@ def planned_bytes(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: tor
     dtype = weight.dtype
     # Integers beside integer inputs lie a byte each, ready for the product.
     code_bits = 8 if activation is not None and activation.dtype.kind == "int" else dtype.bits
-    scale_bits = 8 if dtype.scale != "float" else 8 * torch.empty((), dtype=scale_dtype).element_size()
+    scale_bits = 8 if dtype.scale != "float" else 8 * scale_dtype.itemsize
     scales = weight.num_scale_rows(shape[0]) * groups
     zeros = 0 if weight.symmetric else dtype.bits * groups * shape[0]
     constant = dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
     beside = 4 * (dtype.scale == "e4m3")
     if activation is not None and activation.is_calibrated:
-        beside += 4 if activation.dtype.scale == "e4m3" else torch.empty((), dtype=scale_dtype).element_size()
+        beside += 4 if activation.dtype.scale == "e4m3" else scale_dtype.itemsize
     size = (code_bits * shape[1] * shape[0] + scale_bits * scales + zeros) / 8 + beside
     return size, 4 * (shape[0] + groups) + constant
 
@@ -120,7 +88,7 @@ def written_bytes(reader: CheckpointReader, linear: str) -> int:
 
 
 def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
-    head, embedding = f"{plan.architecture.head}.weight", f"{plan.architecture.embedding}.weight"
+    head, embedding = f"{plan.family.head}.weight", f"{plan.family.embedding}.weight"
     for name in (head, embedding):
         if (name in plan.reader) != (name in reader):
             raise AuditError(f"{name} was {'lost' if name in plan.reader else 'added'}; tied weights would break")
@@ -129,22 +97,3 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
             raise AuditError(f"{name} is not what it was in the source")
     if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
         raise AuditError("tie_word_embeddings changed")
-
-
-def _check_format(plan: Plan, folder: Path) -> None:
-    """The config as a loader will read it gives each linear the scheme that it was quantized with."""
-    scheme = plan.format.recognise(json.loads((folder / "config.json").read_text()))
-    if scheme is None:
-        if plan.format.keeps_codes and plan.linears:
-            raise AuditError("config.json does not describe the format it was written in")
-        return
-    for name, linear in plan.linears.items():
-        if scheme.find(name) != linear:
-            raise AuditError(f"config.json describes {name} differently from how it was quantized")
-    for name in plan.ignored:
-        if scheme.find(name) is not None:
-            raise AuditError(f"config.json does not leave {name} alone")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

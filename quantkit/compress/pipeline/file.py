@@ -18,6 +18,7 @@ from quantkit.compress.convert.gguf import check_model
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CompressionResult
 
 
@@ -29,12 +30,12 @@ def write_file(
     overwrite: bool,
     run: Callable[..., CompressionResult],
 ) -> CompressionResult:
-    """Compress a model to a GGUF file.
+    """Compress a model to one file.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
-        recipe: what to do; its format is gguf.
-        output: the file; None = `<model>-<recipe>.gguf` in the current directory.
+        recipe: what to do; its format is one file.
+        output: the file; None = `<model>-<recipe>` with the format's suffix in the current directory.
         overwrite: replace an existing file.
         run: compresses to a directory.
     Raises:
@@ -42,13 +43,13 @@ def write_file(
     """
     folder = DEMO_MODEL if model is None else resolve(model)
     name = "demo" if model is None else Path(model).name
-    file = Path(output) if output else Path(f"{name}-{recipe.name}.gguf")
+    file = Path(output) if output else Path(f"{name}-{recipe.name}{FORMATS.load(recipe.format).suffix}")
     check_apart(file, folder)
-    kind = "quantize --format gguf"
+    kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
         check_model(open_source(folder))
-        codes, made = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
+        codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = run(model, recipe, codes, overwrite=True)
-        written = convert(codes, "gguf", made, overwrite=True)
-        stage.promote(made)
+        written = convert(codes, recipe.format, whole, overwrite=True)
+        stage.promote(whole)
     return dataclasses.replace(result, output=str(file), output_bytes=written.output_bytes)

@@ -15,16 +15,17 @@ from quantkit.compress.calibration.kv_cache import calibrate_cache
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import writable
 from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
-from quantkit.models.families import Architecture
+from quantkit.formats.base import Format
+from quantkit.models.families import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 
 _LATENT = "kv_lora_rank"
 _KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
 _ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
-_SCALED_FORMAT = "compressed-tensors"
-_NO_ENTRY = ("gguf",)
 
 
 def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
@@ -55,38 +56,40 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
             f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "
             "not describe; leave kv_cache out of the recipe"
         )
-    if goal.has_fixed_scales and recipe.format != _SCALED_FORMAT:
+    format_: Format = FORMATS.load(recipe.format)
+    scaled = writable(lambda other: other.holds_cache_scales)
+    if goal.has_fixed_scales and not format_.holds_cache_scales:
         raise SchemeError(
-            f"format {recipe.format!r} has no place for scales of the KV cache: set format={_SCALED_FORMAT}, "
+            f"format {recipe.format!r} has no place for scales of the KV cache: set format={scaled}, "
             "or kv_cache.granularity=token, which needs none"
         )
-    if recipe.format in _NO_ENTRY:
-        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={_SCALED_FORMAT}")
+    if not format_.describes_cache:
+        raise SchemeError(f"format {recipe.format!r} says nothing about a KV cache: set format={scaled}")
 
 
-def find_cache(goal: CacheGoal, architecture: Architecture, layer: LayerContext) -> CacheRecord:
+def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
     """Decide on the KV cache of a layer whose weights are final.
 
     Args:
         goal: what the recipe asks for.
-        architecture: of the model.
+        family: of the model.
         layer: modified: gets the scales to write, and a note where the decision differs from the goal.
     """
-    found = calibrate_cache(layer, goal)
-    if found.note is not None:
-        layer.notes.append(found.note)
+    calibrated = calibrate_cache(layer, goal)
+    if calibrated.note is not None:
+        layer.chosen.notes.append(calibrated.note)
     if goal.has_fixed_scales:
-        layer.cache_scales = cache_tensors(attention_module(layer.block, architecture), found.cache)
-    return found.record
+        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, family), calibrated.cache)
+    return calibrated.record
 
 
-def attention_module(block: nn.Module, architecture: Architecture) -> str:
+def attention_module(block: nn.Module, family: Family) -> str:
     """Relative name of the module of a layer that attends.
 
     Raises:
         ModelError: it cannot be told.
     """
-    name: str = architecture.parts.output.rpartition(".")[0]
+    name: str = family.parts.output.rpartition(".")[0]
     modules = dict(block.named_modules())
     if name and name in modules:
         return name
@@ -98,21 +101,15 @@ def attention_module(block: nn.Module, architecture: Architecture) -> str:
     return str(numbered[0])
 
 
-def check_scales(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """The scales in a shard are those that calibration found, each a positive number.
+def check_scales(scales: Mapping[str, Tensor]) -> None:
+    """Each is a positive number.
 
     Raises:
         AuditError: names the tensor.
     """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name, tensor in expected.items():
-            found = file.get_tensor(name)
-            if not torch.equal(found, tensor) or found.dtype != tensor.dtype:
-                raise AuditError(f"{name} in {path.name} is not the scale that was calibrated")
-            if not bool(((found > 0) & torch.isfinite(found)).all()):
-                raise AuditError(f"{name} is zero, negative or not finite")
+    for name, scale in scales.items():
+        if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+            raise AuditError(f"{name} is zero, negative or not finite")
 
 
 def with_cache(

@@ -8,11 +8,11 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.discovery.discover import Discovery, discover
-from quantkit.models.families import Architecture, find_compressible, supported
+from quantkit.models.families import Family, find_compressible, supported
 from quantkit.numerics.scheme import LinearScheme
 
 
-def find_model(reader: CheckpointReader) -> tuple[Architecture, Discovery | None]:
+def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     """What a checkpoint's model is made of.
 
     Args:
@@ -24,8 +24,8 @@ def find_model(reader: CheckpointReader) -> tuple[Architecture, Discovery | None
     """
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
-        found = discover(reader)
-        return found.architecture, found
+        discovery = discover(reader)
+        return discovery.family, discovery
     return find_compressible(reader.config), None
 
 

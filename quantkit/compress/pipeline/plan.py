@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -15,18 +14,19 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original
-from quantkit.compress.algorithms.base import predicted_bytes as steps_bytes
+from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
 from quantkit.compress.discovery.discover import Discovery
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.loaders import check_loaders
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
-from quantkit.errors import InputError, ModelError, RecipeError, SchemeError
+from quantkit.devices import pick_device
+from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import writable
 from quantkit.formats.base import Format
-from quantkit.models.families import Architecture, LinearSet, split_experts
+from quantkit.models.families import Family, LinearSet, split_experts
+from quantkit.models.linear_sets import WIDEN, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ class Plan:
 
     Args:
         model: as given, "demo" for the bundled model.
-        reader, skeleton, architecture, recipe, format: its parts.
+        reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
@@ -53,7 +53,7 @@ class Plan:
     model: str
     reader: ModelReader
     skeleton: Skeleton
-    architecture: Architecture
+    family: Family
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
@@ -88,7 +88,7 @@ class Plan:
     @property
     def group_order(self) -> bool:
         """Whether some step forms groups in another order than that of the inputs."""
-        return any(getattr(step, "reorders_groups", False) for step in self.recipe.steps)
+        return _reorders_groups(self.recipe)
 
     @property
     def needs_original(self) -> bool:
@@ -102,11 +102,6 @@ class Plan:
         return [name for name in self.reader.names if not name.startswith(prefixes)]
 
     @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        return self.skeleton.head_dim
-
-    @property
     def bundled_text(self) -> Path:
         """The text that `calibration.data: bundled` means for this model."""
         if self.reader.path.resolve() == DEMO_MODEL.resolve():
@@ -114,7 +109,7 @@ class Plan:
         return GENERAL_TEXT
 
 
-def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
+def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
     """Check model, recipe and format against each other.
 
     Args:
@@ -131,17 +126,17 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
     if "quantization_config" in source.config:
         raise ModelError(f"{source.path} is already quantized (config.json has quantization_config); give the original")
     check_cache(recipe, source.config)
-    architecture, discovery = find_model(source)
-    reader = _open(source.path, architecture, recipe, described=discovery is None)
-    place = pick_device(device)
-    dtype = _source_dtype(reader, architecture)
-    compute = pick_compute_dtype(dtype, place)
-    skeleton = Skeleton(reader, architecture, compute, place)
+    family, discovery = find_model(source)
+    reader = _open(source.path, family, recipe, described=discovery is None)
+    target_device = pick_device(device)
+    dtype = _source_dtype(reader, family)
+    compute = pick_compute_dtype(dtype, target_device)
+    skeleton = Skeleton(reader, family, compute, target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
     format_ = FORMATS.load(recipe.format)
     _check_format(skeleton, layers, format_)
-    warnings = (*check_loaders(architecture, layers, recipe.format), *reader.notes)
+    warnings = (*format_.check_model(family, layers), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
@@ -150,49 +145,32 @@ def make_plan(model: str | None, recipe: Recipe, output: str | Path | None, devi
         model=name,
         reader=reader,
         skeleton=skeleton,
-        architecture=architecture,
+        family=family,
         recipe=recipe,
         format=format_,
         layers=layers,
         ignored=ignored,
-        scale_dtype={linear: stored_dtype(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
+        scale_dtype={linear: scale_dtype_of(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
         source_dtype=dtype,
         compute_dtype=compute,
         output=target,
-        device=place,
+        device=target_device,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
 
 
-def _open(path: Path, architecture: Architecture, recipe: Recipe, *, described: bool) -> ModelReader:
+def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for step, name in zip(recipe.steps, recipe.step_names, strict=True):
         if isinstance(step, Opener):
             if not described:
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return step.open(path, architecture)
-    return ModelReader(path, architecture)
+            return step.open(path, family)
+    return ModelReader(path, family)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device a user means.
-
-    Raises:
-        InputError: there is no such device on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise InputError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:<i>")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise InputError(f"device {name!r} is not there: {count} CUDA devices found; use cpu or auto")
-    return device
-
-
-def stored_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
+def scale_dtype_of(source: torch.dtype, format_: Format) -> torch.dtype:
     """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
     return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
@@ -209,13 +187,11 @@ def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype
     return torch.float32
 
 
-def _source_dtype(reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     """Widest dtype of the decoder layers' weights, which must all be float types."""
-    names = [name for name in reader.names if name.startswith(f"{architecture.layers}.") and name.endswith(".weight")]
+    names = [name for name in reader.names if name.startswith(f"{family.layers}.") and name.endswith(".weight")]
     if not names:
-        raise ModelError(
-            f"{reader.path}: the checkpoint has no decoder layers, no tensor under {architecture.layers}.*"
-        )
+        raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
     for name in names:
         if reader.info(name).dtype not in FLOAT_SOURCES:
             raise ModelError(
@@ -232,23 +208,18 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     ignored: list[str] = []
     for index in range(skeleton.num_layers):
         prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
-        found = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
-        for names in (names for group in sets for names in group.fused):
-            if len({found[name] for name in names}) > 1:
-                listed = ", ".join(names if len(names) <= 4 else (*names[:3], f"... {names[-1]}"))
-                raise RecipeError(
-                    f"{prefix}: {listed} are fused by inference engines and need one scheme; "
-                    "widen the pattern in overrides or ignore to cover all of them"
-                )
-        every += [f"{prefix}.{name}" for name in found]
-        layers.append({name: item for name, item in found.items() if item is not None})
-        ignored += [f"{prefix}.{name}" for name, item in found.items() if item is None]
+        assigned = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
+        for conflict in fused_conflicts(sets, assigned):
+            raise RecipeError(f"{prefix}: {conflict}; {WIDEN}")
+        every += [f"{prefix}.{name}" for name in assigned]
+        layers.append({name: item for name, item in assigned.items() if item is not None})
+        ignored += [f"{prefix}.{name}" for name, item in assigned.items() if item is None]
         ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
     for rule in scheme.unmatched(every):
         raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.architecture.head)))
+    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
 
 
 def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:
@@ -277,16 +248,20 @@ def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
+def _reorders_groups(recipe: Recipe) -> bool:
+    return any(getattr(step, "reorders_groups", False) for step in recipe.steps)
+
+
 def _check_steps(recipe: Recipe, format_: Format) -> None:
-    if not format_.holds_group_index and any(getattr(step, "reorders_groups", False) for step in recipe.steps):
+    if not format_.holds_group_index and _reorders_groups(recipe):
         raise SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
-            "set steps.gptq.act_order=weight, or format=dense"
+            f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
         )
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """What a run will hold in memory at once, by purpose; see `algorithms.base.predicted_bytes`.
+    """What a run will hold in memory at once, by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         plan: the run.
@@ -302,18 +277,3 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         states_bytes=num_tokens * plan.skeleton.hidden_size * size,
     )
     return steps_bytes(plan.recipe.steps, sizes)
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions of everything that decides the bits of a result."""
-    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
-        return "unknown"

@@ -7,17 +7,17 @@ atomically after everything it names is on disk.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
+from quantkit.compress.pipeline.identity import differences
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
 
@@ -104,27 +104,6 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
     return bool(made_from == json.loads(json.dumps(identity)))
 
 
-def identity_digest(identity: dict[str, Any]) -> str:
-    """SHA-256 of an identity, for the manifest."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """`path: old -> new` for every leaf in which two nests of dicts and lists differ."""
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-    elif old != new:
-        yield f"{path}: {_short(old)} -> {_short(new)}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def _read(path: Path, identity: dict[str, Any]) -> RunState:
     folder = path.parent
     try:
@@ -132,10 +111,10 @@ def _read(path: Path, identity: dict[str, Any]) -> RunState:
         records = [LayerRecord.from_dict(record) for record in saved["records"]]
     except (ValueError, KeyError, TypeError, ReportError) as error:
         raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
-    found = list(differences(saved["identity"], json.loads(json.dumps(identity))))
-    if found:
+    changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
+    if changes:
         raise ResumeError(
-            f"the interrupted run in {folder} was started from something else ({'; '.join(found[:3])}); "
+            f"the interrupted run in {folder} was started from something else ({'; '.join(changes[:3])}); "
             "run the old command, or start over with --no-resume"
         )
     for name, digest in saved["shards"].items():
@@ -152,17 +131,7 @@ def _read(path: Path, identity: dict[str, Any]) -> RunState:
 
 def check_digest(path: Path, digest: str) -> None:
     """Raise ResumeError if a file is not byte for byte what was written."""
-    try:
-        with path.open("rb") as file:
-            found = _digest(file)
-    except FileNotFoundError:
-        raise ResumeError(f"{path} is missing; start over with --no-resume") from None
-    if found != digest:
+    if not path.exists():
+        raise ResumeError(f"{path} is missing; start over with --no-resume")
+    if file_digest(path) != digest:
         raise ResumeError(f"{path} is not what was written; start over with --no-resume")
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()

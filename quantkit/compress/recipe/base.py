@@ -5,32 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from quantkit.compress.recipe.schema import CalibrationSection
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import Scheme
 
 if TYPE_CHECKING:
     from quantkit.compress.algorithms.base import Step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CalibrationPlan:
-    """Which text the steps look at, and how much of it.
-
-    Args:
-        data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
-        samples: number of sequences.
-        sequence_length: tokens per sequence.
-        field: where the text is in a .jsonl line or a hub row.
-        split: of a hub data set.
-        experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
-    """
-
-    data: str = "bundled"
-    samples: int = 128
-    sequence_length: int = 512
-    field: str = "text"
-    split: str = "train"
-    experts: Literal["all", "routed"] = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +38,7 @@ class Recipe:
     scheme: Scheme
     steps: tuple[Step, ...]
     step_names: tuple[str, ...]
-    calibration: CalibrationPlan | None
+    calibration: CalibrationSection | None
     format: str
     seed: int
     source: dict[str, Any]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.compress.recipe.schema import CacheSide, Document, KVCache
+from quantkit.compress.recipe.schema import CacheSide, Document, KVCacheSection
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
 from quantkit.numerics.scheme import CacheScheme, KVScheme
-
-__all__ = ["build_cache", "cache_source"]
 
 # What suits a number type where the recipe does not say: floats bear one scale for all, integers need one per token,
 # and four bits need keys by channel, whose sizes differ by channel far more than by token.
@@ -57,7 +55,7 @@ def cache_source(document: Document, where: str) -> dict[str, Any]:
     return {"kv_cache": {**document.kv_cache.model_dump(), **sides, "granularity": None}}
 
 
-def _side(section: KVCache, name: str, where: str) -> CacheScheme:
+def _side(section: KVCacheSection, name: str, where: str) -> CacheScheme:
     given: CacheSide = getattr(section, name)
     dtype = given.dtype or section.dtype
     usual = _KEYS.get(dtype, _GRANULARITY.get(dtype, "token")) if name == "keys" else _GRANULARITY.get(dtype, "token")

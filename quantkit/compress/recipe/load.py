@@ -7,35 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import demo
-from quantkit.compress.recipe.base import CalibrationPlan, Recipe
-from quantkit.compress.recipe.document import parse
+from quantkit.compress.recipe.base import Recipe
 from quantkit.compress.recipe.kv_cache import build_cache, cache_source
 from quantkit.compress.recipe.numbers import (
     activation_fields,
+    activation_scheme,
     changed_weights,
-    make_activation,
-    make_weight,
     weight_fields,
+    weight_scheme,
 )
 from quantkit.compress.recipe.override import Overrides, patched
-from quantkit.compress.recipe.schema import Calibration, Document, Override, validate
+from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, validate
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import GateError, RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gates
-from quantkit.untrusted import read_text, shorten
-
-__all__ = ["build", "check", "load", "shipped"]
-
+from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
 
 
-class _NothingLooksError(RecipeError):
-    """Calibration is set and nothing looks at data."""
+class _NoUseOfDataError(RecipeError):
+    """Calibration is set and nothing needs data."""
 
 
 def shipped() -> dict[str, Path]:
@@ -53,19 +49,28 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
     """
     path = _locate(str(name_or_path))
-    data = parse(read_text(path, RecipeError), path.name)
+    data = _parse(read_text(path, RecipeError), path.name)
     data.setdefault("name", path.stem)
     if data["name"] != path.stem and str(data["name"]) in shipped():
         data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
     try:
         return build(patched(data, overrides), path.name)
-    except _NothingLooksError:
+    except _NoUseOfDataError:
         if "calibration" in data:
             raise
         raise RecipeError(
             f"recipe {data['name']!r} looks at no data, so there is no calibration to change; leave --samples, "
             "--calibration, --sequence-length and calibration.* out, or take a recipe with steps such as gptq-int4"
         ) from None
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    data = parse_yaml(text, where, RecipeError)
+    if data is None:
+        raise RecipeError(f"{where}: the file is empty; a recipe needs at least 'weights'")
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where}: expected keys such as 'weights: ...', found {shorten(data)}")
+    return data
 
 
 def build(data: Mapping[str, Any], where: str) -> Recipe:
@@ -89,7 +94,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         scheme=scheme,
         steps=tuple(steps.values()),
         step_names=tuple(steps),
-        calibration=None if calibration is None else CalibrationPlan(**calibration.model_dump()),
+        calibration=calibration,
         format=_format(document.format, where),
         seed=document.seed,
         source=_source(document, overrides, options, calibration, where),
@@ -157,15 +162,15 @@ def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
 
 
 def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> Scheme:
-    activation, default = make_activation(document.activations, where), None
+    activation, default = activation_scheme(document.activations, where), None
     if document.weights is not None:
-        weight = make_weight(weight_fields(document.weights), where, "weights")
+        weight = weight_scheme(weight_fields(document.weights), where, "weights")
         default = LinearScheme(weight=weight, activation=activation)
     rules: list[Rule] = []
     for index, override in enumerate(overrides):
         linear = None
         if "weights" in override:
-            weight = make_weight(override["weights"], where, f"overrides[{index}].weights")
+            weight = weight_scheme(override["weights"], where, f"overrides[{index}].weights")
             linear = LinearScheme(weight=weight, activation=activation)
         rules += [Rule(pattern=pattern, linear=linear) for pattern in override["modules"]]
     # The last rule wins, and what is to be ignored is ignored whatever an override says.
@@ -174,7 +179,7 @@ def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> 
 
 
 def _check_parts(document: Document, where: str) -> None:
-    """Weights may only be missing from a recipe that is about the KV cache alone."""
+    """WeightsSection may only be missing from a recipe that is about the KV cache alone."""
     if document.weights is not None:
         return
     if document.kv_cache is None:
@@ -186,13 +191,13 @@ def _check_parts(document: Document, where: str) -> None:
 
 def _calibration(
     document: Document, has_steps: bool, scheme: Scheme, kv_cache: CacheGoal | None, where: str
-) -> Calibration | None:
+) -> CalibrationSection | None:
     activation = None if scheme.default is None else scheme.default.activation
-    looks = has_steps or (kv_cache is not None and kv_cache.needs_data)
-    if looks or (activation is not None and activation.is_calibrated):
-        return document.calibration or Calibration()
+    needs_data = has_steps or (kv_cache is not None and kv_cache.needs_data)
+    if needs_data or (activation is not None and activation.is_calibrated):
+        return document.calibration or CalibrationSection()
     if document.calibration is not None:
-        raise _NothingLooksError(
+        raise _NoUseOfDataError(
             f"{where}: calibration has no effect without steps or calibrated scales; remove it, or add a step such "
             "as gptq"
         )
@@ -218,7 +223,7 @@ def _source(
     document: Document,
     overrides: list[dict[str, Any]],
     options: dict[str, dict[str, Any]],
-    calibration: Calibration | None,
+    calibration: CalibrationSection | None,
     where: str,
 ) -> dict[str, Any]:
     source: dict[str, Any] = {"name": document.name}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.compress.recipe.schema import Activations, WeightChanges, Weights
+from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
-__all__ = ["activation_fields", "changed_weights", "make_activation", "make_weight", "weight_fields"]
 
-
-def weight_fields(weights: Weights) -> dict[str, Any]:
+def weight_fields(weights: WeightsSection) -> dict[str, Any]:
     """`weights` as plain data, with the group size that its number type has by itself."""
     fields = weights.model_dump()
     return fields if fields["group_size"] != "auto" else {**fields, "group_size": _own_group(fields["dtype"])}
 
 
-def changed_weights(weights: Weights, changes: WeightChanges) -> dict[str, Any]:
+def changed_weights(weights: WeightsSection, changes: WeightChanges) -> dict[str, Any]:
     """The weights of an override as plain data: what it does not say is inherited.
 
     Args:
@@ -34,13 +32,13 @@ def changed_weights(weights: Weights, changes: WeightChanges) -> dict[str, Any]:
     return {**inherited, **given}
 
 
-def activation_fields(activations: Activations) -> dict[str, Any]:
+def activation_fields(activations: ActivationsSection) -> dict[str, Any]:
     """`activations` as plain data, with the group size that its number type has by itself."""
     fields = activations.model_dump()
     return {**fields, "group_size": fields["group_size"] or find_dtype(fields["dtype"]).group}
 
 
-def make_weight(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
+def weight_scheme(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
     """The scheme of a weight.
 
     Args:
@@ -63,7 +61,7 @@ def make_weight(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
         raise RecipeError(f"{where}: {path}: {error}") from None
 
 
-def make_activation(activations: Activations | None, where: str) -> ActivationScheme | None:
+def activation_scheme(activations: ActivationsSection | None, where: str) -> ActivationScheme | None:
     """The scheme of inputs; None when they are not quantized.
 
     Raises:

@@ -9,20 +9,25 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.compress.recipe.document import parse_value
-from quantkit.compress.recipe.schema import Activations, Calibration, Document, KVCache, Section, Weights
+from quantkit.compress.recipe.schema import (
+    ActivationsSection,
+    CalibrationSection,
+    Document,
+    KVCacheSection,
+    RecipeSection,
+    WeightsSection,
+)
 from quantkit.compress.recipe.steps import option_names, step_name
 from quantkit.errors import RecipeError, suggestion
-
-__all__ = ["Overrides", "patched"]
+from quantkit.untrusted import parse_yaml
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
-SECTIONS: dict[str, type[Section]] = {
-    "weights": Weights,
-    "activations": Activations,
-    "kv_cache": KVCache,
-    "calibration": Calibration,
+SECTIONS: dict[str, type[RecipeSection]] = {
+    "weights": WeightsSection,
+    "activations": ActivationsSection,
+    "kv_cache": KVCacheSection,
+    "calibration": CalibrationSection,
 }
 
 
@@ -49,7 +54,7 @@ def _pairs(overrides: Overrides) -> list[tuple[str, Any]]:
         path, equals, value = text.partition("=")
         if not equals:
             raise RecipeError(f"override {text!r} has no '='; write it as weights.group_size=32")
-        pairs.append((path.strip(), parse_value(value, f"override {text!r}")))
+        pairs.append((path.strip(), parse_yaml(value, f"override {text!r}", RecipeError)))
     return pairs
 
 
@@ -68,7 +73,7 @@ def _assign(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _assign_option(steps: list[Any], name: str, option: str, value: Any) -> None:
-    position = next(place for place, item in enumerate(steps) if step_name(item) == name)
+    position = next(index for index, item in enumerate(steps) if step_name(item) == name)
     item = steps[position]
     given = next(iter(item.values())) if isinstance(item, dict) else None
     steps[position] = {name: {**(given or {}), option: value}}

@@ -16,19 +16,6 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.patterns import check_pattern
 from quantkit.untrusted import shorten
 
-__all__ = [
-    "Activations",
-    "CacheSide",
-    "Calibration",
-    "Document",
-    "KVCache",
-    "Override",
-    "Section",
-    "WeightChanges",
-    "Weights",
-    "validate",
-]
-
 DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"
 
 
@@ -51,27 +38,28 @@ def _group_size(value: Any) -> int | str:
     )
 
 
+def _texts(value: Any, expected: str) -> tuple[str, ...]:
+    """One text or a list of them."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected {expected} or a list of them, found {shorten(value)}")
+    return tuple(texts)
+
+
 def _patterns(value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(item, str) and item for item in found):
+    patterns = _texts(value, "a module pattern")
+    if not all(patterns):
         raise ValueError(f"expected a module pattern or a list of them, found {shorten(value)}")
-    for item in found:
-        _check_expression(item)
-    return tuple(found)
+    try:
+        for pattern in patterns:
+            check_pattern(pattern)
+    except SchemeError as error:
+        raise ValueError(str(error)) from None
+    return patterns
 
 
 def _gates(value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
-        raise ValueError(f"expected a gate such as 'recovery>=98.9' or a list of them, found {shorten(value)}")
-    return tuple(found)
-
-
-def _check_expression(pattern: str) -> None:
-    try:
-        check_pattern(pattern)
-    except SchemeError as error:
-        raise ValueError(str(error)) from None
+    return _texts(value, "a gate such as 'recovery>=98.9'")
 
 
 def _data(value: str) -> str:
@@ -95,7 +83,7 @@ Gates = Annotated[tuple[str, ...], PlainValidator(_gates)]
 Positive = Annotated[int, Field(gt=0)]
 
 
-class Section(BaseModel):
+class RecipeSection(BaseModel):
     """A mapping of the file: strict types, and unknown keys are refused with the valid ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -114,7 +102,7 @@ class Section(BaseModel):
         return data
 
 
-class Weights(Section):
+class WeightsSection(RecipeSection):
     """`weights:` of the file."""
 
     dtype: DTypeName
@@ -122,7 +110,7 @@ class Weights(Section):
     symmetric: bool = True
 
 
-class WeightChanges(Section):
+class WeightChanges(RecipeSection):
     """`weights:` of an override; None = inherited."""
 
     dtype: DTypeName | None = None
@@ -130,7 +118,7 @@ class WeightChanges(Section):
     symmetric: bool | None = None
 
 
-class Activations(Section):
+class ActivationsSection(RecipeSection):
     """`activations:` of the file."""
 
     dtype: DTypeName
@@ -142,14 +130,14 @@ class Activations(Section):
 Granularity = Literal["tensor", "head", "token", "channel"]
 
 
-class CacheSide(Section):
+class CacheSide(RecipeSection):
     """`keys:` or `values:` of `kv_cache:`; None = as is said for both, else what suits the number type."""
 
     dtype: DTypeName | None = None
     granularity: Granularity | None = None
 
 
-class KVCache(Section):
+class KVCacheSection(RecipeSection):
     """`kv_cache:` of the file."""
 
     dtype: DTypeName
@@ -162,7 +150,7 @@ class KVCache(Section):
     clip: Literal["absmax", "mse"] = "absmax"
 
 
-class Override(Section):
+class Override(RecipeSection):
     """One entry of `overrides:`: other weights for some modules, or none."""
 
     modules: Patterns
@@ -176,8 +164,17 @@ class Override(Section):
         return self
 
 
-class Calibration(Section):
-    """`calibration:` of the file."""
+class CalibrationSection(RecipeSection):
+    """`calibration:` of the file: which text the steps are shown, and how much of it.
+
+    Args:
+        data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
+        samples: number of sequences.
+        sequence_length: tokens per sequence.
+        field: where the text is in a .jsonl line or a hub row.
+        split: of a hub data set.
+        experts: whether statistics of experts are of "all" tokens or of those that are "routed" to each.
+    """
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
     samples: Positive = 128
@@ -187,18 +184,18 @@ class Calibration(Section):
     experts: Literal["all", "routed"] = "all"
 
 
-class Document(Section):
+class Document(RecipeSection):
     """A whole recipe file; the entries of `steps` are checked against the algorithms' own fields."""
 
     name: Annotated[str, AfterValidator(_name)]
     description: str = ""
-    weights: Weights | None = None
-    activations: Activations | None = None
-    kv_cache: KVCache | None = None
+    weights: WeightsSection | None = None
+    activations: ActivationsSection | None = None
+    kv_cache: KVCacheSection | None = None
     ignore: Patterns = ()
     overrides: list[Override] = []
     steps: list[Any] = []
-    calibration: Calibration | None = None
+    calibration: CalibrationSection | None = None
     format: str = "compressed-tensors"
     gates: Gates = ()
     seed: Annotated[int, Field(ge=0)] = 0
@@ -232,8 +229,8 @@ def validate(model: type[S], data: Any, where: str, prefix: str = "") -> S:
     except ValidationError as error:
         details = error.errors(include_url=False)
         path = dotted(_trim(details[0]["loc"], data, details[0]["type"]), prefix)
-        more = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
-        raise RecipeError(f"{where}: {path}{': ' if path else ''}{_explain(details[0])}{more}") from None
+        others = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
+        raise RecipeError(f"{where}: {path}{': ' if path else ''}{_explain(details[0])}{others}") from None
 
 
 def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
@@ -244,20 +241,20 @@ def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
         prefix: what comes before it.
     """
     text = prefix
-    for piece in location:
-        text += f"[{piece}]" if isinstance(piece, int) else f".{piece}" if text else str(piece)
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 
 def _trim(location: tuple[int | str, ...], data: Any, kind: str) -> tuple[int | str, ...]:
     """The location without the names of union branches, which pydantic appends and no file contains."""
     kept: list[int | str] = []
-    for piece in location:
+    for part in location:
         try:
-            data = data[piece]
+            data = data[part]
         except (KeyError, IndexError, TypeError):
-            return tuple(kept) if kind != "missing" else (*kept, piece)
-        kept.append(piece)
+            return tuple(kept) if kind != "missing" else (*kept, part)
+        kept.append(part)
     return tuple(kept)
 
 

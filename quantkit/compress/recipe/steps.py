@@ -8,11 +8,9 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from quantkit.compress.algorithms import REGISTRY
-from quantkit.compress.recipe.schema import Section, validate
+from quantkit.compress.recipe.schema import RecipeSection, validate
 from quantkit.errors import InputError, RecipeError
 from quantkit.untrusted import shorten
-
-__all__ = ["build_steps", "option_names", "step_name"]
 
 
 def build_steps(items: list[Any], where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -71,11 +69,11 @@ def _find(name: str, where: str, path: str) -> Any:
         raise RecipeError(f"{where}: {path}: {error}") from None
 
 
-def _options_model(kind: Any) -> type[Section]:
+def _options_model(kind: Any) -> type[RecipeSection]:
     """A strict model with the fields of a step's dataclass."""
     hints = get_type_hints(kind)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
-    return create_model(kind.__name__, __base__=Section, **fields)
+    return create_model(kind.__name__, __base__=RecipeSection, **fields)
 
 
 def _construct(kind: Any, options: dict[str, Any], where: str, path: str) -> Any:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import (
-    BenchmarkOptions,
     check_target,
     find_ceilings,
     load_target,
@@ -28,8 +28,9 @@ from quantkit.errors import DataError, ModelError, first_line
 from quantkit.evaluate.data import read_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import other_arithmetic
-from quantkit.evaluate.run import EXTRA, EvaluationOptions, check_evaluation, evaluate
+from quantkit.evaluate.run import EXTRA, check_evaluation, evaluate
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.family import Architecture, Experts
-from quantkit.models.linear_sets import LinearSet, find_expert, split_experts
+from quantkit.models.family import SHARED_EXPERTS, Experts, Family, Window
+from quantkit.models.linear_sets import MLA_SETS, LinearSet, find_expert, split_experts
 from quantkit.registry import Registry
 
 __all__ = [
-    "Architecture",
+    "UNKNOWN",
     "Experts",
+    "Family",
     "LinearSet",
+    "family_for_counting",
     "find",
     "find_compressible",
     "find_expert",
@@ -21,16 +24,16 @@ __all__ = [
     "supported",
 ]
 
-REGISTRY = Registry(package=__name__, attribute="ARCHITECTURE", noun="architecture")
+REGISTRY = Registry(package=__name__, attribute="FAMILY", noun="architecture")
 
 
-def supported() -> dict[str, Architecture]:
-    """Architecture by the class name that config.json carries."""
+def supported() -> dict[str, Family]:
+    """Family by the class name that config.json carries."""
     return {name: data for data in REGISTRY.all().values() for name in data.hf_names}
 
 
-def find(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a model's config.json names.
+def find(config: Mapping[str, Any]) -> Family:
+    """The family that a model's config.json names.
 
     Raises:
         ModelError: config.json names none, or one that no file describes.
@@ -47,7 +50,32 @@ def find(config: Mapping[str, Any]) -> Architecture:
     raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(sorted(known))}")
 
 
-def find_compressible(config: Mapping[str, Any]) -> Architecture:
+# What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
+UNKNOWN = Family(
+    linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *Family(experts=SHARED_EXPERTS).sets)),
+    window=Window(rule="upper", switch="use_sliding_window"),
+    experts=SHARED_EXPERTS,
+    mlp_ratio=4,
+    native=False,
+    known=False,
+)
+
+
+def family_for_counting(config: Mapping[str, Any]) -> Family:
+    """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits."""
+    classes, inner = supported(), config.get("text_config")
+    for name in config.get("architectures") or ():
+        if name in classes:
+            return classes[name]
+    model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
+    known: dict[str, Family] = REGISTRY.all()
+    for name, family in known.items():
+        if model_type in (name.replace("-", "_"), *family.model_types):
+            return family
+    return UNKNOWN
+
+
+def find_compressible(config: Mapping[str, Any]) -> Family:
     """As `find`, for the compress side.
 
     Raises:

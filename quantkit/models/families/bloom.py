@@ -1,10 +1,10 @@
 """BLOOM: ALiBi instead of positions, q, k and v in one projection, a norm behind the embedding."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Biases, Family, LinearSet, Parts
 
 _PLAIN = (("apply_residual_connection_post_layernorm", False),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("BloomForCausalLM",),
     backbone="transformer",
     layers="transformer.h",
@@ -24,4 +24,14 @@ ARCHITECTURE = Architecture(
     native=False,
     norm="layer",
     defaults={"apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True},
+    parts=Parts(
+        qkv=("self_attention.query_key_value",),
+        output="self_attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        gated=False,
+        down="mlp.dense_4h_to_h",
+    ),
+    biases=Biases(qkv=True, output=True, mlp=True),
+    outside={f"transformer.word_embeddings_layernorm.{part}": ("hidden_size",) for part in ("weight", "bias")},
+    mlp_ratio=4,
 )

@@ -1,10 +1,9 @@
 """Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions."""
 
-from quantkit.models.family import PARALLEL_SETS, Architecture, Multipliers, Parts, Rope, Window
+from quantkit.models.family import Biases, Family, Multipliers, Parts, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Cohere2ForCausalLM",),
-    linear_sets=PARALLEL_SETS,
     parts=Parts(mlp_norm=None),
     norm="layer",
     parallel=True,
@@ -12,4 +11,5 @@ ARCHITECTURE = Architecture(
     rope=Rope(interleaved=True, layers="window"),
     multipliers=Multipliers(logits="logit_scale"),
     defaults={"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
+    biases=Biases(norms=False),
 )

@@ -1,10 +1,10 @@
 """DeepSeek-V2: multi-head latent attention, dense first layers, then experts with shared ones beside them."""
 
-from quantkit.models.family import MLA_SETS, Architecture, Experts, expert_sets
+from quantkit.models.family import SHARED_EXPERTS, Family
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
+    latent=True,
     hf_names=("DeepseekV2ForCausalLM",),
-    linear_sets=(*MLA_SETS, *expert_sets(shared="mlp.shared_experts")),
-    experts=Experts(),
+    experts=SHARED_EXPERTS,
     native=False,
 )

@@ -1,10 +1,11 @@
 """DeepSeek-V3 and R1: DeepSeek-V2 with experts chosen by sigmoid scores, a bias on each, and in groups."""
 
-from quantkit.models.family import MLA_SETS, Architecture, Experts, expert_sets
+from quantkit.models.family import BALANCED_EXPERTS, Family
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
+    latent=True,
     hf_names=("DeepseekV3ForCausalLM",),
-    linear_sets=(*MLA_SETS, *expert_sets(shared="mlp.shared_experts")),
-    experts=Experts(),
+    experts=BALANCED_EXPERTS,
     native=False,
+    model_types=("kimi_k2",),
 )

@@ -1,10 +1,10 @@
 """dots.llm1: norms on queries and keys, dense first layers, then experts as in DeepSeek-V3."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, expert_sets
+from quantkit.models.family import BALANCED_EXPERTS, Family, QueryKeyNorm
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Dots1ForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets(shared="mlp.shared_experts")),
-    experts=Experts(),
+    experts=BALANCED_EXPERTS,
     native=False,
+    qk_norm=QueryKeyNorm(),
 )

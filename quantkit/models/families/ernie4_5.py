@@ -1,5 +1,10 @@
 """ERNIE 4.5, dense: Llama with neighbours rotated together."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Biases, Family
 
-ARCHITECTURE = Architecture(hf_names=("Ernie4_5ForCausalLM",), native=False)
+FAMILY = Family(
+    hf_names=("Ernie4_5ForCausalLM",),
+    native=False,
+    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
+    defaults={"tie_word_embeddings": True},
+)

@@ -1,11 +1,21 @@
 """ERNIE 4.5 with experts, dense first layers and shared experts."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, expert_sets
+from dataclasses import replace
 
-ARCHITECTURE = Architecture(
+from quantkit.models.family import BALANCED_EXPERTS, Biases, Family
+
+FAMILY = Family(
     hf_names=("Ernie4_5_MoeForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets(shared="mlp.shared_experts")),
-    experts=Experts(),
+    experts=replace(BALANCED_EXPERTS, balance="mlp.moe_statics.e_score_correction_bias"),
+    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
+    keys={
+        "num_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_k",
+        "n_shared_experts": "moe_num_shared_experts",
+        "first_k_dense_replace": "moe_layer_start_index",
+        "decoder_sparse_step": "moe_layer_interval",
+    },
+    defaults={"tie_word_embeddings": True},
     stored_modules={"mlp.gate.moe_statics": "mlp.moe_statics"},
     native=False,
 )

@@ -1,5 +1,12 @@
 """EXAONE 4: norms only behind attention and MLP, and on each query and key head."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture
+from quantkit.models.families.olmo2 import FAMILY as OLMO2
+from quantkit.models.family import Family, QueryKeyNorm, Window
 
-ARCHITECTURE = Architecture(hf_names=("Exaone4ForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)
+FAMILY = Family(
+    hf_names=("Exaone4ForCausalLM",),
+    parts=OLMO2.parts,
+    qk_norm=QueryKeyNorm(),
+    window=Window(rule="pattern", pattern=4),
+    native=False,
+)

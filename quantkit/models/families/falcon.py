@@ -1,11 +1,11 @@
 """Falcon: q, k and v in one projection; attention and MLP side by side behind one norm or two, or one after another."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Family, LinearSet
 
 _UP = ("mlp.dense_h_to_4h",)
 _QKV = ("self_attention.query_key_value",)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("FalconForCausalLM",),
     backbone="transformer",
     layers="transformer.h",
@@ -27,6 +27,7 @@ ARCHITECTURE = Architecture(
     ),
     decode_at_load=True,
     native=False,
+    known=False,
     norm="layer",
     parallel="parallel_attn",
     defaults={"parallel_attn": True, "new_decoder_architecture": False, "tie_word_embeddings": True},

@@ -1,10 +1,19 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, Window
+from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Multipliers, Parts, Window
 
-ARCHITECTURE = Architecture(
+GGUF = GGUFNames(
+    name="gemma2",
+    numbers={
+        **GGUF_NUMBERS,
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+)
+
+FAMILY = Family(
     hf_names=("Gemma2ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
     parts=Parts(
         attention_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
@@ -28,4 +37,5 @@ ARCHITECTURE = Architecture(
         "tie_word_embeddings": True,
     },
     not_native=("use_bidirectional_attention",),
+    gguf=GGUF,
 )

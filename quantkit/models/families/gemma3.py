@@ -1,10 +1,12 @@
 """Gemma 3, text only: Gemma 2 with norms on queries and keys, and two wavelengths: one for layers with a window."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Multipliers, Parts, QueryKeyNorm, Rope, Window
+from dataclasses import replace
 
-ARCHITECTURE = Architecture(
+from quantkit.models.families.gemma2 import GGUF
+from quantkit.models.family import Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
+
+FAMILY = Family(
     hf_names=("Gemma3ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
     parts=Parts(
         attention_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
@@ -28,4 +30,6 @@ ARCHITECTURE = Architecture(
         "tie_word_embeddings": True,
     },
     not_native=("use_bidirectional_attention",),
+    model_types=("gemma3_text",),
+    gguf=replace(GGUF, name="gemma3"),
 )

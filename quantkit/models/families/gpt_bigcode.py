@@ -2,6 +2,14 @@
 
 from dataclasses import replace
 
-from quantkit.models.families.gpt2 import ARCHITECTURE as GPT2
+from quantkit.models.families.gpt2 import FAMILY as GPT2
 
-ARCHITECTURE = replace(GPT2, hf_names=("GPTBigCodeForCausalLM",), transposed=(), decode_at_load=True)
+FAMILY = replace(
+    GPT2,
+    hf_names=("GPTBigCodeForCausalLM",),
+    transposed=(),
+    decode_at_load=True,
+    multi_query="multi_query",
+    defaults={**GPT2.defaults, "multi_query": True},
+    gguf=None,
+)

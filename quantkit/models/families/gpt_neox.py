@@ -1,20 +1,14 @@
 """GPT-NeoX and Pythia: layer norms, parallel residual with two norms, q, k and v interleaved head by head."""
 
-from quantkit.models.family import Architecture, LinearSet, Parts, Rope
+from quantkit.models.family import Biases, Family, Parts, Rope
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GPTNeoXForCausalLM",),
     backbone="gpt_neox",
     layers="gpt_neox.layers",
     embedding="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     stored_head="embed_out",
-    linear_sets=(
-        LinearSet(linears=("attention.query_key_value",), source="input_layernorm", parent="attention"),
-        LinearSet(linears=("attention.dense",), source=None, parent="attention.dense"),
-        LinearSet(linears=("mlp.dense_h_to_4h",), source="post_attention_layernorm", parent="mlp"),
-        LinearSet(linears=("mlp.dense_4h_to_h",), source=None, parent="mlp.dense_4h_to_h"),
-    ),
     parts=Parts(
         qkv=("attention.query_key_value",),
         qkv_by_head=True,
@@ -27,4 +21,5 @@ ARCHITECTURE = Architecture(
     parallel="use_parallel_residual",
     rope=Rope(partial=0.25),
     defaults={"use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu"},
+    biases=Biases(qkv=True, output=True, mlp=True),
 )

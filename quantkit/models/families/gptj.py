@@ -1,19 +1,25 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Biases, Family, Parts
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
     backbone="transformer",
     layers="transformer.h",
     embedding="transformer.wte",
     final_norm="transformer.ln_f",
-    linear_sets=(
-        LinearSet(linears=("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"), source="ln_1", parent=""),
-        LinearSet(linears=("attn.out_proj",), source="attn.v_proj", parent="attn.out_proj"),
-        LinearSet(linears=("mlp.fc_out",), source=None, parent="mlp.fc_out"),
-    ),
     native=False,
     norm="layer",
     parallel=True,
+    parts=Parts(
+        input_norm="ln_1",
+        mlp_norm=None,
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        output="attn.out_proj",
+        up=("mlp.fc_in",),
+        gated=False,
+        down="mlp.fc_out",
+    ),
+    biases=Biases(qkv=False, output=False, mlp=True, head=True),
+    mlp_ratio=4,
 )

@@ -1,8 +1,8 @@
 """Granite: Llama with constants on embeddings, attention, residual stream and logits."""
 
-from quantkit.models.family import Architecture, Multipliers
+from quantkit.models.family import Family, Multipliers
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("GraniteForCausalLM",),
     multipliers=Multipliers(
         embedding="embedding_multiplier",

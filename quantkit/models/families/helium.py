@@ -1,5 +1,5 @@
 """Helium: Llama with neighbours rotated together."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("HeliumForCausalLM",), native=False)
+FAMILY = Family(hf_names=("HeliumForCausalLM",), native=False)

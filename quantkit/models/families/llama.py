@@ -1,5 +1,5 @@
 """Llama: the family whose names are the defaults."""
 
-from quantkit.models.family import Architecture
+from quantkit.models.family import Family, GGUFNames
 
-ARCHITECTURE = Architecture(hf_names=("LlamaForCausalLM",))
+FAMILY = Family(hf_names=("LlamaForCausalLM",), gguf=GGUFNames(name="llama", interleaved=True))

@@ -1,7 +1,11 @@
 """Mistral: Llama with an optional sliding window; the linears are the same."""
 
-from quantkit.models.family import Architecture, Window
+from quantkit.models.families.llama import FAMILY as LLAMA
+from quantkit.models.family import Family, Window
 
-ARCHITECTURE = Architecture(
-    hf_names=("MistralForCausalLM",), window=Window(rule="all"), defaults={"sliding_window": 4096}
+FAMILY = Family(
+    hf_names=("MistralForCausalLM",),
+    window=Window(rule="all"),
+    defaults={"sliding_window": 4096},
+    gguf=LLAMA.gguf,
 )

@@ -1,23 +1,9 @@
 """Mixtral: Mistral with eight experts in place of the MLP, two of them for each token."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, LinearSet, Rope, Window
+from quantkit.models.family import Experts, Family, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("MixtralForCausalLM",),
-    linear_sets=(
-        *LLAMA_SETS[:2],
-        LinearSet(
-            linears=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
-            source="post_attention_layernorm",
-            parent="block_sparse_moe",
-            beside=("block_sparse_moe.gate",),
-        ),
-        LinearSet(
-            linears=("block_sparse_moe.experts.{expert}.w2",),
-            source="block_sparse_moe.experts.{expert}.w3",
-            parent="block_sparse_moe.experts.{expert}.w2",
-        ),
-    ),
     stored_modules={"mlp": "block_sparse_moe"},
     window=Window(rule="all"),
     rope=Rope(theta=1_000_000.0),

@@ -1,5 +1,5 @@
 """OLMo: Llama with layer norms that have no weights, so that nothing can absorb a scale before q or gate."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture
+from quantkit.models.family import Family
 
-ARCHITECTURE = Architecture(hf_names=("OlmoForCausalLM",), linear_sets=UNSMOOTHED_SETS, native=False)
+FAMILY = Family(hf_names=("OlmoForCausalLM",), native=False, norm="bare")

@@ -1,10 +1,9 @@
 """OLMo 2: norms only after attention and MLP, and over all queries and all keys of a token."""
 
-from quantkit.models.family import UNSMOOTHED_SETS, Architecture, Parts, QueryKeyNorm
+from quantkit.models.family import Family, Parts, QueryKeyNorm
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Olmo2ForCausalLM",),
-    linear_sets=UNSMOOTHED_SETS,
     parts=Parts(
         input_norm=None,
         attention_norm="post_attention_layernorm",

@@ -1,10 +1,9 @@
 """OLMoE: experts in place of the MLP, and norms over all queries and all keys of a token."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, expert_sets
+from quantkit.models.family import Experts, Family, QueryKeyNorm
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("OlmoeForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
     qk_norm=QueryKeyNorm(over="projection"),
     experts=Experts(width="intermediate_size"),
     defaults={"norm_topk_prob": False, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},

@@ -1,11 +1,11 @@
 """OPT: learned positions, layer norms, biases, ReLU; the 350M model alone has its norms behind attention and MLP."""
 
-from quantkit.models.family import Architecture, LinearSet
+from quantkit.models.family import Biases, Family, LinearSet, Parts
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _BEFORE, _RELU = (("do_layer_norm_before", True),), (("activation_function", "relu"),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("OPTForCausalLM",),
     backbone="model.decoder",
     layers="model.decoder.layers",
@@ -24,5 +24,23 @@ ARCHITECTURE = Architecture(
     ),
     native=False,
     norm="layer",
-    defaults={"do_layer_norm_before": True, "activation_function": "relu", "tie_word_embeddings": True},
+    defaults={
+        "enable_bias": True,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
+    parts=Parts(
+        input_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        output="self_attn.out_proj",
+        up=("fc1",),
+        gated=False,
+        down="fc2",
+    ),
+    biases=Biases(qkv="enable_bias", output="enable_bias", mlp="enable_bias"),
+    outside={
+        "model.decoder.embed_positions.weight": ("max_position_embeddings", "hidden_size"),
+        "model.decoder.embed_positions.before": (2, "hidden_size"),  # of the two rows before the first position
+    },
 )

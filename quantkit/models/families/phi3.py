@@ -1,17 +1,14 @@
 """Phi-3 and Phi-4: Llama with one projection for q, k and v and one for gate and up; long contexts by LongRoPE."""
 
-from quantkit.models.family import Architecture, LinearSet, Parts, Window
+from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Parts, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Phi3ForCausalLM",),
-    # A scale for o or down would have to be folded into some rows of a fused projection: not done.
-    linear_sets=(
-        LinearSet(linears=("self_attn.qkv_proj",), source="input_layernorm", parent="self_attn"),
-        LinearSet(linears=("self_attn.o_proj",), source=None, parent="self_attn.o_proj"),
-        LinearSet(linears=("mlp.gate_up_proj",), source="post_attention_layernorm", parent="mlp"),
-        LinearSet(linears=("mlp.down_proj",), source=None, parent="mlp.down_proj"),
-    ),
     parts=Parts(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     window=Window(rule="all"),
     defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    gguf=GGUFNames(
+        name="phi3",
+        numbers={**GGUF_NUMBERS, "rope.scaling.original_context_length": "original_max_position_embeddings"},
+    ),
 )

@@ -1,13 +1,9 @@
 """Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, Window, expert_sets
+from quantkit.models.family import Biases, Experts, Family, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Qwen2MoeForCausalLM",),
-    linear_sets=(
-        *LLAMA_SETS[:2],
-        *expert_sets(shared="mlp.shared_expert", beside=("mlp.gate", "mlp.shared_expert_gate")),
-    ),
     window=Window(rule="even_lower", switch="use_sliding_window"),
     experts=Experts(
         shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -16,4 +12,5 @@ ARCHITECTURE = Architecture(
         shared_width="shared_expert_intermediate_size",
     ),
     defaults={"max_window_layers": 28, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+    biases=Biases(qkv=True),
 )

@@ -1,10 +1,9 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP."""
 
-from quantkit.models.family import LLAMA_SETS, Architecture, Experts, QueryKeyNorm, Window, expert_sets
+from quantkit.models.family import Experts, Family, QueryKeyNorm, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("Qwen3MoeForCausalLM",),
-    linear_sets=(*LLAMA_SETS[:2], *expert_sets()),
     qk_norm=QueryKeyNorm(),
     window=Window(rule="all", switch="use_sliding_window"),
     experts=Experts(),

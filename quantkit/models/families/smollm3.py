@@ -1,8 +1,8 @@
 """SmolLM3: Llama where every fourth layer does without positions."""
 
-from quantkit.models.family import Architecture, Rope, Window
+from quantkit.models.family import Family, Rope, Window
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("SmolLM3ForCausalLM",),
     window=Window(rule="none", switch="use_sliding_window"),
     rope=Rope(theta=2_000_000.0, layers="listed"),

@@ -2,29 +2,33 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import LLAMA_SETS, PARALLEL_SETS, Architecture, Parts, QueryKeyNorm, Rope
+from quantkit.models.family import Biases, Family, Parts, QueryKeyNorm, Rope
 
+_LLAMA = Family().sets
+_JOINT = Family(parallel=True, parts=Parts(mlp_norm=None)).sets[0]
 _PARALLEL, _IN_TURN = (("use_parallel_residual", True),), (("use_parallel_residual", False),)
 
-ARCHITECTURE = Architecture(
+FAMILY = Family(
     hf_names=("StableLmForCausalLM",),
     # With a parallel residual one norm feeds both attention and MLP.
     linear_sets=(
-        replace(LLAMA_SETS[0], when=_IN_TURN),
-        replace(LLAMA_SETS[2], when=_IN_TURN),
-        replace(PARALLEL_SETS[0], when=_PARALLEL),
-        LLAMA_SETS[1],
-        LLAMA_SETS[3],
+        replace(_LLAMA[0], when=_IN_TURN),
+        replace(_LLAMA[2], when=_IN_TURN),
+        replace(_JOINT, when=_PARALLEL),
+        _LLAMA[1],
+        _LLAMA[3],
     ),
     parts=Parts(parallel_mlp_norm=False),
     norm="layer",
     qk_norm=QueryKeyNorm(
         over="heads",
         switch="qk_layernorm",
+        bias=False,
         query="self_attn.q_layernorm.norms.{head}",
         key="self_attn.k_layernorm.norms.{head}",
     ),
     parallel="use_parallel_residual",
     rope=Rope(partial=0.25),
     defaults={"qk_layernorm": False, "use_parallel_residual": False, "layer_norm_eps": 1e-5},
+    biases=Biases(qkv="use_qkv_bias", output=False),
 )

@@ -6,7 +6,6 @@ Which page belongs to whom, reference counts and prefix sharing are the business
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from quantkit.errors import ResourceError
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, page_bytes, residual_bytes
 from quantkit.kernels.ops.attention import paged_attention
-from quantkit.kernels.types import Angles, AttentionOptions, HeadNorms
+from quantkit.kernels.types import Angles, AttentionOptions
 
 
 class KVCache:
@@ -38,7 +37,7 @@ class KVCache:
     Args:
         layouts: one per layer, same page size.
         num_pages: pages of each layer.
-        max_sequences: rows of the tails.
+        max_sequences: rows of the residual windows.
         device: where the pools live.
     Raises:
         ResourceError: the memory is not there; the message gives the bytes.
@@ -58,23 +57,21 @@ class KVCache:
         self.device = torch.device(device)
         try:
             self._pools = [self._pool(layout) for layout in self.layouts]
-            self._tails = [self._tail(layout) for layout in self.layouts]
+            self._residuals = [self._residual(layout) for layout in self.layouts]
         except RuntimeError as error:
             wanted = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
             raise ResourceError(
                 f"a KV cache of {num_pages} pages needs {wanted / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
-        self._views = [
-            layout.views(pool, tail) for layout, pool, tail in zip(self.layouts, self._pools, self._tails, strict=True)
-        ]
-        self._options: list[AttentionOptions | None] = [None] * len(self.layouts)
+        parts = zip(self.layouts, self._pools, self._residuals, strict=True)
+        self._views = [layout.views(pool, residual) for layout, pool, residual in parts]
         self._attention = [paged_attention(views) for views in self._views]
 
     def _pool(self, layout: KVLayout) -> Tensor:
         return torch.empty(self.num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
 
-    def _tail(self, layout: KVLayout) -> Tensor | None:
+    def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:
             return None
         shape = (self.max_sequences, layout.num_heads, layout.residual_tokens, layout.head_dim)
@@ -87,13 +84,13 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pools, without the tails."""
+        """Bytes of all pools, without the residual windows."""
         return sum(pool.nbytes for pool in self._pools)
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of the buffers that hold the newest keys of each sequence."""
-        return sum(tail.nbytes for tail in self._tails if tail is not None)
+    def residual_bytes(self) -> int:
+        """Bytes of the residual windows, which hold the newest keys of each sequence unquantized."""
+        return sum(residual.nbytes for residual in self._residuals if residual is not None)
 
     def attend(
         self,
@@ -102,36 +99,15 @@ class KVCache:
         key: Tensor,
         value: Tensor,
         batch: ForwardBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        options: AttentionOptions,
         angles: Angles | None = None,
-        interleaved: bool = False,
-        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Attention of one layer's new tokens to what is cached and to each other; then they are cached too.
 
         Args:
             layer: number of the layer, as in `layouts`.
-            query: (T, Hq, D); modified where it is normed or rotated.
-            key: (T, Hkv, D), likewise.
-            value: (T, Hkv, Dv).
-            batch: this step.
-            scale: of the scores.
-            window: a key is seen if query position - key position < window; None = all.
-            softcap: scores become softcap * tanh(score / softcap); None = as they are.
-            angles: by which queries and keys are rotated first; None = not at all.
-            interleaved: see `AttentionOptions`.
-            norms: of queries and keys, before the rotation; None = none.
+            query, key, value, batch, options, angles: see `kernels.types.PagedAttention`.
         Returns:
-            (T, Hq, Dv), dtype of query.
+            (T, Hq, D), dtype of query.
         """
-        options = self._options[layer]
-        if options is None or (scale, window, softcap) != (options.scale, options.window, options.softcap):
-            options = self._options[layer] = AttentionOptions(
-                scale=scale, window=window, softcap=softcap, interleaved=interleaved, norms=norms
-            )
-        elif norms is not options.norms or interleaved != options.interleaved:
-            options = self._options[layer] = replace(options, interleaved=interleaved, norms=norms)
         return self._attention[layer]((query, key, value), batch, options, angles)

@@ -58,8 +58,8 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """One reference less to each page, given in the order of a sequence.
 
-        The sequence's last page is freed first and therefore reused first: a prefix without its tail is still of
-        use, a tail without its prefix is not.
+        The sequence's last page is freed first and therefore reused first: a beginning without its end is still of
+        use, an end without its beginning is not.
         """
         for page in reversed(list(pages)):
             assert self._counts[page] > 0, f"page {page} is released but free"
@@ -80,13 +80,6 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         """The page with these contents, free or not."""
         return self._page_of.get(key)
-
-    def forget_contents(self) -> None:
-        """Drop all keys, for instance because the cache was written by somebody else."""
-        self._page_of.clear()
-        self._key_of.clear()
-        self._blank.extend(self._cached)
-        self._cached.clear()
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Compare the pool with itself and with the sequences that hold pages.

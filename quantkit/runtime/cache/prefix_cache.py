@@ -14,7 +14,7 @@ import hashlib
 from array import array
 
 from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.types import Sequence
+from quantkit.runtime.sequence import Sequence
 
 _KEY_BYTES = 16
 
@@ -40,17 +40,23 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[int]:
         """Pages that hold the beginning of a sequence, none of them referenced by this call.
 
-        Always leaves at least one token to compute.
+        Always leaves the tokens after which logits are wanted to be computed.
         """
         if not self.enabled:
             return []
         pages = []
-        for index in range((len(sequence.ids) - 1) // self._page_size):
+        for index in range(sequence.first_row // self._page_size):
             page = self._pool.find(self._key(sequence, index))
             if page is None:
                 break
             pages.append(page)
         return pages
+
+    def missing_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
+        """Names of the pages that `match` could give if they were there, but for the first ones, which are."""
+        if not self.enabled:
+            return []
+        return [self._key(sequence, index) for index in range(num_known, sequence.first_row // self._page_size)]
 
     def take(self, sequence: Sequence, pages: list[int]) -> None:
         """Give the matched pages to a sequence that starts (or starts again)."""
@@ -69,13 +75,10 @@ class PrefixCache:
         full = sequence.num_computed // self._page_size
         if not self.enabled or full <= sequence.num_published:
             return
-        for index in range(sequence.num_published, full):
-            self._pool.publish(self._key(sequence, index), sequence.pages[index])
+        if sequence.params.scoring is None or not sequence.params.scoring.logits:
+            for index in range(sequence.num_published, full):
+                self._pool.publish(self._key(sequence, index), sequence.pages[index])
         sequence.num_published = full
-
-    def keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Names of the contents of a sequence's first full pages."""
-        return [self._key(sequence, index) for index in range(count)]
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """Key of the sequence's page; its tokens are final, so keys are computed once and kept."""

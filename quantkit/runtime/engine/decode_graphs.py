@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one per number of sequences and of pages, captured when it is first needed.
 
 A decode step of a large model is some hundred launches of a few microseconds each, which the host cannot keep up with;
-a graph is one. Everything a step needs is written into one buffer on the host, copied to the device in one piece, and
+a graph is one. Everything a step needs is written into one buffer on the host, copied to the device at once, and
 read by the kernels from there, so the captured launches stay valid. Batches are filled up to the next size with
 sequences that have no token: kernels skip them, and their slots, -1, store nothing.
 Not here: what a step computes (`model`), and batches with prompts or drafts, which `runner` runs launch by launch.
@@ -10,8 +10,7 @@ Not here: what a step computes (`model`), and batches with prompts or drafts, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,9 @@ from torch import Tensor
 from quantkit.errors import first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.types import Logits
-
-if TYPE_CHECKING:
-    from quantkit.runtime.cache.kv_cache import KVCache
-    from quantkit.runtime.engine.runner import BatchBuilder, Piece
-    from quantkit.runtime.model.model import NativeModel
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.model.model import NativeModel
 
 # Fewest pages that a graph reads: short sequences would only make more graphs.
 _LEAST_PAGES = 16
@@ -50,11 +47,11 @@ class DecodeGraphs:
 
     Args:
         model: to run.
-        cache: its keys and values; `why_not` found nothing.
+        cache: its keys and values; `why_not` says nothing against it.
         builder: knows the page table.
         max_sequences: in one batch.
         max_pages: of one sequence.
-        capture: makes the function that repeats a step; None = as a CUDA graph.
+        capture: gives the function that repeats a step; None = as a CUDA graph.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class DecodeGraphs:
         self._model, self._cache, self._builder = model, cache, builder
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._capture = capture or _CudaCapture(model.device)
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
         self.failure: str | None = None
         model.reserve(max_pages * cache.page_size)
 
@@ -79,53 +76,43 @@ class DecodeGraphs:
         """Graphs captured so far."""
         return len(self._steps)
 
-    def run(self, pieces: Sequence[Piece], tokens: Tensor | None = None) -> Logits | None:
+    def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Logits | None:
         """Logits of a decode step; nothing is waited for.
 
         Args:
-            pieces: one new token each, whose logits are wanted.
-            tokens: (len(pieces),) int64, those tokens where the host does not know them yet; None = in the pieces.
+            chunks: one new token each, whose logits are wanted.
+            tokens: (len(chunks),) int64, those tokens where the host does not know them yet; None = in the chunks.
         Returns:
-            of each piece, valid until the next call; None when this is not a decode step, or when capturing
+            of each chunk, valid until the next call; None when this is not a decode step, or when capturing
             has failed, which `failure` then tells.
         """
-        if self.failure is not None or not all(len(piece.tokens) == 1 == piece.num_logits for piece in pieces):
+        if self.failure is not None or not all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks):
             return None
-        count, size = len(pieces), self._cache.page_size
-        longest = max(piece.start for piece in pieces) // size + 1
+        count, size = len(chunks), self._cache.page_size
+        longest = max(chunk.start for chunk in chunks) // size + 1
         shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
         try:
-            step = self._steps.get(shape) or self._steps.setdefault(shape, self._make(*shape))
+            inputs, replay = self._steps.get(shape) or self._steps.setdefault(shape, self._captured(*shape))
         except RuntimeError as error:
             self.failure = first_line(error)
             return None
-        inputs = step.inputs
-        inputs.write(pieces, self._builder.table_of(pieces, min(longest, shape[1])), size)
+        inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
         inputs.send()
         if tokens is not None:
             inputs.batch.token_ids[:count].copy_(tokens)
-        return step.replay().first(count)
+        return replay().first(count)
 
-    def _make(self, sequences: int, pages: int) -> _Step:
+    def _captured(self, sequences: int, pages: int) -> tuple[_Inputs, Callable[[], Logits]]:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
-        replay = self._capture(lambda: self._model.step(inputs.batch, self._cache))
-        return _Step(inputs=inputs, replay=replay)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """One size of batch: where its inputs are written, and what then computes its logits."""
-
-    inputs: _Inputs
-    replay: Callable[[], Logits]
+        return inputs, self._capture(lambda: self._model.forward(inputs.batch, self._cache))
 
 
 class _Inputs:
     """A decode batch at fixed addresses, and the memory of the host from which it is filled in one copy.
 
-    There are two pieces of that memory, used in turn: the last step's may not have been copied yet.
+    There are two copies of that memory, used in turn: the last step's may not have been copied yet.
 
     Args:
         sequences: B.
@@ -159,7 +146,7 @@ class _Inputs:
         )
 
     def _split(self, memory: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-        """Numbers per sequence (4, B) int64, starts (B + 1,) and page table (B, P) int32 in one piece of memory."""
+        """Numbers per sequence (4, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
         wide, narrow = memory[: 32 * self._sequences].view(np.int64), memory[32 * self._sequences :].view(np.int32)
         return (
             wide.reshape(4, -1),
@@ -167,20 +154,20 @@ class _Inputs:
             narrow[self._sequences + 1 :].reshape(-1, self._pages),
         )
 
-    def write(self, pieces: Sequence[Piece], table: np.ndarray[Any, Any], page_size: int) -> None:
+    def write(self, chunks: Sequence[ScheduledChunk], table: np.ndarray[Any, Any], page_size: int) -> None:
         """Write a batch into the memory whose turn it is.
 
         Args:
-            pieces: at most B, one token each.
-            table: (len(pieces), at most P) int32, pages of each.
+            chunks: at most B, one token each.
+            table: (len(chunks), at most P) int32, pages of each.
             page_size: tokens per page.
         """
         self._turn ^= 1
         if self._copied:
             self._copied[self._turn].synchronize()
         numbers, starts, pages = self._arrays[self._turn]
-        count = len(pieces)
-        for index, (holder, tokens, start, _) in enumerate(pieces):
+        count = len(chunks)
+        for index, (holder, tokens, start, _) in enumerate(chunks):
             slot = holder.pages[start // page_size] * page_size + start % page_size
             numbers[:, index] = tokens[0], start, slot, holder.row
         numbers[:, count:] = 0

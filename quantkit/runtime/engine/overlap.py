@@ -3,7 +3,7 @@
 While a GPU computes a step, the host has nothing to do but wait for its tokens, and while the host then gives them out,
 the GPU waits. So the next step is launched first: it takes its tokens from where the last one put them, and where they
 are stored is known without them. A sequence that turns out to have ended was computed once too often; that token is
-dropped, and its slot lies behind the sequence's end, where nobody looks.
+dropped, and its slot lies behind the sequence's end, where nobody reads.
 
 Not every step can be followed like this: not where the batch would change (somebody waits, reaches its limit, has been
 cancelled), where pages are short, or where choosing needs the tokens themselves (penalties, log-probabilities, drafts).
@@ -14,29 +14,54 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from quantkit.runtime.engine.runner import Piece, Reading, Runner
+import torch
+from torch import Tensor
+
+from quantkit.runtime.engine.batch_builder import ScheduledChunk
+from quantkit.runtime.engine.runner import Runner
+from quantkit.runtime.engine.scheduler import Scheduler, Work
 from quantkit.runtime.sampling.sampler import choose
-from quantkit.runtime.types import Sequence
+from quantkit.runtime.sequence import Sequence
 
-if TYPE_CHECKING:
-    from quantkit.runtime.engine.scheduler import Scheduler, Work
+
+class AsyncCopy:
+    """Tokens on their way to the host: `read` waits for them, and for nothing that was launched later.
+
+    Args:
+        tokens: (R,) int64, on any device.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+        self._host.copy_(tokens, non_blocking=True)  # the next step may write over them
+        self._arrived = None
+        if tokens.is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> list[int]:
+        """The tokens."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens: list[int] = self._host.tolist()
+        return tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flight:
-    """A decode step on its way.
+class InFlightStep:
+    """A decode step that has been launched and whose tokens have not been read.
 
     Args:
         sequences: one new token each.
-        pieces: what was fed.
-        reading: their tokens.
+        starts: its position in each.
+        copy: brings the tokens to the host.
     """
 
     sequences: tuple[Sequence, ...]
-    pieces: tuple[Piece, ...]
-    reading: Reading
+    starts: tuple[int, ...]
+    copy: AsyncCopy
 
 
 class Overlap:
@@ -49,28 +74,24 @@ class Overlap:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
-        self._flight: Flight | None = None
+        self._in_flight: InFlightStep | None = None
         self.num_followed = 0
 
-    def launch(self, work: Work, pieces: list[Piece]) -> bool:
-        """Launch a scheduled step.
-
-        Args:
-            work: the step.
-            pieces: its tokens.
-        Returns:
-            whether it was one for this; if not, nothing was done.
-        """
-        assert self._flight is None, "a step is in flight"
+    def launch(self, work: Work) -> bool:
+        """Launch a scheduled step; whether it was one for this. If not, nothing was done."""
+        assert self._in_flight is None, "a step is in flight"
+        if not work or not all(sequence.is_decoding and count == 1 for sequence, count in work):
+            return False
+        for sequence, _ in work:
+            params = sequence.params
+            if sequence.history is not None or params.logprobs is not None or params.scoring is not None:
+                return False
         sequences = tuple(sequence for sequence, _ in work)
-        if not sequences or not all(len(piece.tokens) == 1 == piece.num_logits for piece in pieces):
-            return False
-        if any(sequence.history is not None or sequence.params.logprobs is not None for sequence in sequences):
-            return False
-        self._flight = self._start(sequences, tuple(pieces), None)
+        starts = tuple(sequence.num_computed for sequence in sequences)
+        self._in_flight = self._start(sequences, starts, None)
         return True
 
-    def next(self, alive: Container[int]) -> Flight | None:
+    def next(self, alive: Container[int]) -> InFlightStep | None:
         """The step in flight, whose tokens are to be read now, after the one that follows it has been launched.
 
         Args:
@@ -78,34 +99,36 @@ class Overlap:
         Returns:
             None when nothing is in flight, or nobody there is alive.
         """
-        flight, self._flight = self._flight, None
-        if flight is None or not any(sequence.id in alive for sequence in flight.sequences):
+        step, self._in_flight = self._in_flight, None
+        if step is None or not any(sequence.id in alive for sequence in step.sequences):
             return None
-        self._flight = self._follow(flight, alive)
-        return flight
+        self._in_flight = self._follow(step, alive)
+        return step
 
     def forget(self) -> None:
         """Nobody wants what is in flight."""
-        self._flight = None
+        self._in_flight = None
 
-    def _follow(self, flight: Flight, alive: Container[int]) -> Flight | None:
+    def _follow(self, step: InFlightStep, alive: Container[int]) -> InFlightStep | None:
         """Launch the step after one that has not been read; None where that cannot be."""
-        for sequence in flight.sequences:
+        for sequence in step.sequences:
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:
                 return None
-        starts = [piece.start + 1 for piece in flight.pieces]
-        lengths = [(sequence, start + 1) for sequence, start in zip(flight.sequences, starts, strict=True)]
+        starts = tuple(start + 1 for start in step.starts)
         if len(self._scheduler.running) != len(starts) or self._scheduler.waiting:
             return None
-        if not self._scheduler.reserve(lengths):
+        if not self._scheduler.reserve((s, start + 1) for s, start in zip(step.sequences, starts, strict=True)):
             return None
-        pieces = tuple(Piece(sequence, [0], start, 1) for sequence, start in zip(flight.sequences, starts, strict=True))
         self.num_followed += 1
-        return self._start(flight.sequences, pieces, flight.reading)
+        return self._start(step.sequences, starts, step.copy.tokens)
 
-    def _start(self, sequences: tuple[Sequence, ...], pieces: tuple[Piece, ...], last: Reading | None) -> Flight:
-        """Run a step: on the tokens of the last, if those are not known to the host."""
-        logits = self._runner.step(pieces, None if last is None else last.tokens)
-        ahead = 0 if last is None else 1
-        tokens = choose(logits, [(sequence, ahead) for sequence in sequences])
-        return Flight(sequences=sequences, pieces=pieces, reading=Reading(tokens))
+    def _start(self, sequences: tuple[Sequence, ...], starts: tuple[int, ...], tokens: Tensor | None) -> InFlightStep:
+        """Run a step: on these tokens of the device, if the host does not know them yet."""
+        chunks = [
+            # What the host does not know is read from the device instead.
+            ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1)
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
+        logits = self._runner.step(chunks, tokens)
+        chosen = choose(logits, [(sequence, 0 if tokens is None else 1) for sequence in sequences])
+        return InFlightStep(sequences=sequences, starts=starts, copy=AsyncCopy(chosen))

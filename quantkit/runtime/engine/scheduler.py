@@ -1,47 +1,32 @@
 """Which sequences get how many tokens in the next step. No tensors, no clock.
 
 There are no phases: a step has one budget of tokens; running decodes take one each (and their drafts), the rest goes
-to prompts in chunks, the oldest first but never all of it to one while others wait.
+to prompts in chunks, the oldest first but never all of it to one while others wait for their first token.
 
-Memory: sequences run in order of arrival, so those that run are always older than those that wait. When pages run
+Memory: sequences run in order of arrival, so those that run are older than those that wait. When pages run
 out, the youngest gives its pages back and is computed again later (its full pages stay known to the prefix cache as
 long as nobody needs them). The oldest can always take what it needs, so somebody always gets on; whoever is short of
 pages and has nobody younger to take from waits a step with what it holds.
+
+Requests that only ask about their prompt are scheduled like all others, with two liberties, since nobody waits for
+their first token: they take what is left of the budget one after another instead of sharing it, and one whose
+beginning is just being computed for another is overtaken until it can be shared.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable
 
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
-from quantkit.runtime.types import Sequence
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.sequence import Sequence
 
 Work = list[tuple[Sequence, int]]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerOptions:
-    """Limits of one step.
-
-    Args:
-        page_size: tokens per page.
-        max_sequences: that run at the same time.
-        token_budget: new tokens per step, all sequences together.
-        chunk_size: prompt tokens of one sequence per step at most; None = what the budget gives.
-        chunked: False computes every prompt in one piece, beyond the budget if it must.
-        batching: "static" admits nobody until the whole batch has finished; only there to be compared with.
-    """
-
-    page_size: int
-    max_sequences: int
-    token_budget: int
-    chunk_size: int | None = None
-    chunked: bool = True
-    batching: Literal["continuous", "static"] = "continuous"
+_OVERTAKEN = 8  # times as many requests as run together may be overtaken in search of some that need not wait
 
 
 class Scheduler:
@@ -49,22 +34,31 @@ class Scheduler:
 
     Args:
         pool: pages to give out.
-        prefix: to look prompts up in.
-        options: limits.
+        prefix: to find the beginnings of prompts in.
+        config: limits of a step.
         on_preempt: told about each sequence that lost its pages.
+        fixed_chunks: whether where a step ends changes what is computed, as with a quantized cache: only what a step
+            brings is read unrounded. What is scored must not depend on who else is in the batch.
     """
 
     def __init__(
-        self, pool: PagePool, prefix: PrefixCache, options: SchedulerOptions, on_preempt: Callable[[Sequence], None]
+        self,
+        pool: PagePool,
+        prefix: PrefixCache,
+        config: EngineConfig,
+        on_preempt: Callable[[Sequence], None],
+        *,
+        fixed_chunks: bool = False,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._pool = pool
         self._prefix = prefix
-        self._options = options
+        self._config = config
         self._on_preempt = on_preempt
-        self._rows = list(range(options.max_sequences - 1, -1, -1))
+        self._fixed_chunks = fixed_chunks
+        self._rows = list(range(config.max_sequences - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the queue."""
@@ -84,13 +78,10 @@ class Scheduler:
         Args:
             lengths: sequences and their numbers of tokens.
         """
-        missing = [(sequence, self._missing(sequence, length)) for sequence, length in lengths]
-        if sum(max(0, count) for _, count in missing) > self._pool.num_free:
+        asked = list(lengths)
+        if sum(max(0, self._missing(*each)) for each in asked) > self._pool.num_free:
             return False
-        for sequence, count in missing:
-            if count > 0:
-                sequence.pages.extend(self._pool.allocate(count))
-        return True
+        return all(self._grow(*each) for each in asked)
 
     def schedule(self) -> Work:
         """The next step: sequences and their numbers of new tokens, drafts included.
@@ -98,10 +89,9 @@ class Scheduler:
         Pages for them are allocated, waiting sequences admitted, the youngest preempted where it must be.
         """
         preempted = self.num_preemptions
-        was_idle = not self.running
         work, prefills, budget = self._decodes()
-        if self.waiting and (was_idle or self._options.batching == "continuous"):
-            prefills.extend(self._admitted(prefills, budget))
+        if self.waiting:
+            prefills += self._admit(prefills, budget)
         if prefills:
             self._prefill(work, prefills, budget)
         if preempted != self.num_preemptions:  # an older prompt may have taken a younger decode's pages
@@ -112,11 +102,11 @@ class Scheduler:
         """Work of the sequences with one token to feed, the sequences with more, and what is left of the budget."""
         work: Work = []
         prefills: list[Sequence] = []
-        spare = self._options.token_budget - len(self.running)
+        spare = self._config.token_budget - len(self.running)
         for sequence in tuple(self.running):
             if sequence.row < 0:
                 continue  # preempted by an older one just now
-            if len(sequence.ids) - sequence.num_computed > 1:
+            if not sequence.is_decoding:
                 prefills.append(sequence)
                 sequence.drafts = []
             elif self._take_pages(sequence, sequence.num_computed + 1):
@@ -131,97 +121,134 @@ class Scheduler:
         """Cut the drafts to what budget and free pages allow; how many are left. Nobody is preempted for drafts."""
         if sequence.drafts:
             del sequence.drafts[max(0, spare) :]
-            wanted = self._missing(sequence, sequence.num_computed + 1 + len(sequence.drafts))
-            if wanted > self._pool.num_free:
+            if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
                 sequence.drafts = []
-            elif wanted > 0:
-                sequence.pages.extend(self._pool.allocate(wanted))
         return len(sequence.drafts)
 
-    def _admitted(self, prefills: list[Sequence], budget: int) -> Iterator[Sequence]:
-        """Admit waiting sequences while there are rows, pages and tokens for them."""
-        options = self._options
+    def _admit(self, prefills: list[Sequence], budget: int) -> list[Sequence]:
+        """Let waiting sequences run while there are rows, pages and tokens for them; those that now do."""
         demand = sum(self._first_chunk(sequence) for sequence in prefills)
-        promised = sum(max(0, self._missing(s, len(s.ids) + 1)) for s in prefills)
-        while self.waiting and self._rows and (demand < budget or options.batching == "static"):
+        promised = sum(max(0, self._missing(sequence, sequence.num_needed)) for sequence in prefills)
+        num_growing = sum(sequence.draws for sequence in self.running)
+        computing = {key for s in prefills for key in self._scored_keys(s, s.num_published)}
+        admitted: list[Sequence] = []
+        overtaken: list[Sequence] = []
+        while self.waiting and self._rows and demand < budget:
             sequence = self.waiting[0]
             hits = self._prefix.match(sequence)
-            needed = self._num_pages(len(sequence.ids) + 1) - len(hits)
+            keys = self._scored_keys(sequence, len(hits))
+            # What it lacks first, or all of it (a key names everything before it too), is being computed.
+            if keys and keys[-1 if self._fixed_chunks else 0] in computing:
+                overtaken.append(self.waiting.popleft())
+                if len(overtaken) == _OVERTAKEN * self._config.max_sequences:
+                    break
+                continue
+            if keys and self._fixed_chunks:
+                hits = []  # half a beginning read from the cache is not what computing it alone would read
+            needed = self._config.pages_for(sequence.num_needed) - len(hits)
             # Hits that nobody references are on the free list, but using them takes them off it.
             available = self._pool.num_free - sum(map(self._pool.is_free, hits)) - promised
-            # Room for the others to grow, or the newcomer would soon be preempted again.
-            reserve = (len(self.running) + 3) // 4
-            if needed + reserve > available:
-                return
-            self.waiting.popleft()
-            self._prefix.take(sequence, hits)
-            sequence.row, sequence.tabled = self._rows.pop(), 0
-            self.running.append(sequence)
+            # Some for the others to grow into, or the newcomer would soon be preempted again.
+            if needed + (num_growing + 3) // 4 > available:
+                break
+            self._start(self.waiting.popleft(), hits)
+            admitted.append(sequence)
+            computing.update(keys)
             demand += self._first_chunk(sequence)
             promised += needed
-            yield sequence
+            num_growing += sequence.draws
+        self.waiting.extendleft(reversed(overtaken))
+        return admitted
+
+    def _start(self, sequence: Sequence, hits: list[int]) -> None:
+        self._prefix.take(sequence, hits)
+        sequence.row, sequence.num_table_entries = self._rows.pop(), 0
+        insort(self.running, sequence, key=_age)  # it may have been overtaken
+
+    def _scored_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
+        """Pages that a sequence computes before what it scores and that others may wait for; see `missing_keys`."""
+        return [] if sequence.params.scoring is None else self._prefix.missing_keys(sequence, num_known)
 
     def _first_chunk(self, sequence: Sequence) -> int:
-        left = len(sequence.ids) - sequence.num_computed
-        return min(left, self._options.page_size) if self._options.chunked else left
+        count, is_whole = self._next_chunk(sequence)
+        return count if is_whole or sequence.params.scoring else min(count, self._config.page_size)
+
+    def _next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
+        """Tokens that a prompt would like to have computed in its next step, and whether it is all of them or none.
+
+        With `fixed_chunks` a scored prompt is cut at the last full page before the rows that are scored, where these
+        begin, and at as many tokens as a step may have, whoever else is in the batch.
+        """
+        left, scoring = sequence.num_left, sequence.params.scoring
+        if scoring is None:
+            return left, not self._config.chunked
+        if not self._fixed_chunks:
+            return min(left, scoring.chunk_size or left), False
+        first, done = sequence.first_row, sequence.num_computed
+        ends = (first - first % self._config.page_size, first, len(sequence.ids))
+        limit = min(scoring.chunk_size or left, self._config.token_budget)
+        return min(next(end for end in ends if end > done) - done, limit), True
 
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
         """Add a chunk for each sequence, as far as the budget and the pages go."""
-        for sequence, count in zip(prefills, self._shares(prefills, budget), strict=True):
+        for sequence, (count, is_whole) in zip(prefills, self._shares(prefills, budget), strict=True):
             if count <= 0 or sequence.row < 0:
                 continue
             if not self._take_pages(sequence, sequence.num_computed + count):
-                fitting = (len(sequence.pages) + self._pool.num_free) * self._options.page_size
+                fitting = (len(sequence.pages) + self._pool.num_free) * self._config.page_size
                 count = min(count, fitting - sequence.num_computed)
-                if count <= 0 or not self._options.chunked:
+                if count <= 0 or is_whole:
                     continue
                 self._take_pages(sequence, sequence.num_computed + count)
             work.append((sequence, count))
 
-    def _shares(self, prefills: list[Sequence], budget: int) -> list[int]:
-        """Tokens for each prompt.
+    def _shares(self, prefills: list[Sequence], budget: int) -> list[tuple[int, bool]]:
+        """Tokens for each prompt, and whether it cannot do with fewer.
 
-        While others wait, one gets at most half of what is left (a page at least) and ends at a page border; what
-        nobody took is handed out again from the oldest on, borders or not, so the budget is never left under-filled.
+        While others wait for their first token, one gets at most half of what is left (a page at least) and ends at a
+        page border; what nobody took is handed out again from the oldest on, borders or not, so the budget is never
+        left under-filled. A chunk that must be whole is beyond the budget if it is the first: it would never fit else.
         """
-        needs = [len(sequence.ids) - sequence.num_computed for sequence in prefills]
-        if not self._options.chunked:
-            return _whole(needs, budget)
-        if self._options.chunk_size is not None:
-            needs = [min(need, self._options.chunk_size) for need in needs]
-        size, left, shares = self._options.page_size, budget, []
-        for index, (sequence, need) in enumerate(zip(prefills, needs, strict=True)):
-            half = left if index == len(needs) - 1 else max(left // 2, size)
-            take = min(need, half, left)
-            if take < need:
-                border = (sequence.num_computed + take) // size * size
-                take = max(border - sequence.num_computed, 0) or take
+        chunks = [self._next_chunk(sequence) for sequence in prefills]
+        size, left, shares = self._config.page_size, budget, list[int]()
+        num_behind = sum(sequence.draws for sequence in prefills)
+        for sequence, (need, is_whole) in zip(prefills, chunks, strict=True):
+            num_behind -= sequence.draws
+            if is_whole:
+                take = need if need <= left or not any(shares) else 0
+            else:
+                take = min(need, max(left // 2, size) if num_behind else left, left)
+                if take < need and sequence.draws:
+                    border = (sequence.num_computed + take) // size * size
+                    take = max(border - sequence.num_computed, 0) or take
             shares.append(take)
-            left -= take
-        for index, need in enumerate(needs):
-            extra = min(need - shares[index], left)
+            left = max(0, left - take)
+        for index, (need, is_whole) in enumerate(chunks):
+            extra = 0 if is_whole else min(need - shares[index], left)
             shares[index] += extra
             left -= extra
-        return shares
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._options.page_size)
+        return [(share, is_whole) for share, (_, is_whole) in zip(shares, chunks, strict=True)]
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence lacks to hold so many tokens; not positive when it has enough."""
-        return self._num_pages(num_tokens) - len(sequence.pages)
+        return self._config.pages_for(num_tokens) - len(sequence.pages)
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get pages for so many tokens from what is free; whether there are enough."""
+        missing = self._missing(sequence, num_tokens)
+        if missing > self._pool.num_free:
+            return False
+        if missing > 0:
+            sequence.pages.extend(self._pool.allocate(missing))
+        return True
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for so many tokens, from younger sequences if need be; whether there are enough."""
-        missing = self._missing(sequence, num_tokens)
-        if missing <= 0:
-            return True
-        while missing > self._pool.num_free:
+        while not self._grow(sequence, num_tokens):
             youngest = self.running[-1]
             if youngest is sequence:
                 return False
             self._preempt(youngest)
-        sequence.pages.extend(self._pool.allocate(missing))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -229,7 +256,8 @@ class Scheduler:
         self._free(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        # Those that were overtaken may be older.
+        self.waiting.insert(sum(other.id < sequence.id for other in self.waiting), sequence)
         self._on_preempt(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -246,25 +274,20 @@ class Scheduler:
         Raises:
             AssertionError: something is lost, doubled or out of order.
         """
-        running, options = self.running, self._options
-        self._pool.check_integrity(sequence.pages for sequence in running)
-        ids = [sequence.id for sequence in (*running, *self.waiting)]
-        assert ids == sorted(set(ids)), f"not in order of arrival: {ids}"
-        rows = [sequence.row for sequence in running]
-        assert sorted([*rows, *self._rows]) == list(range(options.max_sequences)), f"rows lost or doubled: {rows}"
-        for sequence in running:
-            room = len(sequence.pages) * options.page_size
-            assert sequence.num_computed <= room, f"request {sequence.id}: {sequence.num_computed} tokens in {room}"
+        self._pool.check_integrity(sequence.pages for sequence in self.running)
+        for queue in (self.running, self.waiting):
+            ids = [sequence.id for sequence in queue]
+            assert ids == sorted(set(ids)), f"not in order of arrival: {ids}"
+        rows = [sequence.row for sequence in self.running]
+        assert sorted([*rows, *self._rows]) == list(range(self._config.max_sequences)), f"rows lost or doubled: {rows}"
+        for sequence in self.running:
+            held = len(sequence.pages) * self._config.page_size
+            assert sequence.num_computed <= held, f"request {sequence.id}: {sequence.num_computed} tokens in {held}"
             assert sequence.num_computed < len(sequence.ids) <= sequence.limit, f"request {sequence.id}: lengths"
         for sequence in self.waiting:
             assert sequence.row < 0, f"request {sequence.id} waits and runs"
             assert not sequence.pages, f"request {sequence.id} waits with pages"
 
 
-def _whole(needs: list[int], budget: int) -> list[int]:
-    """Whole prompts while the budget lasts; the first one in any case."""
-    shares: list[int] = []
-    for need in needs:
-        fits = not any(shares) or sum(shares) + need <= budget
-        shares.append(need if fits else 0)
-    return shares
+def _age(sequence: Sequence) -> int:
+    return sequence.id

@@ -1,111 +1,119 @@
-"""Logits of given tokens through the cache: what the engine computes when it generates, for tokens already known.
+"""Known tokens scored by requests: what is taken out of a step's logits, and one request for all texts that share it.
 
-With a chunk size of 1 every token takes the decode path, reading all others from the cache; that is how the error of
-a quantized cache shows in a perplexity.
+Texts that are equal but for their last token, or for where scoring begins, are computed once; full pages of a common
+beginning are computed once too, see `scheduler`. With a quantized cache what is scored reads everything before it from
+the cache, as generating it would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit.errors import RequestError
-from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.runner import Piece
+from quantkit.kernels.transfer import send
+from quantkit.runtime.engine.batch_builder import ScheduledChunk
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.types import PromptScores, PromptScoring, SamplingParams, ScoredText
 
 
 @dataclass(slots=True, eq=False)
-class _Scored:
-    """A sequence of known tokens, its pages and its logits so far."""
-
-    id: int
-    row: int
-    ids: list[int]
-    pages: list[int]
-    tabled: int = 0
-    num_computed: int = 0
-    logits: list[Tensor] = field(default_factory=list)
-
-
-def score(engine: Engine, sequences: Many[Many[int]], chunk_size: int | None = None) -> list[Tensor]:
-    """Logits after every token of every sequence.
+class ScoringInput:
+    """Tokens to feed, once for all texts that are these and one more.
 
     Args:
-        engine: without requests; its pages are used and given back, the prefix cache is not.
-        sequences: token ids, none empty, none longer than the context or the pool.
-        chunk_size: tokens of a sequence per step; None = as many as a step takes.
-    Returns:
-        (T, V) float32 on the CPU for each sequence; row t is the prediction of token t + 1.
-    Raises:
-        RequestError: requests are running, or a sequence is empty, too long or of unknown tokens.
+        ids: the tokens.
+        texts: number and text of each.
     """
-    if engine.has_work:
-        raise RequestError("requests are running; score when they have finished")
-    if chunk_size is not None and chunk_size < 1:
-        raise RequestError(f"chunk_size is {chunk_size}; give at least 1, or None")
-    for ids in sequences:
-        _check(engine, ids)
-    size = chunk_size or engine.options.token_budget
-    found: list[Tensor] = []
-    for group in _groups(engine, sequences, size):
-        found += _score_group(engine, group, size)
-    return found
+
+    ids: tuple[int, ...]
+    texts: list[tuple[int, ScoredText]] = field(default_factory=list)
+
+    def params(self, chunk_size: int | None) -> SamplingParams:
+        """What to ask the engine: as many tokens as the text needs whose scoring begins first, and each last token."""
+        scoring = PromptScoring(
+            num_tokens=max(text.num_scored for _, text in self.texts) - 1,
+            continuations=tuple(text.ids[-1] for _, text in self.texts),
+            chunk_size=chunk_size,
+        )
+        return SamplingParams(max_tokens=0, scoring=scoring)
+
+    def split(self, scores: PromptScores) -> Iterable[tuple[int, PromptScores]]:
+        """Number and scores of each text, out of those of all."""
+        num_shared = len(scores.logprobs) - len(self.texts)
+        for last, (number, text) in enumerate(self.texts, start=num_shared):
+            index = [*range(num_shared - text.num_scored + 1, num_shared), last]
+            yield number, PromptScores(logprobs=scores.logprobs[index], greedy=scores.greedy[index])
 
 
-def _check(engine: Engine, ids: Many[int]) -> None:
-    if not 1 <= len(ids) <= engine.capacity:
-        raise RequestError(f"a sequence to score has {len(ids)} tokens; 1 to {engine.capacity} fit")
-    if min(ids) < 0 or max(ids) >= engine.model.vocab_size:
-        raise RequestError(f"a sequence to score has tokens outside 0 to {engine.model.vocab_size - 1}")
+def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
+    """One input per distinct beginning, neighbours with a common one side by side.
+
+    Raises:
+        RequestError: more or fewer tokens of a text are to be scored than can be.
+    """
+    inputs: dict[tuple[int, ...], ScoringInput] = {}
+    for number, text in enumerate(texts):
+        if not 1 <= text.num_scored < len(text.ids):
+            raise RequestError(
+                f"{text.num_scored} of {len(text.ids)} tokens are to be scored; at least 1 can be, and at most "
+                f"{len(text.ids) - 1}: the first has none before it"
+            )
+        fed = text.ids[:-1]
+        inputs.setdefault(fed, ScoringInput(fed)).texts.append((number, text))
+    return [inputs[fed] for fed in sorted(inputs)]
 
 
-def _groups(engine: Engine, sequences: Many[Many[int]], size: int) -> Iterator[list[Many[int]]]:
-    """Sequences that run together: as many as rows, pages and the budget of a step allow, in order."""
-    most = min(engine.options.max_sequences, max(1, engine.options.token_budget // size))
-    group: list[Many[int]] = []
-    pages = 0
-    for ids in sequences:
-        needed = -(-len(ids) // engine.options.page_size)
-        if group and (len(group) == most or pages + needed > engine.pool.num_pages):
-            yield group
-            group, pages = [], 0
-        group.append(ids)
-        pages += needed
-    if group:
-        yield group
+def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
+    """Where the scores of a prompt of so many tokens go."""
+    count = scoring.num_tokens + len(scoring.continuations)
+    return PromptScores(
+        logprobs=torch.empty(count, dtype=torch.float32),
+        greedy=torch.empty(count, dtype=torch.bool),
+        logits=torch.empty(num_prompt, vocab_size, dtype=torch.float32) if scoring.logits else None,
+    )
 
 
-@torch.inference_mode()
-def _score_group(engine: Engine, group: list[Many[int]], size: int) -> list[Tensor]:
-    scored: list[_Scored] = []
-    try:
-        for row, ids in enumerate(group):
-            pages = engine.pool.allocate(-(-len(ids) // engine.options.page_size))
-            scored.append(_Scored(-1 - row, row, list(ids), pages))  # requests have numbers from 0 on
-        going = scored
-        while going:
-            _advance(engine, going, size)
-            going = [item for item in going if item.num_computed < len(item.ids)]
-    finally:
-        for item in scored:
-            engine.pool.release(item.pages)
-            engine.model.forget(item.id)
-    return [torch.cat(item.logits) for item in scored]
+def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChunk]]) -> None:
+    """Take what was asked for out of the logits of a step, for all sequences at once.
 
-
-def _advance(engine: Engine, going: list[_Scored], size: int) -> None:
-    """One step: the next chunk of each."""
-    pieces = []
-    for item in going:
-        tokens = item.ids[item.num_computed : item.num_computed + size]
-        pieces.append(Piece(item, tokens, item.num_computed, len(tokens)))
-    logits = engine.runner.run(pieces).float().cpu()
+    Args:
+        logits: (R, V) float32, rows of the chunks in order.
+        chunks: of the step, with their sequences; those that score something get it.
+    """
+    rows: list[int] = []
+    tokens: list[int] = []
+    slices: list[tuple[PromptScores, slice]] = []
     at = 0
-    for item, piece in zip(going, pieces, strict=True):
-        item.num_computed += len(piece.tokens)
-        item.logits.append(logits[at : at + len(piece.tokens)].clone())
-        at += len(piece.tokens)
+    for sequence, chunk in chunks:
+        scores, scoring, last = sequence.scores, sequence.params.scoring, sequence.num_prompt - 1
+        if scores is not None and scoring is not None and chunk.num_logits and chunk.start <= last:
+            end = chunk.start + len(chunk.tokens)
+            first = end - chunk.num_logits  # position of the chunk's first row
+            shift = at - first  # from positions to rows
+            end = min(end, last + 1)  # drafts are no part of the prompt
+            if scores.logits is not None:
+                scores.logits[first:end] = logits[at : end + shift]
+            begin = max(first, last - scoring.num_tokens)
+            known = range(begin, min(end, last))  # positions whose next token is in the prompt
+            following = scoring.continuations if end > last else ()
+            rows += [*range(begin + shift, begin + shift + len(known)), *[last + shift] * len(following)]
+            tokens += [*(sequence.ids[position + 1] for position in known), *following]
+            start = begin - (last - scoring.num_tokens)
+            slices.append((scores, slice(start, start + len(known) + len(following))))
+        at += chunk.num_logits
+    if not tokens:
+        return
+    row, token = send(logits.device, np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
+    logprobs = logits.log_softmax(-1)[row, token].cpu()
+    greedy = (logits.argmax(-1)[row] == token).cpu()
+    at = 0
+    for scores, part in slices:
+        count = part.stop - part.start
+        scores.logprobs[part], scores.greedy[part] = logprobs[at : at + count], greedy[at : at + count]
+        at += count

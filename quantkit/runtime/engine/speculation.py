@@ -1,14 +1,14 @@
 """Speculative decoding: guess tokens, verify them in one forward, keep those that would have come anyway.
 
 Acceptance is exact and needs no case for sampling: at every position the target model's own token is chosen as it
-would be without drafts (see `sampling`: the draw depends on seed and position only), and a draft is kept while it
+would be without drafts (see `sampler`: the draw depends on seed and position only), and a draft is kept while it
 equals that token. So the output with speculation is the output without it, greedy or sampled, token for token, and
 switching it on and off by measured times cannot change a result. This is speculative sampling (Leviathan et al. 2023)
 with the draws of draft and target coupled through common random numbers instead of independent ones; a draft model
 that races with the same variates is accepted with probability at least (1 - d) / (1 + d), d the total variation
 distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
-This file proposes (n-grams, a draft model); when it pays is decided in `speculation_governor`.
+This file proposes (n-grams, a draft model); when it pays is decided in `speculation_controller`.
 
 With a quantized KV cache the model itself differs a little: tokens of one step see each other unquantized, so a guess
 is judged with fresher neighbours than it would have had alone, and the texts may part.
@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from quantkit.errors import RequestError
+from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.engine.runner import Piece, Runner
-from quantkit.runtime.engine.scheduler import SchedulerOptions
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.batch_builder import ScheduledChunk
+from quantkit.runtime.engine.runner import Runner
+from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling.sampler import sample
-from quantkit.runtime.types import Sequence
-
-if TYPE_CHECKING:
-    from quantkit.runtime.cache.kv_cache import KVCache
-    from quantkit.runtime.model.model import Model
+from quantkit.runtime.sequence import Sequence
 
 
 class Proposer(Protocol):
@@ -45,8 +44,8 @@ class Proposer(Protocol):
         """Raise AssertionError when something is lost or kept for a sequence that is not alive."""
 
 
-def room(sequence: Sequence, count: int) -> int:
-    """Drafts of use to a sequence: the verified step always adds one token of its own."""
+def _useful(sequence: Sequence, count: int) -> int:
+    """Drafts of use to a sequence, out of so many: the verified step always adds one token of its own."""
     return min(count, sequence.limit - len(sequence.ids) - 1)
 
 
@@ -54,41 +53,38 @@ class NgramProposer:
     """Looks for the last tokens earlier in the same sequence and proposes what followed there (prompt lookup).
 
     Args:
-        longest, shortest: numbers of tokens to look for; the longest match wins, then the most recent.
+        longest, shortest: numbers of tokens to search for; the longest match wins, then the most recent.
     Source: Saxena 2023, Prompt Lookup Decoding.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._found: dict[int, _Ngrams] = {}
+        self._ngrams: dict[int, _Ngrams] = {}
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
-        """See `Proposer`."""
         for sequence in sequences:
-            known = self._found.get(sequence.id)
-            if known is None:
-                known = self._found[sequence.id] = _Ngrams()
-            known.read(sequence.ids, self._sizes)
-            sequence.drafts = known.continuation(sequence.ids, self._sizes, room(sequence, count))
+            ngrams = self._ngrams.get(sequence.id)
+            if ngrams is None:
+                ngrams = self._ngrams[sequence.id] = _Ngrams()
+            ngrams.read(sequence.ids, self._sizes)
+            sequence.drafts = ngrams.continuation(sequence.ids, self._sizes, _useful(sequence, count))
 
     def forget(self, sequence_id: int) -> None:
-        """See `Proposer`."""
-        self._found.pop(sequence_id, None)
+        self._ngrams.pop(sequence_id, None)
 
     def check_integrity(self, alive: set[int]) -> None:
-        """See `Proposer`."""
-        assert self._found.keys() <= alive, f"n-grams of ended requests: {self._found.keys() - alive}"
+        assert self._ngrams.keys() <= alive, f"n-grams of ended requests: {self._ngrams.keys() - alive}"
 
 
 class _Ngrams:
-    """Where each n-gram of a sequence last ended; grows with it, so a step looks up instead of searching."""
+    """Where each n-gram of a sequence last ended; grows with it, so a step does not search."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_read = 0
 
     def read(self, ids: list[int], sizes: range) -> None:
-        """Add n-grams that end before the last token; those that end with it are what will be looked for."""
+        """Add n-grams that end before the last token; those that end with it are what will be searched for."""
         for end in range(self._num_read + 1, len(ids)):
             for size in sizes:
                 if size <= end:
@@ -112,7 +108,7 @@ class _Shadow:
     id: int
     row: int
     pages: list[int] = field(default_factory=list)
-    tabled: int = 0
+    num_table_entries: int = 0
     num_computed: int = 0
     base: int = 0
     fed: list[int] = field(default_factory=list)
@@ -135,16 +131,16 @@ class DraftModelProposer:
     Args:
         model: the draft.
         cache: its keys and values.
-        num_pages: of that cache.
-        options: of the engine; its token budget is also what the draft catches up with in one step, so long prompts
+        config: of the engine; its token budget is also what the draft catches up with in one step, so long prompts
             take several.
+        num_pages: of that cache.
         vocab_size: of the target.
     Raises:
         RequestError: the vocabularies differ.
     """
 
     def __init__(
-        self, model: Model, cache: KVCache | None, *, num_pages: int, options: SchedulerOptions, vocab_size: int
+        self, model: Model, cache: KVCache | None, config: EngineConfig, *, num_pages: int, vocab_size: int
     ) -> None:
         if model.vocab_size != vocab_size:
             raise RequestError(
@@ -152,68 +148,52 @@ class DraftModelProposer:
                 "speculate with a model of the same vocabulary, such as a compressed copy"
             )
         self.model = model
-        self._page_size = options.page_size
-        self._token_budget = options.token_budget
+        self._config = config
         self._pool = PagePool(num_pages)
-        self._rows = list(range(options.max_sequences))
+        self._rows = list(range(config.max_sequences))
         self._shadows: dict[int, _Shadow] = {}
-        self._runner = Runner(
-            model,
-            cache,
-            max_sequences=options.max_sequences,
-            max_pages=num_pages,
-            page_size=options.page_size,
-            device=model.device,
-        )
+        self._runner = Runner(model, cache, config, max_pages=num_pages)
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
-        """See `Proposer`."""
         ready = self._caught_up(sequences, count)
-        pieces = [piece for _, _, piece in ready]
-        going = [(sequence, shadow) for sequence, shadow, _ in ready]
-        while pieces:
-            logits = self._runner.step(pieces)
-            for (_, shadow), piece in zip(going, pieces, strict=True):
-                shadow.num_computed = piece.start + len(piece.tokens)
-            tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _ in going])
-            pieces, still = [], []
-            for (sequence, shadow), token in zip(going, tokens, strict=True):
+        while ready:
+            logits = self._runner.step([chunk for _, _, chunk in ready])
+            tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _, _ in ready])
+            step, ready = ready, []
+            for (sequence, shadow, chunk), token in zip(step, tokens, strict=True):
+                shadow.num_computed = chunk.start + len(chunk.tokens)
                 sequence.drafts.append(token)
-                if len(sequence.drafts) < room(sequence, count):
+                if len(sequence.drafts) < _useful(sequence, count):
                     shadow.fed.append(token)
-                    still.append((sequence, shadow))
-                    pieces.append(Piece(shadow, [token], shadow.num_computed, 1))
-            going = still
+                    ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
-    def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, Piece]]:
-        """Feed what the draft has not seen; sequences that will then be up to date, with their last piece unfed."""
-        ready, lagging, budget = [], [], self._token_budget
+    def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, ScheduledChunk]]:
+        """Feed what the draft has not seen; sequences that will then be up to date, with their last chunk unfed."""
+        ready, lagging, budget = [], [], self._config.token_budget
         for sequence in sequences:
-            shadow = self._shadow(sequence, len(sequence.ids) + room(sequence, count))
-            if shadow is None or room(sequence, count) < 1 or budget < 1:
+            shadow = self._shadow(sequence, len(sequence.ids) + _useful(sequence, count))
+            if shadow is None or _useful(sequence, count) < 1 or budget < 1:
                 continue
             missing = len(sequence.ids) - shadow.num_computed
             fed = sequence.ids[shadow.num_computed : shadow.num_computed + min(missing, budget)]
             budget -= len(fed)
             if len(fed) == missing:
                 shadow.base = len(sequence.ids)
-                ready.append((sequence, shadow, Piece(shadow, fed, shadow.num_computed, 1)))
+                ready.append((sequence, shadow, ScheduledChunk(shadow, fed, shadow.num_computed, 1)))
             else:
-                lagging.append(Piece(shadow, fed, shadow.num_computed, 0))
+                lagging.append(ScheduledChunk(shadow, fed, shadow.num_computed, 0))
                 shadow.num_computed += len(fed)
         if lagging:
-            self._runner.run(lagging)
+            self._runner.step(lagging)
         return ready
 
     def _shadow(self, sequence: Sequence, num_tokens: int) -> _Shadow | None:
-        """The sequence's shadow with pages for so many tokens; None when the draft's pool or context
-        has no room for it.
-        """
+        """The sequence's shadow with pages for so many tokens; None when the draft's pool or context is too small."""
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
             shadow = self._shadows[sequence.id] = _Shadow(sequence.id, self._rows.pop())
         shadow.sync(sequence.ids)
-        missing = -(-num_tokens // self._page_size) - len(shadow.pages)
+        missing = self._config.pages_for(num_tokens) - len(shadow.pages)
         if missing > self._pool.num_free or num_tokens > self.model.max_length:
             self.forget(sequence.id)
             return None
@@ -222,7 +202,6 @@ class DraftModelProposer:
         return shadow
 
     def forget(self, sequence_id: int) -> None:
-        """See `Proposer`."""
         shadow = self._shadows.pop(sequence_id, None)
         if shadow is not None:
             self.model.forget(sequence_id)
@@ -230,6 +209,5 @@ class DraftModelProposer:
             self._rows.append(shadow.row)
 
     def check_integrity(self, alive: set[int]) -> None:
-        """See `Proposer`."""
         self._pool.check_integrity(shadow.pages for shadow in self._shadows.values())
         assert self._shadows.keys() <= alive, f"draft pages of ended requests: {self._shadows.keys() - alive}"

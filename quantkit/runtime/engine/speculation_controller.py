@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import MAX_ROLLBACK
+from quantkit.models.cache import MAX_ROLLBACK
 
 _MEMORY = 15  # steps of each kind that count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
@@ -35,7 +35,7 @@ class _Record:
     turn: int = 0
 
 
-class Governor:
+class SpeculationController:
     """Chooses the number of drafts of each step. *Mutable*: learns from every step.
 
     Args:

@@ -10,8 +10,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -27,8 +27,7 @@ _GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
 _GEMM_TOKENS, _GEMM_ROWS = 32, 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThreadTiming:
+class ThreadTiming(NamedTuple):
     """Seconds with one number of threads, medians of a few repeats.
 
     Args:
@@ -42,57 +41,34 @@ class ThreadTiming:
     gemm_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThreadChoice:
-    """A number of threads and why.
-
-    Args:
-        threads: the choice.
-        limit: what affinity, cgroup and OMP_NUM_THREADS allow.
-        timings: what was measured; empty when nothing had to be.
-        reason: one line for `--stats`.
-    """
+class ThreadChoice(NamedTuple):
+    """A number of threads, and why in one line for `--stats`."""
 
     threads: int
-    limit: int
-    timings: tuple[ThreadTiming, ...]
     reason: str
 
 
-def choose_threads(requested: int | None = None) -> int:
-    """Choose the number of threads and set it for torch and the native kernels.
+def choose_threads(requested: int | None = None) -> ThreadChoice:
+    """Choose a number of threads; leaves torch's setting as it was.
 
     Args:
         requested: taken as it is; None = measure, for at most about 0.15 s.
-    Returns:
-        The number that was set.
-    Raises:
-        InputError: fewer than one.
-    """
-    choice = find_threads(requested)
-    torch.set_num_threads(choice.threads)
-    return choice.threads
-
-
-def find_threads(requested: int | None = None) -> ThreadChoice:
-    """What `choose_threads` chooses, with the measurements behind it; leaves torch's setting as it was.
-
     Raises:
         InputError: fewer than one was requested.
     """
-    limit = thread_limit()
     if requested is not None:
         if requested < 1:
             raise InputError(f"threads {requested} is not a positive number; leave it out to have it measured")
-        return ThreadChoice(threads=requested, limit=limit, timings=(), reason="as requested")
+        return ThreadChoice(requested, "as requested")
+    limit = thread_limit()
     if limit == 1:
-        return ThreadChoice(threads=1, limit=1, timings=(), reason="one is all that is allowed")
+        return ThreadChoice(1, "one is all that is allowed")
     before = torch.get_num_threads()
     try:
         timings = measure_threads(thread_counts(limit))
     finally:
         torch.set_num_threads(before)
-    return pick(timings, limit)
+    return smallest_near_best(timings)
 
 
 def thread_limit() -> int:
@@ -142,7 +118,7 @@ def measure_threads(counts: tuple[int, ...]) -> tuple[ThreadTiming, ...]:
         share = _BUDGET_S / len(counts) / 2
         gemv = _median_time(lambda: functional.linear(token, weight), share)
         gemm = _median_time(lambda: functional.linear(tokens, small), share)
-        timings.append(ThreadTiming(threads=count, gemv_s=gemv, gemm_s=gemm))
+        timings.append(ThreadTiming(count, gemv, gemm))
     return tuple(timings)
 
 
@@ -161,16 +137,15 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
     return statistics.median(times)
 
 
-def pick(timings: tuple[ThreadTiming, ...], limit: int) -> ThreadChoice:
+def smallest_near_best(timings: tuple[ThreadTiming, ...]) -> ThreadChoice:
     """The smallest number of threads whose time, both products counted alike, is within 10 % of the best.
 
     Args:
         timings: by number of threads, ascending, the first for one thread.
-        limit: kept in the result.
     """
     one = timings[0]
     costs = {t.threads: t.gemv_s / one.gemv_s + t.gemm_s / one.gemm_s for t in timings}
     best = min(costs.values())
     threads = next(count for count, cost in costs.items() if cost <= _GOOD_ENOUGH * best)
     tried = ", ".join(f"{count}: {2 / cost:.2f}x" for count, cost in costs.items())
-    return ThreadChoice(threads=threads, limit=limit, timings=timings, reason=f"measured speed by threads {tried}")
+    return ThreadChoice(threads, f"measured speed by threads {tried}")

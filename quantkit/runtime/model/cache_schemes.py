@@ -65,8 +65,8 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         schemes, note = read_cache_schemes(reader.config, count), ""
     except SchemeError as error:
         schemes, note = None, f"the KV cache of the checkpoint is not followed, keys and values stay 16 bits: {error}"
-    attention = config.architecture.parts.output.rpartition(".")[0]
-    names = [f"{config.architecture.layers}.{index}.{attention}" for index in range(count)]
+    attention = config.family.parts.output.rpartition(".")[0]
+    names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
     try:
         scales = tuple(read_scales(name, config.num_kv_heads, reader.__contains__, reader.tensor) for name in names)
     except CheckpointError as error:

@@ -7,7 +7,7 @@ Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from quantkit.kernels.types import Linear, LinearFacts, StackedExperts
 from quantkit.runtime.model.layers import MLP
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Mixture:
     """Experts of one layer.
 
@@ -28,44 +29,32 @@ class Mixture:
         shared_gate: (T, H) -> (T, 1), weighs its output through a sigmoid; None = it counts fully.
     """
 
-    def __init__(
-        self,
-        *,
-        router: Linear,
-        experts: Sequence[MLP] | StackedExperts,
-        num_chosen: int,
-        normalize: bool,
-        shared: MLP | None,
-        shared_gate: Linear | None,
-    ) -> None:
-        self.router = router
-        self._each: tuple[MLP, ...] = tuple(experts) if isinstance(experts, Sequence) else ()
-        self._stacked = None if isinstance(experts, Sequence) else experts
-        self.shared, self.shared_gate = shared, shared_gate
-        self._num_chosen, self._normalize = num_chosen, normalize
+    router: Linear
+    experts: tuple[MLP, ...] | StackedExperts
+    num_chosen: int
+    normalize: bool
+    shared: MLP | None
+    shared_gate: Linear | None
 
     @property
     def linears(self) -> tuple[Linear | LinearFacts, ...]:
         """Two of each expert, without the shared one's."""
-        if self._stacked is not None:
-            return self._stacked.linears
-        return tuple(linear for expert in self._each for linear in (expert.up, expert.down))
+        if isinstance(self.experts, tuple):
+            return tuple(linear for expert in self.experts for linear in (expert.up, expert.down))
+        return self.experts.linears
 
     @property
     def is_capturable(self) -> bool:
         """Whether the device chooses, so that calls can be captured as a graph."""
-        return self._stacked is not None
+        return not isinstance(self.experts, tuple)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
-        if self._stacked is not None:
-            shared = None if self.shared is None else self.shared(x)
-            score = None if self.shared_gate is None else self.shared_gate(x)
-            return self._stacked(x, self.router(x), shared, score)
-        weights, chosen = route(self.router(x), self._num_chosen, self._normalize)
-        return run_each(x, chosen, weights, self._each, torch.zeros_like(x) if self.shared is None else self._shared(x))
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared is not None
-        output = self.shared(x)
-        return output if self.shared_gate is None else output * self.shared_gate(x).sigmoid()
+        shared = None if self.shared is None else self.shared(x)
+        score = None if self.shared_gate is None else self.shared_gate(x)
+        if not isinstance(self.experts, tuple):
+            return self.experts(x, self.router(x), shared, score)
+        if shared is not None and score is not None:
+            shared = shared * score.sigmoid()
+        weights, chosen = route(self.router(x), self.num_chosen, self.normalize)
+        return run_each(x, chosen, weights, self.experts, torch.zeros_like(x) if shared is None else shared)

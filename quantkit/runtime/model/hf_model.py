@@ -19,10 +19,11 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout
+from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.memory import check_memory
 from quantkit.runtime.model.cache_schemes import StoredCache
+from quantkit.runtime.model.memory import check_memory
 from quantkit.runtime.model.model import Caches
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
@@ -75,11 +76,10 @@ class TransformersModel:
         self._states: dict[int, _State] = {}
 
     def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
-        """None: keys and values are transformers' own."""
         return []
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
         """See `Model`; no KV cache is used."""
         wanted, rows = batch.logit_rows.tolist(), []
         start = 0
@@ -90,7 +90,7 @@ class TransformersModel:
             tokens = batch.token_ids[start : start + count]
             rows.append(self._advance(sequence_id, tokens, context - count, local))
             start += count
-        return torch.cat(rows)[_places(wanted)]
+        return Logits(torch.cat(rows)[_ranks(wanted)])
 
     def forget(self, sequence_id: int) -> None:
         """Drop the sequence's cache."""
@@ -133,13 +133,10 @@ class TransformersModel:
         return DynamicCache() if self._can_crop else DynamicCache(config=self._model.config)
 
 
-def _places(rows: list[int]) -> list[int]:
-    """Where each wanted row lies among the same rows sorted: rows [7, 2, 5] -> [2, 0, 1]."""
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    places = [0] * len(rows)
-    for place, index in enumerate(order):
-        places[index] = place
-    return places
+def _ranks(rows: list[int]) -> list[int]:
+    """Index of each wanted row, each of them once, among the same rows sorted: rows [7, 2, 5] -> [2, 0, 1]."""
+    ranks = {row: rank for rank, row in enumerate(sorted(rows))}
+    return [ranks[row] for row in rows]
 
 
 def load_with_transformers(
@@ -149,7 +146,6 @@ def load_with_transformers(
     device: torch.device,
     eos_ids: tuple[int, ...],
     notes: tuple[str, ...] = (),
-    memory: int | None = None,
 ) -> TransformersModel:
     """Load a checkpoint with transformers.
 
@@ -157,20 +153,19 @@ def load_with_transformers(
         reader: of the checkpoint.
         dtype, device: of the computation.
         eos_ids, notes: see `Model`.
-        memory: bytes that may be used; None = what is free.
     Raises:
         ModelError: transformers cannot load it.
         SchemeError: it has expressions with which transformers might never finish.
         CheckpointError: a tensor is missing.
         ResourceError: it is too large.
     """
-    check_memory(reader, dtype, device, memory)
+    check_memory(reader, dtype, device)
     check_for_others(reader.config)
     from transformers import AutoConfig
 
     try:
         settings = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
-        model, found = class_of(reader, settings).from_pretrained(
+        model, report = class_of(reader, settings).from_pretrained(
             reader.path,
             dtype=dtype,
             local_files_only=True,
@@ -180,7 +175,7 @@ def load_with_transformers(
         )
     except Exception as error:  # whatever transformers raises on a model that it cannot load
         raise ModelError(f"{reader.path}: transformers cannot load this model: {first_line(error)}") from error
-    if missing := sorted(found["missing_keys"]):  # transformers would fill them with noise
+    if missing := sorted(report["missing_keys"]):  # transformers would fill them with noise
         raise CheckpointError(
             f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download may be incomplete, "
             "or config.json is of another model"

@@ -7,7 +7,8 @@ business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, overload
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +16,14 @@ from torch import Tensor
 from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.ops.linear import activation_quantization_of, multiply
-from quantkit.kernels.types import ActivationQuantization, Angles, HeadNorms, Linear, QuantizedActivations
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    Angles,
+    AttentionOptions,
+    HeadNorms,
+    Linear,
+    QuantizedActivations,
+)
 from quantkit.runtime.cache.kv_cache import KVCache
 
 Rows = Tensor | QuantizedActivations
@@ -33,6 +41,7 @@ class Norm(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class RMSNorm:
     """Root mean square norm.
 
@@ -41,58 +50,54 @@ class RMSNorm:
         eps, offset: see `ops.rms_norm`.
     """
 
-    __slots__ = ("eps", "offset", "weight")
-
-    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
-        self.weight, self.eps, self.offset = weight, eps, offset
+    weight: Tensor
+    eps: float
+    offset: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Norm`."""
         return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Norm`."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
 
 
-class RoundingNorm:
-    """An RMS norm before linears that all round their inputs alike: it does that for them, in the same launch.
+@dataclass(slots=True, eq=False)
+class QuantizingNorm:
+    """An RMS norm before linears that all quantize their inputs alike: it does that for them, in the same launch.
 
     Args:
         norm: of the stream.
-        rounding: of what linears read.
+        quantization: of what linears read.
     """
 
-    __slots__ = ("_norm", "_rounding")
-
-    def __init__(self, norm: RMSNorm, rounding: ActivationQuantization) -> None:
-        self._norm, self._rounding = norm, rounding
+    norm: RMSNorm
+    quantization: ActivationQuantization
 
     def __call__(self, x: Tensor) -> Rows:
-        """Normed x, rounded where there is a kernel for it."""
-        return self._apply(x, None)[0]
+        """Normed x, quantized where there is a kernel for it."""
+        return self.add(x, None)[0]
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Rows, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
         """Likewise the normed sum of x and residual, and the sum itself."""
-        return self._apply(x, residual)
+        norm = self.norm
+        return ops.quantized_rms_norm(
+            x, residual, norm.weight, norm.eps, offset=norm.offset, quantization=self.quantization
+        )
 
-    def _apply(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
-        norm, rounding = self._norm, self._rounding
-        return ops.quantized_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, quantization=rounding)
 
-
-def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | RoundingNorm | None:
-    """The norm itself, or one that rounds for its readers.
+def norm_for(norm: Norm | QuantizingNorm | None, readers: Sequence[object]) -> Norm | QuantizingNorm | None:
+    """The norm itself, or one that quantizes for its readers.
 
     Args:
         norm: None = none.
         readers: all that read what it gives.
     """
     wanted = {activation_quantization_of(reader) for reader in readers}
-    rounding = wanted.pop() if len(wanted) == 1 else None
-    return RoundingNorm(norm, rounding) if isinstance(norm, RMSNorm) and rounding is not None else norm
+    quantization = wanted.pop() if len(wanted) == 1 else None
+    return QuantizingNorm(norm, quantization) if isinstance(norm, RMSNorm) and quantization is not None else norm
 
 
+@dataclass(slots=True, eq=False)
 class LayerNorm:
     """Layer norm.
 
@@ -102,20 +107,16 @@ class LayerNorm:
         eps: added to the variance.
     """
 
-    __slots__ = ("_by_head", "bias", "eps", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self.weight, self.bias, self.eps = weight, bias, eps
-        self._by_head = weight.dim() > 1
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Norm`."""
-        if self._by_head:
+        if self.weight.dim() > 1:
             return (ops.layer_norm(x.float(), None, None, self.eps) * self.weight).to(x.dtype)
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Norm`."""
         total = x + residual
         return self(total), total
 
@@ -141,6 +142,7 @@ class SideBySide:
         return torch.cat([multiply(linear, x) for linear in self.linears], dim=1)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Attention:
     """Attention of one layer over its part of the KV cache.
 
@@ -149,81 +151,52 @@ class Attention:
         qkv: (T, H) -> (T, (Hq + 2 Hkv) D), all queries first, then all keys.
         output: (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
-        scale, window, softcap: see `KVCache.attend`.
-        query_norm, key_norm: before the rotation.
+        options: what the attention kernel does besides; its norms are those that it can do.
+        norms: of queries and keys before that, where it cannot.
         norm_flat: they span all heads of a token.
-        interleaved: neighbouring channels are rotated together.
     """
 
-    __slots__ = (
-        *("_head_dim", "_interleaved", "_key_end", "_key_norm", "_layer", "_norm_flat", "_norms", "_query_end"),
-        *("_query_norm", "_scale", "_softcap", "_window", "output", "qkv"),
-    )
+    layer: int
+    qkv: Linear
+    output: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    options: AttentionOptions
+    norms: tuple[Norm, Norm] | None
+    norm_flat: bool
+    _key_start: int = field(init=False)
+    _value_start: int = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        layer: int,
-        qkv: Linear,
-        output: Linear,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        query_norm: Norm | None,
-        key_norm: Norm | None,
-        norm_flat: bool,
-        interleaved: bool,
-    ) -> None:
-        self.qkv, self.output = qkv, output
-        self._layer, self._head_dim = layer, head_dim
-        self._query_end = num_heads * head_dim
-        self._key_end = self._query_end + num_kv_heads * head_dim
-        self._scale, self._window, self._softcap = scale, window, softcap
-        self._norms = None if norm_flat else _head_norms(query_norm, key_norm)
-        self._query_norm, self._key_norm = (query_norm, key_norm) if self._norms is None else (None, None)
-        self._norm_flat = norm_flat
-        self._interleaved = interleaved
+    def __post_init__(self) -> None:
+        self._key_start = self.num_heads * self.head_dim
+        self._value_start = self._key_start + self.num_kv_heads * self.head_dim
 
     def __call__(self, x: Rows, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
 
         Args:
-            x: (T, H); rounded only where `qkv` wants it.
+            x: (T, H); quantized only where `qkv` wants it.
             batch: this step.
             cache: read and written.
             angles: cosine and sine (T, R/2) of the new tokens; None = no positions.
         Returns:
             (T, H).
         """
-        qkv = multiply(self.qkv, x)
-        query, key, value = qkv[:, : self._query_end], qkv[:, self._query_end : self._key_end], qkv[:, self._key_end :]
-        if self._norm_flat and self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        tokens, width = len(x), self._head_dim
-        query, key = query.view(tokens, -1, width), key.view(tokens, -1, width)
-        if not self._norm_flat and self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
-        attended = cache.attend(
-            self._layer,
-            query,
-            key,
-            value.view(tokens, -1, width),
-            batch,
-            scale=self._scale,
-            window=self._window,
-            softcap=self._softcap,
-            angles=angles,
-            interleaved=self._interleaved,
-            norms=self._norms,
-        )
-        return self.output(attended.reshape(tokens, -1))
+        qkv, norms, layer = multiply(self.qkv, x), self.norms, self.layer
+        query, key = qkv[:, : self._key_start], qkv[:, self._key_start : self._value_start]
+        if norms is not None and self.norm_flat:
+            query, key = norms[0](query), norms[1](key)
+        shape = (len(x), -1, self.head_dim)
+        query, key, value = query.view(shape), key.view(shape), qkv[:, self._value_start :].view(shape)
+        if norms is not None and not self.norm_flat:
+            query, key = norms[0](query), norms[1](key)
+        attended = cache.attend(layer, query, key, value, batch, self.options, angles)
+        return self.output(attended.reshape(len(x), -1))
 
 
-def _head_norms(query: Norm | None, key: Norm | None) -> HeadNorms | None:
-    """Norms that attention can do together with the rotation; None where there are none, or others."""
+def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
+    """Norms that attention can do together with the rotation; None where it cannot do these."""
     if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
         return None
     if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
@@ -231,6 +204,7 @@ def _head_norms(query: Norm | None, key: Norm | None) -> HeadNorms | None:
     return HeadNorms(query=query.weight, key=key.weight, eps=query.eps, offset=query.offset)
 
 
+@dataclass(slots=True, eq=False)
 class MLP:
     """Feed-forward layer.
 
@@ -241,11 +215,15 @@ class MLP:
         gated: whether there is a gate.
     """
 
-    __slots__ = ("_activation", "_gated", "down", "up")
-    is_capturable = True
+    is_capturable: ClassVar = True
+    up: Linear
+    down: Linear
+    activation: str
+    gated: bool
+    _quantization: ActivationQuantization | None = field(init=False)
 
-    def __init__(self, up: Linear, down: Linear, activation: str, gated: bool) -> None:
-        self.up, self.down, self._activation, self._gated = up, down, activation, gated
+    def __post_init__(self) -> None:
+        self._quantization = activation_quantization_of(self.down)
 
     @property
     def activation_quantization(self) -> ActivationQuantization | None:
@@ -254,14 +232,15 @@ class MLP:
 
     def __call__(self, x: Rows) -> Tensor:
         """(T, H) -> (T, H)."""
-        opened, rounding = multiply(self.up, x), activation_quantization_of(self.down)
-        if not self._gated:
-            return self.down(ops.activate(opened, self._activation))
-        if rounding is None:
-            return self.down(ops.gated(opened, self._activation))
-        return multiply(self.down, ops.quantized_gated(opened, self._activation, rounding))
+        opened = multiply(self.up, x)
+        if not self.gated:
+            return self.down(ops.activate(opened, self.activation))
+        if self._quantization is None:
+            return self.down(ops.gated(opened, self.activation))
+        return multiply(self.down, ops.quantized_gated(opened, self.activation, self._quantization))
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Block:
     """One decoder layer: attention and MLP around the residual stream, norms where the family has them.
 
@@ -269,35 +248,26 @@ class Block:
 
     Args:
         attention, mlp: the two halves; the MLP may be experts.
-        input_norm, attention_norm, mlp_norm, output_norm: see `architectures.Parts`.
+        input_norm, attention_norm, mlp_norm, output_norm: see `models.family.Parts`.
         parallel: both halves read the same stream.
         scale: of what they add to it.
         rope: which of the model's rotary embeddings; None = no positions.
     """
 
-    __slots__ = (
-        *("_attention_norm", "_input_norm", "_mlp_norm", "_output_norm", "_parallel", "_scale"),
-        *("attention", "mlp", "rope"),
-    )
+    attention: Attention
+    mlp: Callable[[Tensor], Tensor] | MLP
+    input_norm: Norm | QuantizingNorm | None
+    attention_norm: Norm | None
+    mlp_norm: Norm | QuantizingNorm | None
+    output_norm: Norm | None
+    parallel: bool
+    scale: float
+    rope: int | None
 
-    def __init__(
-        self,
-        *,
-        attention: Attention,
-        mlp: Callable[[Tensor], Tensor] | MLP,
-        input_norm: Norm | None,
-        attention_norm: Norm | None,
-        mlp_norm: Norm | None,
-        output_norm: Norm | None,
-        parallel: bool,
-        scale: float,
-        rope: int | None,
-    ) -> None:
-        self.attention, self.mlp, self.rope = attention, mlp, rope
-        shared = [mlp] if parallel and mlp_norm is None else []
-        self._input_norm, self._attention_norm = norm_for(input_norm, [attention.qkv, *shared]), attention_norm
-        self._mlp_norm, self._output_norm = norm_for(mlp_norm, [mlp]), output_norm
-        self._parallel, self._scale = parallel, scale
+    def __post_init__(self) -> None:
+        shared = [self.mlp] if self.parallel and self.mlp_norm is None else []
+        self.input_norm = norm_for(self.input_norm, [self.attention.qkv, *shared])
+        self.mlp_norm = norm_for(self.mlp_norm, [self.mlp])
 
     def __call__(
         self, x: Tensor, pending: Tensor | None, batch: ForwardBatch, cache: KVCache, angles: Angles | None
@@ -311,35 +281,35 @@ class Block:
         Returns:
             x and pending for what follows.
         """
-        entered, x = enter(self._input_norm, x, pending)
+        entered, x = enter(self.input_norm, x, pending)
         attended = self.attention(entered, batch, cache, angles)
-        if self._attention_norm is not None:
-            attended = self._attention_norm(attended)
-        if self._scale != 1.0:
-            attended = attended * self._scale
-        if self._parallel:
-            entered = entered if self._mlp_norm is None else self._mlp_norm(x)
+        if self.attention_norm is not None:
+            attended = self.attention_norm(attended)
+        if self.scale != 1.0:
+            attended = attended * self.scale
+        if self.parallel:
+            entered = entered if self.mlp_norm is None else self.mlp_norm(x)
         else:
-            entered, x = enter(self._mlp_norm, x, attended)
-        added = self.mlp(entered)  # type: ignore[arg-type]  # rounded rows only where it wants them
-        if self._output_norm is not None:
-            added = self._output_norm(added)
-        if self._scale != 1.0:
-            added = added * self._scale
-        return x, (attended + added if self._parallel else added)
+            entered, x = enter(self.mlp_norm, x, attended)
+        added = self.mlp(entered)  # type: ignore[arg-type]  # quantized only where it wants that
+        if self.output_norm is not None:
+            added = self.output_norm(added)
+        if self.scale != 1.0:
+            added = added * self.scale
+        return x, (attended + added if self.parallel else added)
 
 
 @overload
 def enter(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a norm that does not round."""
+    """Of a norm that does not quantize."""
 
 
 @overload
-def enter(norm: Norm | RoundingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
+def enter(norm: Norm | QuantizingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
     """Of one that may."""
 
 
-def enter(norm: Norm | RoundingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
+def enter(norm: Norm | QuantizingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
     """Add what is pending to the residual stream and norm the sum.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -18,21 +18,21 @@ from quantkit.errors import InputError, ModelError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
-from quantkit.models.families import Architecture, find, supported
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.models.config import NotNative
+from quantkit.models.families import Family, find, supported
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
-from quantkit.runtime.cache.memory import check_memory
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_tensors, head_name, make_manifest
+from quantkit.runtime.model.manifest import check_tensors, head_name, manifest_of
+from quantkit.runtime.model.memory import check_memory
 from quantkit.runtime.model.model import Model, NativeModel
-from quantkit.runtime.model.settings import NotNative
-from quantkit.runtime.model.weights import Weights, make_block
+from quantkit.runtime.model.weights import Weights, build_block
 
 Backend = Literal["auto", "native", "transformers"]
 
@@ -48,7 +48,6 @@ def load_model(
     device: torch.device | str = "cpu",
     head_dtype: str | None = None,
     backend: Backend = "auto",
-    memory: int | None = None,
 ) -> Model:
     """Load a model for running.
 
@@ -59,26 +58,21 @@ def load_model(
         device: where it runs.
         head_dtype: int8 or int4 rounds the output head at load; None leaves it as it is.
         backend: native; transformers, for any other causal language model; auto takes the first that can.
-        memory: bytes that may be used; None = what is free.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or one that contradicts itself.
         ResourceError: it is too large.
         InputError: an unknown dtype or backend.
     """
     reader = CheckpointReader(Path(path))
-    place = torch.device(device)
+    device = torch.device(device)
     if backend not in ("auto", "native", "transformers"):
         raise InputError(f"unknown backend {backend!r}; use auto, native or transformers")
     if head_dtype is not None and head_dtype not in _HEAD_BITS:
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            architecture = find_native(reader)
-            config = read_config(reader.config, architecture)
-            format_, scheme = find_format(reader)
-            return load_native(
-                reader, config, format_, scheme, dtype=dtype, device=place, head_dtype=head_dtype, memory=memory
-            )
+            config = read_config(reader.config, find_native(reader))
+            return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
             if backend == "native":
                 raise
@@ -87,52 +81,48 @@ def load_model(
 
     if head_dtype is not None:
         raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
-    chosen, notes = pick_dtype(dtype, reader, None, place)
+    chosen, notes = pick_dtype(dtype, reader, None, device)
     if CONFIG_KEY in reader.config:
         notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
-    return load_with_transformers(
-        reader, dtype=chosen, device=place, eos_ids=read_eos(reader), notes=notes, memory=memory
-    )
+    return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
 def load_native(
     reader: CheckpointReader,
     config: ModelConfig,
-    format_: Format | None,
-    scheme: Scheme | None,
     *,
     dtype: str | torch.dtype,
     device: torch.device,
     head_dtype: str | None = None,
-    memory: int | None = None,
 ) -> NativeModel:
     """Build a model of a config from a checkpoint.
 
     Args:
         reader: of the checkpoint.
         config: what to compute.
-        format_, scheme: how quantized linears are stored; None = there are none.
-        dtype, device, head_dtype, memory: see `load_model`.
+        dtype, device, head_dtype: see `load_model`.
     Raises:
+        NotNative: its linears are in a format that is not decoded here.
         CheckpointError, ResourceError: see `load_model`.
     """
-    manifest = make_manifest(config, reader)
-    tied = head_name(config.architecture, reader) if config.tied else None
+    format_, scheme = find_format(reader)
+    manifest = manifest_of(config, reader)
+    tied = head_name(config.family, reader) if config.tied else None
     check_tensors(manifest, reader, scheme, tied)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, config, device)
-    check_memory(reader, chosen, device, memory)
+    check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-    embedding = f"{config.architecture.embedding}.weight"
+    embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
     table = weights.tensor(embedding, reader.info(embedding).dtype)
     blocks = []
     for index in range(len(config.layers)):
-        blocks.append(make_block(weights, index, ropes))
+        blocks.append(build_block(weights, index, ropes))
         release_freed_memory()
-    final_norm = weights.norm(config.architecture.final_norm)
-    head = _make_head(weights, table, head_dtype)
+    final_norm = weights.norm(config.family.final_norm)
+    head = _build_head(weights, table, head_dtype)
     release_freed_memory()
     return NativeModel(
         config=config,
@@ -183,10 +173,9 @@ def pick_dtype(
     """
     if isinstance(asked, torch.dtype) or asked != "auto":
         name = str(asked).removeprefix("torch.")
-        found = DTYPES.get(_SHORT_NAMES.get(name, name))
-        if found is None:
+        if (name := _SHORT_NAMES.get(name, name)) not in DTYPES:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
-        return found, ()
+        return DTYPES[name], ()
     stored = _stored_dtype(reader, config)
     if device.type != "cpu" or stored == torch.float32:
         return stored, ()
@@ -217,7 +206,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def find_native(reader: CheckpointReader) -> Architecture:
+def find_native(reader: CheckpointReader) -> Family:
     """The data of a family that runs natively.
 
     Raises:
@@ -227,10 +216,10 @@ def find_native(reader: CheckpointReader) -> Architecture:
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not any(name in supported() for name in names):
         raise NotNative(f"architecture {names[0]!r}")
-    found = find(reader.config)
-    if not found.native:
-        raise NotNative(f"architecture {found.hf_names[0]!r}")
-    return found
+    family = find(reader.config)
+    if not family.native:
+        raise NotNative(f"architecture {family.hf_names[0]!r}")
+    return family
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
@@ -248,26 +237,21 @@ def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch
     return max(totals, key=lambda dtype: totals[dtype])
 
 
-def _make_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
+def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
     """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
-    config, name = weights.config, head_name(weights.config.architecture, weights.reader)
+    config, name = weights.config, head_name(weights.config.family, weights.reader)
     if head_dtype is None and not config.tied:
         return weights.linear([name])
-    if head_dtype is None:
-        head = build_linear(table, dtype=weights.dtype, device=weights.device)
-        shared = isinstance(head, DenseLinear) and table.dtype == weights.dtype
-        weights.num_bytes += 0 if shared else head.stored_bytes
-        weights.stored_bytes += head.stored_bytes
-        return head
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
     bias = f"{name}.bias"
     head = build_linear(
-        _round_head(weight, head_dtype),
+        weight if head_dtype is None else _round_head(weight, head_dtype),
         bias=weights.reader.tensor(bias).to(weights.device, weights.dtype) if bias in weights.reader else None,
         dtype=weights.dtype,
         device=weights.device,
     )
-    weights.num_bytes += head.stored_bytes
+    is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
+    weights.num_bytes += 0 if is_shared else head.stored_bytes
     weights.stored_bytes += head.stored_bytes
     return head
 
@@ -277,13 +261,8 @@ def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
     dtype, width = _HEAD_BITS[head_dtype], weight.shape[1]
     group = None if dtype is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
     scheme = WeightScheme(dtype=dtype, group_size=group)
-    parts = []
-    for start in range(0, weight.shape[0], _HEAD_ROWS):
-        rows = weight[start : start + _HEAD_ROWS].float()
-        parts.append(round_to_nearest(rows, scheme, *minmax_parameters(rows, scheme, weight.dtype), weight.dtype))
-    return QuantizedTensor(
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-        zero_point=None,
-        scheme=scheme,
-    )
+    blocks = []
+    for rows in weight.split(_HEAD_ROWS):  # type: ignore[no-untyped-call]
+        values = rows.float()
+        blocks.append(round_to_nearest(values, WeightGrid(scheme, weight.dtype)))
+    return cast(QuantizedTensor, join(blocks))  # of one scheme, so that they can be joined

@@ -7,14 +7,16 @@ and columns is, as far as headers and `weight_shape` tell.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
-from quantkit.models.family import Architecture, QueryKeyNorm
+from quantkit.models.description import ModelDescription
+from quantkit.models.family import Family
+from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.linear_sets import EXPERT
 from quantkit.numerics.scheme import Scheme
-from quantkit.runtime.model.config import ExpertsConfig, ModelConfig
 
 # Buffers that old checkpoints carry, and scales of a KV cache, which belong to no weight.
 _IGNORED = re.compile(
@@ -37,109 +39,52 @@ class Manifest:
     optional: dict[str, tuple[int, ...]]
 
 
-def make_manifest(config: ModelConfig, reader: CheckpointReader) -> Manifest:
+def manifest_of(model: ModelDescription, reader: CheckpointReader) -> Manifest:
     """The tensors of a model.
 
     Args:
-        config: the model.
+        model: what its config.json says.
         reader: its checkpoint; asked only for names, where a family stores something in one of two ways.
     """
-    data, hidden = config.architecture, config.hidden_size
-    manifest = Manifest(linears={}, tensors={f"{data.embedding}.weight": (config.vocab_size, hidden)}, optional={})
-    for index, layer in enumerate(config.layers):
-        prefix = f"{data.layers}.{index}."
-        _add_attention(manifest, config, prefix)
-        _add_norms(manifest, config, [name for name in norm_names(config) if name is not None], prefix)
-        if layer.has_experts and config.experts is not None:
-            _add_experts(manifest, config, config.experts, prefix, reader)
-        else:
-            _add_mlp(manifest, data.parts.up, data.parts.down, prefix, hidden, config.width, data.parts.gated)
-    _add_norms(manifest, config, [data.final_norm], "")
-    if not config.tied:
-        manifest.linears[head_name(data, reader)] = (config.vocab_size, hidden)
+    family = model.family
+    manifest = Manifest(
+        linears={}, tensors={f"{family.embedding}.weight": (model.vocab_size, model.hidden_size)}, optional={}
+    )
+    for index in range(model.num_layers):
+        prefix, layer = f"{family.layers}.{index}.", model.tensors(index)
+        stacked = is_stacked(model, prefix, reader)
+        for matrix in layer.matrices:
+            if not (stacked and EXPERT in matrix.name):
+                size = (matrix.out_features, matrix.in_features)
+                manifest.linears.update({prefix + name: size for name in matrix.names})
+        if stacked and model.experts is not None and family.experts is not None:
+            count, width, hidden = model.experts.num_experts, model.experts.width, model.hidden_size
+            manifest.tensors[prefix + family.experts.stacked_up] = (count, 2 * width, hidden)
+            manifest.tensors[prefix + family.experts.stacked_down] = (count, hidden, width)
+        _add_vectors(manifest, layer.vectors, prefix)
+    _add_vectors(manifest, outer_tensors(model), "")
+    if not model.tied:
+        manifest.linears[head_name(family, reader)] = (model.vocab_size, model.hidden_size)
     return manifest
 
 
-def head_name(architecture: Architecture, reader: CheckpointReader) -> str:
+def head_name(family: Family, reader: CheckpointReader) -> str:
     """The output head's name in this checkpoint."""
-    stored = architecture.stored_head
-    return stored if stored is not None and f"{stored}.weight" in reader else architecture.head
+    stored = family.stored_head
+    return stored if stored is not None and f"{stored}.weight" in reader else family.head
 
 
-def per_head(name: str, num_heads: int) -> list[str]:
-    """Module names of a norm that may be one module per head."""
-    return [name.format(head=head) for head in range(num_heads)] if "{head}" in name else [name]
-
-
-def is_stacked(config: ModelConfig, prefix: str, reader: CheckpointReader) -> bool:
+def is_stacked(model: ModelDescription, prefix: str, reader: CheckpointReader) -> bool:
     """Whether the experts of a layer are stored as one tensor."""
-    data = config.architecture.experts
+    data = model.family.experts
     return data is not None and f"{prefix}{data.stacked_up}" in reader
 
 
-def norm_names(config: ModelConfig) -> tuple[str | None, ...]:
-    """Names of a layer's norms: before and after attention, before and after the MLP; None = there is none."""
-    parts = config.architecture.parts
-    has_mlp_norm = parts.parallel_mlp_norm or not config.parallel
-    return parts.input_norm, parts.attention_norm, parts.mlp_norm if has_mlp_norm else None, parts.output_norm
-
-
-def _add_norms(manifest: Manifest, config: ModelConfig, names: Iterable[str], prefix: str) -> None:
-    for name in names:
-        manifest.tensors[f"{prefix}{name}.weight"] = (config.hidden_size,)
-        if config.architecture.norm == "layer":
-            manifest.optional[f"{prefix}{name}.bias"] = (config.hidden_size,)
-
-
-def _add_attention(manifest: Manifest, config: ModelConfig, prefix: str) -> None:
-    parts, norm = config.architecture.parts, config.architecture.qk_norm
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = (queries, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
-    for name, count in zip(parts.qkv, rows, strict=True):
-        manifest.linears[prefix + name] = (count, config.hidden_size)
-    manifest.linears[prefix + parts.output] = (config.hidden_size, queries)
-    if norm is not None and config.qk_norm:
-        _add_query_key_norm(manifest, config, norm, prefix)
-
-
-def _add_query_key_norm(manifest: Manifest, config: ModelConfig, norm: QueryKeyNorm, prefix: str) -> None:
-    for name, heads in ((norm.query, config.num_heads), (norm.key, config.num_kv_heads)):
-        shape: tuple[int, ...] = (config.head_dim,)
-        if norm.over == "projection":
-            shape = (heads * config.head_dim,)
-        elif norm.over == "heads" and "{head}" not in name:
-            shape = (heads, config.head_dim)
-        for module in per_head(name, heads):
-            manifest.tensors[f"{prefix}{module}.weight"] = shape
-            if config.architecture.norm == "layer":
-                manifest.optional[f"{prefix}{module}.bias"] = shape
-
-
-def _add_mlp(
-    manifest: Manifest, up: tuple[str, ...], down: str, prefix: str, hidden: int, width: int, gated: bool
-) -> None:
-    rows = 2 * width if gated and len(up) == 1 else width
-    manifest.linears.update({prefix + name: (rows, hidden) for name in up})
-    manifest.linears[prefix + down] = (hidden, width)
-
-
-def _add_experts(
-    manifest: Manifest, config: ModelConfig, experts: ExpertsConfig, prefix: str, reader: CheckpointReader
-) -> None:
-    data, hidden = config.architecture.experts, config.hidden_size
-    assert data is not None
-    manifest.linears[prefix + data.router] = (experts.num_experts, hidden)
-    if is_stacked(config, prefix, reader):
-        manifest.tensors[prefix + data.stacked_up] = (experts.num_experts, 2 * experts.width, hidden)
-        manifest.tensors[prefix + data.stacked_down] = (experts.num_experts, hidden, experts.width)
-    else:
-        for number in range(experts.num_experts):
-            up = tuple(name.format(expert=number) for name in data.up)
-            _add_mlp(manifest, up, data.down.format(expert=number), prefix, hidden, experts.width, True)
-    if experts.shared_width is not None and data.shared_down is not None:
-        _add_mlp(manifest, data.shared_up, data.shared_down, prefix, hidden, experts.shared_width, True)
-    if data.shared_gate is not None:
-        manifest.linears[prefix + data.shared_gate] = (1, hidden)
+def _add_vectors(manifest: Manifest, vectors: Mapping[str, tuple[int, ...]], prefix: str) -> None:
+    """Biases of norms may be missing, which is a bias of zero."""
+    for name, shape in vectors.items():
+        known = manifest.optional if name.endswith(".bias") else manifest.tensors
+        known[prefix + name] = shape
 
 
 def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme | None, tied_head: str | None) -> None:

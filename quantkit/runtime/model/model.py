@@ -6,6 +6,7 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,13 +17,14 @@ from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, layer_layout
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.types import Linear, Logits
+from quantkit.models.rope import RopeConfig
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, enter
-from quantkit.runtime.model.rope import RopeConfig, RopeTable
+from quantkit.runtime.model.rope import RopeTable
 
 Caches = KVScheme | Sequence[LayerCache] | None
 
@@ -63,8 +65,8 @@ class Model(Protocol):
         """
         ...
 
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
-        """One step; returns (R, V) float32 logits after `batch.logit_rows`."""
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+        """One step: (R, V) float32 logits after `batch.logit_rows`, and on a GPU the likeliest tokens."""
         ...
 
     def forget(self, sequence_id: int) -> None:
@@ -72,6 +74,7 @@ class Model(Protocol):
         ...
 
 
+@dataclass(kw_only=True, eq=False)
 class NativeModel:
     """A model built from its family's data; see `Model`. Weights are laid out already; `loader` makes it.
 
@@ -86,55 +89,40 @@ class NativeModel:
         eos_ids, dtype, device, notes, stored_cache: see `Model`.
     """
 
-    paged = True
+    paged: bool = field(default=True, init=False)
+    config: ModelConfig
+    embedding: Tensor
+    blocks: Sequence[Block]
+    ropes: Sequence[RopeConfig]
+    final_norm: Norm
+    head: Linear
+    num_bytes: int
+    stored_bytes: int
+    eos_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    notes: tuple[str, ...]
+    stored_cache: StoredCache
 
-    def __init__(
-        self,
-        *,
-        config: ModelConfig,
-        embedding: Tensor,
-        blocks: Sequence[Block],
-        ropes: Sequence[RopeConfig],
-        final_norm: Norm,
-        head: Linear,
-        num_bytes: int,
-        stored_bytes: int,
-        eos_ids: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        notes: tuple[str, ...],
-        stored_cache: StoredCache,
-    ) -> None:
-        self.stored_cache = stored_cache
-        self.config, self.dtype, self.device, self.notes, self.eos_ids = config, dtype, device, notes, eos_ids
-        self.vocab_size, self.max_length = config.vocab_size, config.max_length
-        self.num_bytes, self.stored_bytes = num_bytes, stored_bytes
-        self.head = head
-        self.blocks = tuple(blocks)
-        self._embedding, self._final_norm = embedding, final_norm
-        self._ropes = [RopeTable(rope, device) for rope in ropes]
-        self._embedding_scale = config.embedding_scale
-        if config.architecture.multipliers.root_embedding:
+    def __post_init__(self) -> None:
+        self.vocab_size, self.max_length = self.config.vocab_size, self.config.max_length
+        self._tables = [RopeTable(rope, self.device) for rope in self.ropes]
+        self._embedding_scale = self.config.embedding_scale
+        if self.config.family.multipliers.root_embedding:
             # Gemma was trained with the root of its width rounded to the model's dtype.
-            self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self._logits_scale, self._softcap = config.logits_scale, config.logits_softcap
+            self._embedding_scale = torch.tensor(self._embedding_scale, dtype=self.dtype).item()
 
     def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
-        """See `Model`."""
         return config_layouts(self.config, kv, page_size, dtype or self.dtype)
 
-    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
-        """See `Model`; the cache must be there."""
-        return self.step(batch, cache).values
-
     @torch.inference_mode()
-    def step(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
-        """`forward`, and on a GPU the likeliest tokens."""
+    def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
+        """See `Model`; the cache must be there."""
         assert cache is not None, "a paged model needs a KV cache"
-        x = embedding(batch.token_ids, self._embedding).to(self.dtype)  # (T, H)
+        x = embedding(batch.token_ids, self.embedding).to(self.dtype)  # (T, H)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        angles = [table.gather(batch) for table in self._ropes]
+        angles = [table.gather(batch) for table in self._tables]
         pending: Tensor | None = None
         for block in self.blocks:
             x, pending = block(x, pending, batch, cache, None if block.rope is None else angles[block.rope])
@@ -145,7 +133,7 @@ class NativeModel:
 
     def reserve(self, length: int) -> None:
         """Compute now what depends on positions up to this length, so that it stays where it is in memory."""
-        for table in self._ropes:
+        for table in self._tables:
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
@@ -156,7 +144,7 @@ class NativeModel:
         """
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "which experts are chosen is asked by the host"
-        if any((table.rope.turning_length or max_length) < max_length for table in self._ropes):
+        if any((table.rope.turning_length or max_length) < max_length for table in self._tables):
             return "rotary embeddings of long sequences depend on their length"
         return None
 
@@ -165,8 +153,8 @@ class NativeModel:
             return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
         if len(rows) < len(x):
             x, pending = x[rows], None if pending is None else pending[rows]
-        normed, _ = enter(self._final_norm, x, pending)
-        return logits(self.head, normed, scale=self._logits_scale, softcap=self._softcap)
+        normed, _ = enter(self.final_norm, x, pending)
+        return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)
 
 
 def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch.dtype) -> list[KVLayout]:

@@ -10,58 +10,15 @@ Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN, which also describes 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.transfer import send
-
-Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+from quantkit.models.rope import RopeConfig
 
 _FIRST_ROWS = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """Rotary embedding of some layers.
-
-    Args:
-        kind: how wavelengths are scaled.
-        theta: base of the wavelengths.
-        width: channels of a head that are rotated, R; even.
-        interleaved: neighbouring channels are a pair.
-        max_length: what the unscaled model was made for, or is configured for.
-        factor: how much longer contexts are to be.
-        original_length: length of the pretraining (yarn, llama3, longrope).
-        attention_factor: of cosine and sine (yarn, longrope).
-        beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
-        low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
-        short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
-    """
-
-    kind: Kind = "default"
-    theta: float
-    width: int
-    interleaved: bool = False
-    max_length: int
-    factor: float = 1.0
-    original_length: int = 0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-    @property
-    def turning_length(self) -> int | None:
-        """Length of a sequence beyond which wavelengths depend on it; None = they never do."""
-        return {"dynamic": self.max_length, "longrope": self.original_length}.get(self.kind)
 
 
 def frequencies(rope: RopeConfig, length: int) -> Tensor:

@@ -17,15 +17,15 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
-from quantkit.kernels.types import Linear, StackedExperts
-from quantkit.models.family import QueryKeyNorm
+from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts
+from quantkit.models.layer_tensors import norm_names, per_head
+from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import Mixture
-from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide
-from quantkit.runtime.model.manifest import is_quantized, is_stacked, local_names, norm_names, per_head
-from quantkit.runtime.model.rope import RopeConfig
+from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
+from quantkit.runtime.model.manifest import is_quantized, is_stacked, local_names
 
 Weight = Tensor | QuantizedTensor
 
@@ -72,11 +72,11 @@ class Weights:
 
     def _norm(self, weight: Tensor, bias: Tensor | None) -> Norm:
         self.stored_bytes += weight.nbytes
-        if self.config.architecture.norm == "layer":
+        if self.config.family.norm == "layer":
             return LayerNorm(weight, bias, self.config.norm_eps)
         return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
 
-    def head_norm(self, norm: QueryKeyNorm, name: str, prefix: str, num_heads: int) -> Norm:
+    def head_norm(self, name: str, prefix: str, num_heads: int) -> Norm:
         """A norm of queries or keys; where each head has a module of its own, all of them as one."""
         if "{head}" not in name:
             return self.norm(prefix + name)
@@ -98,22 +98,21 @@ class Weights:
         del stored
         joined = weights[0] if len(weights) == 1 else _join(weights, schemes)
         if joined is None:
-            parts = [
-                self._make(weights[i], None if biases is None else biases[i], schemes[i]) for i in range(len(names))
-            ]
-            result: Linear = SideBySide(parts)
+            each: Sequence[Tensor | None] = biases or [None] * len(names)
+            parts = zip(weights, each, schemes, strict=True)
+            result: Linear = SideBySide([self._linear(*part) for part in parts])
         else:
             weights.clear()
             bias = None if biases is None else torch.cat(biases)
             if order is not None:
                 joined, bias = _take_rows(joined, order), None if bias is None else bias[order]
-            result = self._make(joined, bias, schemes[0])
+            result = self._linear(joined, bias, schemes[0])
         self._count(result, read_share)
         return result
 
     def dense(self, weight: Tensor, read_share: float = 1.0) -> Linear:
         """A linear out of a tensor in memory."""
-        result = self._make(weight.to(self.device), None, None)
+        result = self._linear(weight.to(self.device), None, None)
         self._count(result, read_share)
         return result
 
@@ -121,7 +120,7 @@ class Weights:
         self.num_bytes += linear.stored_bytes
         self.stored_bytes += round(linear.stored_bytes * read_share)
 
-    def _make(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None) -> Linear:
+    def _linear(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None) -> Linear:
         return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
 
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
@@ -169,7 +168,7 @@ def _take_rows(weight: Weight, order: Tensor) -> Weight:
     )
 
 
-def make_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
+def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
     """One decoder layer.
 
     Args:
@@ -178,16 +177,16 @@ def make_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Blo
         ropes: rotary embeddings of the model.
     """
     config = weights.config
-    prefix, layer = f"{config.architecture.layers}.{index}.", config.layers[index]
+    prefix, layer = f"{config.family.layers}.{index}.", config.layers[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     mlp: Callable[[Tensor], Tensor]
     if layer.has_experts:
-        mlp = _make_mixture(weights, prefix)
+        mlp = _build_mixture(weights, prefix)
     else:
-        parts = config.architecture.parts
-        mlp = _make_mlp(weights, parts.up, parts.down, prefix, parts.gated)
+        parts = config.family.parts
+        mlp = _build_mlp(weights, parts.up, parts.down, prefix, parts.gated)
     return Block(
-        attention=_make_attention(weights, index, prefix),
+        attention=_build_attention(weights, index, prefix),
         mlp=mlp,
         input_norm=norms[0],
         attention_norm=norms[1],
@@ -199,15 +198,16 @@ def make_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Blo
     )
 
 
-def _make_attention(weights: Weights, index: int, prefix: str) -> Attention:
+def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
     config, layer = weights.config, weights.config.layers[index]
-    parts, norm = config.architecture.parts, config.architecture.qk_norm
-    norms: list[Norm | None] = [None, None]
+    parts, norm = config.family.parts, config.family.qk_norm
+    flat, norms, fused = norm is not None and norm.over == "projection", None, None
     if norm is not None and config.qk_norm:
-        norms = [
-            weights.head_norm(norm, name, prefix, heads)
-            for name, heads in ((norm.query, config.num_heads), (norm.key, config.num_kv_heads))
-        ]
+        norms = (
+            weights.head_norm(norm.query, prefix, config.num_heads),
+            weights.head_norm(norm.key, prefix, config.num_kv_heads),
+        )
+        fused = None if flat else kernel_norms(*norms)
     order = None
     if parts.qkv_by_head:
         rows = torch.arange(3 * config.num_heads * config.head_dim, device=weights.device)
@@ -219,17 +219,19 @@ def _make_attention(weights: Weights, index: int, prefix: str) -> Attention:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        scale=config.attention_scale,
-        window=layer.window,
-        softcap=config.attention_softcap,
-        query_norm=norms[0],
-        key_norm=norms[1],
-        norm_flat=norm is not None and norm.over == "projection",
-        interleaved=layer.rope is not None and layer.rope.interleaved,
+        options=AttentionOptions(
+            scale=config.attention_scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
+            interleaved=layer.rope is not None and layer.rope.interleaved,
+            norms=fused,
+        ),
+        norms=None if fused else norms,
+        norm_flat=flat,
     )
 
 
-def _make_mlp(
+def _build_mlp(
     weights: Weights, up: Sequence[str], down: str, prefix: str, gated: bool = True, read_share: float = 1.0
 ) -> MLP:
     return MLP(
@@ -240,17 +242,17 @@ def _make_mlp(
     )
 
 
-def _make_mixture(weights: Weights, prefix: str) -> Mixture:
-    config, data = weights.config.experts, weights.config.architecture.experts
+def _build_mixture(weights: Weights, prefix: str) -> Mixture:
+    config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
     shared = shared_gate = None
     if config.shared_width is not None and data.shared_down is not None:
-        shared = _make_mlp(weights, data.shared_up, data.shared_down, prefix)
+        shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix)
     if data.shared_gate is not None:
         shared_gate = weights.linear([prefix + data.shared_gate])
     return Mixture(
         router=weights.linear([prefix + data.router]),
-        experts=_stack(weights, prefix) or list(_make_experts(weights, prefix)),
+        experts=_stack(weights, prefix) or tuple(_build_experts(weights, prefix)),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,
@@ -258,13 +260,22 @@ def _make_mixture(weights: Weights, prefix: str) -> Mixture:
     )
 
 
-def _make_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
+def _build_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
     """The experts of a layer, one after another."""
-    config = weights.config.experts
-    assert config is not None
-    make = _stacked_expert if is_stacked(weights.config, prefix, weights.reader) else _single_expert
+    config, data = weights.config.experts, weights.config.family.experts
+    assert config is not None and data is not None
+    share, activation = config.num_chosen / config.num_experts, weights.config.activation
+    stacked = is_stacked(weights.config, prefix, weights.reader)
     for number in range(config.num_experts):
-        yield make(weights, prefix, number, config.num_chosen / config.num_experts)
+        if stacked:
+            up, down = (
+                weights.dense(weights.reader.rows(prefix + name, number, number + 1)[0], share)
+                for name in (data.stacked_up, data.stacked_down)
+            )
+            yield MLP(up, down, activation, True)
+        else:
+            names = [name.format(expert=number) for name in data.up]
+            yield _build_mlp(weights, names, data.down.format(expert=number), prefix, read_share=share)
 
 
 def _stack(weights: Weights, prefix: str) -> StackedExperts | None:
@@ -274,34 +285,17 @@ def _stack(weights: Weights, prefix: str) -> StackedExperts | None:
     if not can_stack(weights.device, weights.dtype):
         return None
     before = weights.num_bytes, weights.stored_bytes
-    found = stack(
-        ((expert.up, expert.down) for expert in _make_experts(weights, prefix)),
+    stacked = stack(
+        ((expert.up, expert.down) for expert in _build_experts(weights, prefix)),
         count=config.num_experts,
         activation=weights.config.activation,
         num_chosen=config.num_chosen,
         normalize=config.normalize,
     )
-    if not isinstance(found, str):
-        return found
+    if not isinstance(stacked, str):
+        return stacked
     weights.num_bytes, weights.stored_bytes = before
-    note = f"experts run one after another, as the host asks who is chosen: {found}"
+    note = f"experts run one after another, as the host asks who is chosen: {stacked}"
     if note not in weights.notes:
         weights.notes.append(note)
     return None
-
-
-def _single_expert(weights: Weights, prefix: str, number: int, share: float) -> MLP:
-    data = weights.config.architecture.experts
-    assert data is not None
-    up = [name.format(expert=number) for name in data.up]
-    return _make_mlp(weights, up, data.down.format(expert=number), prefix, read_share=share)
-
-
-def _stacked_expert(weights: Weights, prefix: str, number: int, share: float) -> MLP:
-    data = weights.config.architecture.experts
-    assert data is not None
-    up, down = (
-        weights.dense(weights.reader.rows(prefix + name, number, number + 1)[0], share)
-        for name in (data.stacked_up, data.stacked_down)
-    )
-    return MLP(up, down, weights.config.activation, True)

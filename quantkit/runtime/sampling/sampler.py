@@ -20,7 +20,8 @@ from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.transfer import send
 from quantkit.kernels.types import Logits
 from quantkit.runtime.sampling.penalties import apply_penalties
-from quantkit.runtime.types import Sequence, TokenLogprob
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.types import TokenLogprob
 
 # Rows to sample: a sequence, and how many of its drafts come before the token.
 Rows = list[tuple[Sequence, int]]
@@ -45,22 +46,17 @@ def choose(logits: Logits | Tensor, rows: Rows) -> Tensor:
     if all(sequence.params.temperature == 0 and sequence.history is None for sequence, _ in rows):
         return reference.largest(values) if best is None else best
     values = apply_penalties(values, rows)
-    return sampling.choose(values, [_draw(row) if row[0].params.temperature > 0 else None for row in rows])
+    return sampling.choose(values, [draw_of(row) if row[0].params.temperature > 0 else None for row in rows])
 
 
-def candidates(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """The tokens that temperature, top-k, top-p and min-p leave.
-
-    Args:
-        logits: (R, V) float32, penalties applied.
-        rows: what each row belongs to; temperatures above 0.
-    Returns:
-        see `reference.sampling.candidates`.
-    """
-    return reference.candidates(logits, [_draw(row) for row in rows])
+def select_rows(logits: Logits, rows: list[int]) -> Logits:
+    """Some rows of a step's logits, where the others are not sampled."""
+    (index,) = send(logits.values.device, np.array(rows, dtype=np.int64))
+    return Logits(logits.values[index], None if logits.best is None else logits.best[index])
 
 
-def _draw(row: tuple[Sequence, int]) -> Draw:
+def draw_of(row: tuple[Sequence, int]) -> Draw:
+    """How a row's token is drawn, with a key that only this request has at this position."""
     sequence, ahead = row
     params = sequence.params
     key = derived_seed(sequence.seed, len(sequence.ids) + ahead)
@@ -81,15 +77,15 @@ def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[Tok
         rows: what each row belongs to.
         tokens: chosen for each row.
     """
-    found: list[TokenLogprob | None] = [None] * len(rows)
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
     if not counts:
-        return found
+        return logprobs
     wanted, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
     table = logits[wanted].log_softmax(-1)  # (W, V)
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
     read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
     for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):
         top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
-        found[index] = TokenLogprob(token_id=tokens[index], logprob=own, top=top)
-    return found
+        logprobs[index] = TokenLogprob(token_id=tokens[index], logprob=own, top=top)
+    return logprobs

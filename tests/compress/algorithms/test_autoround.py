@@ -11,9 +11,9 @@ import torch
 import quantkit
 from quantkit.compress.algorithms._autoround_block import Examples, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
-from quantkit.compress.algorithms.autoround import STEP, AutoRound
+from quantkit.compress.algorithms.autoround import STEP, AutoRoundStep
 from quantkit.compress.calibration.activations import ActivationStore
-from quantkit.numerics.affine import search_parameters
+from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
@@ -31,7 +31,7 @@ def layer_of(make_layer):
 
     def make(family="llama", **arguments):
         layer = make_layer(family, **arguments)
-        layer.original, layer.original_store = copy.deepcopy(layer.block), layer.store
+        layer.data.original, layer.data.original_store = copy.deepcopy(layer.block), layer.data.store
         return layer
 
     return make
@@ -40,7 +40,7 @@ def layer_of(make_layer):
 def problem(dtype="int3", group_size=8, symmetric=True, seed=0):
     torch.manual_seed(seed)
     weight, scheme = torch.randn(6, 24), WeightScheme(dtype=DTYPES[dtype], group_size=group_size, symmetric=symmetric)
-    return weight, scheme, *search_parameters(weight, scheme, torch.float32)
+    return weight, scheme, *search_parameters(weight, WeightGrid(scheme, torch.float32))
 
 
 def round_through(values):
@@ -61,7 +61,7 @@ def plain_formula(weight, scheme, offset, scale, zero):
 def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
     weight, scheme, scale, zero = problem(dtype, group_size, symmetric)
     scale = scale * 0.7  # some weights are clamped
-    tuned = TunedWeight(weight, scheme, scale, zero, torch.float32)
+    tuned = TunedWeight(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
     tuned.offset.uniform_(-0.5, 0.5)
     leaves = [tuned.offset.clone().requires_grad_(), scale.clone().requires_grad_()]
     leaves += [] if zero is None else [zero.clone().requires_grad_()]
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
     weight, scheme, scale, zero = problem(symmetric=symmetric)
-    tuned = TunedWeight(weight, scheme, scale, zero, torch.float32)
+    tuned = TunedWeight(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
     tuned._step_rows = 4  # two blocks
     gradient, values = torch.randn_like(weight), torch.empty_like(weight)
     by_offset, by_scale, _ = tuned.gradients(gradient)
@@ -93,7 +93,7 @@ def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
 
 def test_a_negative_scale_stays_negative():
     weight, scheme, scale, _ = problem()
-    tuned = TunedWeight(weight, scheme, -scale.abs(), None, torch.bfloat16)
+    tuned = TunedWeight(weight, WeightGrid(scheme, torch.bfloat16), Ranges(-scale.abs(), None))
     values = torch.empty_like(weight)
     for _ in range(3):
         tuned.step(torch.randn_like(weight), values, 0.2)
@@ -121,17 +121,17 @@ def test_equal_runs_give_equal_codes_and_leave_the_layer_usable(layer_of):
     first, second = layer_of(), layer_of()
     for layer in (first, second):
         with torch.inference_mode():
-            AutoRound(**QUICK, batch_size=2).apply(layer)
+            AutoRoundStep(**QUICK, batch_size=2).apply(layer)
         assert not any(value.requires_grad for value in layer.block.parameters())
-        assert set(layer.quantized) == set(layer.schemes)
-    for name, weight in first.quantized.items():
-        assert torch.equal(weight.codes, second.quantized[name].codes)
+        assert set(layer.chosen.quantized) == set(layer.schemes)
+    for name, weight in first.chosen.quantized.items():
+        assert torch.equal(weight.codes, second.chosen.quantized[name].codes)
         assert torch.equal(weight.dequantize(), first.weight(name))
     other = layer_of()
     other.seed = 1
     with torch.inference_mode():
-        AutoRound(**QUICK, batch_size=2).apply(other)
-    assert any(not torch.equal(w.codes, other.quantized[n].codes) for n, w in first.quantized.items())
+        AutoRoundStep(**QUICK, batch_size=2).apply(other)
+    assert any(not torch.equal(w.codes, other.chosen.quantized[n].codes) for n, w in first.chosen.quantized.items())
 
 
 def test_never_worse_than_where_it_started(layer_of, output_error):
@@ -141,7 +141,7 @@ def test_never_worse_than_where_it_started(layer_of, output_error):
     start = output_error(layer_of(), started)
     layer = layer_of()
     assert output_error(layer, lambda layer: STEP(iterations=3, learning_rate=1.0).apply(layer)) <= start * 1.0001
-    assert any("did not lower the error" in note for note in layer.notes)
+    assert any("did not lower the error" in note for note in layer.chosen.notes)
 
 
 def test_an_error_that_is_no_number_falls_back(layer_of, monkeypatch):
@@ -150,9 +150,9 @@ def test_an_error_that_is_no_number_falls_back(layer_of, monkeypatch):
     with torch.inference_mode():
         STEP(**QUICK).apply(layer)
         STEP(iterations=1, learning_rate=1e-9).apply(start)
-    assert any("rounded to nearest" in note for note in layer.notes)
-    for name, weight in layer.quantized.items():
-        assert torch.equal(weight.codes, start.quantized[name].codes)
+    assert any("rounded to nearest" in note for note in layer.chosen.notes)
+    for name, weight in layer.chosen.quantized.items():
+        assert torch.equal(weight.codes, start.chosen.quantized[name].codes)
 
 
 def test_linears_ignored_stay_as_they_are(layer_of):
@@ -161,7 +161,7 @@ def test_linears_ignored_stay_as_they_are(layer_of):
     with torch.inference_mode():
         STEP(**QUICK).apply(layer)
     assert torch.equal(layer.weight("self_attn.o_proj"), before)
-    assert "self_attn.o_proj" not in layer.quantized
+    assert "self_attn.o_proj" not in layer.chosen.quantized
 
 
 def test_quantized_inputs_are_seen_while_tuning(layer_of):
@@ -175,7 +175,7 @@ def test_quantized_inputs_are_seen_while_tuning(layer_of):
             assert block.error(Examples(plain), range(2)) == 0
         assert quantized > 1e-6
         STEP(**QUICK).apply(layer)
-    assert not layer.notes
+    assert not layer.chosen.notes
 
 
 def test_floats_are_rounded_first_and_said(layer_of):
@@ -184,19 +184,19 @@ def test_floats_are_rounded_first_and_said(layer_of):
     layer.schemes = {**layer.schemes, "mlp.down_proj": replace(layer.schemes["mlp.down_proj"], weight=fp8)}
     with torch.inference_mode():
         STEP(**QUICK).apply(layer)
-    assert any("mlp.down_proj is fp8 channel, which is not tuned" in note for note in layer.notes)
-    assert set(layer.quantized) == set(layer.schemes)
+    assert any("mlp.down_proj is fp8 channel, which is not tuned" in note for note in layer.chosen.notes)
+    assert set(layer.chosen.quantized) == set(layer.schemes)
 
 
 def test_states_on_disk_give_the_same_codes(layer_of, tmp_path):
     layers = layer_of(), layer_of()
-    layers[1].store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].store)))
-    layers[1].original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].store)))
+    layers[1].data.store = ActivationStore(tmp_path / "a", "disk", iter(list(layers[0].data.store)))
+    layers[1].data.original_store = ActivationStore(tmp_path / "b", "disk", iter(list(layers[0].data.store)))
     for layer in layers:
         with torch.inference_mode():
             STEP(**QUICK).apply(layer)
-    for name, weight in layers[0].quantized.items():
-        assert torch.equal(weight.codes, layers[1].quantized[name].codes)
+    for name, weight in layers[0].chosen.quantized.items():
+        assert torch.equal(weight.codes, layers[1].chosen.quantized[name].codes)
 
 
 class _Killed(Exception):
@@ -229,4 +229,4 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_llama, text_file, tmp_path, first
 @pytest.mark.parametrize("options", [{"iterations": 0}, {"batch_size": 0}, {"learning_rate": 2.0}])
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} {next(iter(options.values()))} "):
-        AutoRound(**options)
+        AutoRoundStep(**options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.compress.algorithms.awq import AWQ, search_ratio
-from quantkit.compress.algorithms.gptq import GPTQ
+from quantkit.compress.algorithms.awq import AwqStep, search_ratio
+from quantkit.compress.algorithms.gptq import GptqStep
 
 
 @pytest.mark.parametrize("best", [0.0, 0.35, 0.5, 0.95])
@@ -22,7 +22,7 @@ def test_search_finds_the_minimum_of_a_smooth_error(best):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_beats_rounding(make_layer, output_error, family, symmetric):
     def awq(layer):
-        AWQ().apply(layer)
+        AwqStep().apply(layer)
         layer.finish()
 
     rounding = output_error(make_layer(family, symmetric=symmetric), lambda layer: layer.finish())
@@ -34,25 +34,25 @@ def test_without_rounding_the_layer_computes_the_same(make_layer, output_error, 
     """Scales are folded exactly: only rounding noise of float32 is left, biases of v included."""
     layer = make_layer(family)
     before = {name: layer.weight(name).clone() for name in layer.schemes}
-    assert output_error(layer, lambda layer: AWQ().apply(layer)) < 1e-5
+    assert output_error(layer, lambda layer: AwqStep().apply(layer)) < 1e-5
     assert any(not torch.equal(before[name], layer.weight(name)) for name in before)
 
 
 def test_ranges_are_left_for_whoever_rounds(make_layer):
     layer = make_layer()
     with torch.inference_mode():
-        AWQ().apply(layer)
-        ranges = dict(layer.ranges)
+        AwqStep().apply(layer)
+        ranges = dict(layer.chosen.ranges)
         layer.finish()
     assert set(ranges) == set(layer.schemes)
     for name, (scale, _) in ranges.items():
-        assert torch.equal(layer.quantized[name].scale, scale)
+        assert torch.equal(layer.chosen.quantized[name].scale, scale)
 
 
 def test_clipping_helps(make_layer, output_error):
     def run(clip):
         def work(layer):
-            AWQ(clip=clip).apply(layer)
+            AwqStep(clip=clip).apply(layer)
             layer.finish()
 
         return output_error(make_layer(dtype="int3"), work)
@@ -62,11 +62,11 @@ def test_clipping_helps(make_layer, output_error):
 
 def test_gptq_can_follow(make_layer, output_error):
     def awq(layer):
-        AWQ().apply(layer)
+        AwqStep().apply(layer)
         layer.finish()
 
     def both(layer):
-        AWQ().apply(layer)
-        GPTQ().apply(layer)
+        AwqStep().apply(layer)
+        GptqStep().apply(layer)
 
     assert output_error(make_layer(), both) < output_error(make_layer(), awq)

@@ -11,6 +11,7 @@ from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
 from tests.helpers import (
     COMPRESSED_ONLY,
@@ -41,8 +42,8 @@ COUNTS = {
 
 def contexts(folder):
     """The layers of a model, with no data."""
-    architecture = find(CheckpointReader(folder).config)
-    skeleton = Skeleton(ModelReader(folder, architecture), architecture, torch.float32, torch.device("cpu"))
+    family = find(CheckpointReader(folder).config)
+    skeleton = Skeleton(ModelReader(folder, family), family, torch.float32, torch.device("cpu"))
     for index in range(skeleton.num_layers):
         yield LayerContext(
             name=skeleton.layer_name(index),
@@ -51,7 +52,7 @@ def contexts(folder):
             schemes={},
             scale_dtype={},
             head_dim=skeleton.head_dim,
-            store=ActivationStore(None, "ram", iter(())),
+            data=LayerData(store=ActivationStore(None, "ram", iter(()))),
             arguments=lambda hidden, index=index: skeleton.arguments(index, hidden),
         )
 

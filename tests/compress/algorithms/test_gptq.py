@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quantkit.compress.algorithms.awq import AWQ
-from quantkit.compress.algorithms.gptq import GPTQ, STEP, cholesky_factor, corrected, fit_scales, settle_columns
+from quantkit.compress.algorithms.awq import AwqStep
+from quantkit.compress.algorithms.gptq import STEP, GptqStep, cholesky_factor, corrected, fit_scales, settle_columns
 from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.numerics.affine import minmax_parameters
+from quantkit.numerics.affine import WeightGrid, minmax_parameters
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import WeightScheme
 
@@ -45,7 +45,7 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
     weight, hessian = problem()
     order = torch.randperm(48) if shuffled else torch.arange(48)
     scheme = WeightScheme(dtype=INT4, group_size=12, symmetric=symmetric)
-    scale, zero = minmax_parameters(weight, scheme, torch.float32)
+    scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     expected = textbook(weight, hessian, order, scale, zero, 12)
     factor, raised = cholesky_factor(hessian.clone(), order, 0.01)
     # Two weights with the same inputs go through the loop together.
@@ -69,11 +69,11 @@ def test_cholesky_factor_factors_the_damped_hessian():
 def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
     layer = make_layer()
     one = torch.randn(1, 1, 64)
-    layer.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
+    layer.data.store = [one.expand(1, 8, 64).contiguous()]  # rank one: every token is the same
     with torch.inference_mode():
-        GPTQ(damping=1e-12).apply(layer)
-    assert any("damping raised to" in note for note in layer.notes)
-    assert set(layer.quantized) == set(layer.schemes)
+        GptqStep(damping=1e-12).apply(layer)
+    assert any("damping raised to" in note for note in layer.chosen.notes)
+    assert set(layer.chosen.quantized) == set(layer.schemes)
 
 
 def test_dead_inputs_are_rounded_on_their_own():
@@ -81,7 +81,7 @@ def test_dead_inputs_are_rounded_on_their_own():
     hessian[3] = 0
     hessian[:, 3] = 0
     scheme = WeightScheme(dtype=INT4)
-    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(48)
     factor, _ = cholesky_factor(hessian, order, 0.01)
     groups = torch.zeros(48, dtype=torch.int64)
@@ -93,9 +93,9 @@ def test_infinite_inputs_are_an_error(make_layer):
     with pytest.raises(ModelError, match="cannot be factorised"):
         cholesky_factor(torch.full((4, 4), torch.inf), torch.arange(4), 0.01)
     layer = make_layer()
-    layer.store = [torch.full((1, 4, 64), torch.nan)]
+    layer.data.store = [torch.full((1, 4, 64), torch.nan)]
     with pytest.raises(CheckpointError, match="not finite"), torch.inference_mode():
-        GPTQ().apply(layer)
+        GptqStep().apply(layer)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -111,15 +111,15 @@ def test_beats_rounding_on_every_family(make_layer, output_error, family, option
 def test_every_integer_type_and_granularity(make_layer, output_error, dtype, group_size, symmetric):
     arguments = {"dtype": dtype, "group_size": group_size, "symmetric": symmetric}
     rounding = output_error(make_layer(**arguments), lambda layer: layer.finish())
-    gptq = output_error(make_layer(**arguments), lambda layer: GPTQ().apply(layer))
+    gptq = output_error(make_layer(**arguments), lambda layer: GptqStep().apply(layer))
     assert gptq < rounding
 
 
 def test_act_order_group_stores_the_index(make_layer):
     layer = make_layer()
     with torch.inference_mode():
-        GPTQ(act_order="group").apply(layer)
-    weight = layer.quantized["mlp.down_proj"]
+        GptqStep(act_order="group").apply(layer)
+    weight = layer.chosen.quantized["mlp.down_proj"]
     assert sorted(weight.group_index.bincount().tolist()) == [16] * 6
     assert torch.equal(weight.dequantize(), layer.weight("mlp.down_proj"))
 
@@ -131,7 +131,7 @@ def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypa
     weight, hessian = problem()
     order, index = torch.randperm(48), torch.arange(48) // group
     scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
-    ranges = minmax_parameters(weight, scheme, torch.float32)
+    ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
     (codes,) = settle_columns([weight], factor, order, index, [ranges], scheme)
     fitted = fit_scales(weight, codes, ranges, factor, order, index, torch.float32)
@@ -148,7 +148,8 @@ def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
     """Multiplications, not time: each group's codes meet only their own rows of the factor."""
     weight, hessian = problem(width=256, rows=8)
     scheme, order = WeightScheme(dtype=INT4, group_size=16), torch.arange(256)
-    ranges, factor = minmax_parameters(weight, scheme, torch.float32), cholesky_factor(hessian, order, 0.01)[0]
+    ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
+    factor = cholesky_factor(hessian, order, 0.01)[0]
     codes = torch.randint(-8, 8, weight.shape, dtype=torch.int8)
     with FlopCounterMode(display=False) as counter:
         fit_scales(weight, codes, ranges, factor, order, order // 16, torch.float32)
@@ -188,7 +189,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
     inputs = original + 0.3 * original @ torch.randn(32, 32) / 32**0.5 + 0.1 * torch.randn(4000, 32)
     weight, scheme = torch.randn(24, 32), WeightScheme(dtype=INT4)
     hessian, error = inputs.T @ inputs / 4000, (original - inputs).T @ inputs / 4000
-    scale, _ = minmax_parameters(weight, scheme, torch.float32)
+    scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(32)
     factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
 
@@ -196,7 +197,7 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
         return (inputs @ decoded.T - original @ weight.T).square().mean().item()
 
     def loop(target):
-        ranges = minmax_parameters(target, scheme, torch.float32)
+        ranges = minmax_parameters(target, WeightGrid(scheme, torch.float32))
         (codes,) = settle_columns([target], factor, order, torch.zeros(32, dtype=torch.int64), [ranges], scheme)
         return distance(codes * ranges[0])
 
@@ -207,9 +208,9 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
 def with_original(layer, noise):
     """The context of a layer whose inputs are not those of the original model any more."""
     generator = torch.Generator().manual_seed(5)
-    layer.original_store, layer.original = layer.store, copy.deepcopy(layer.block)
+    layer.data.original_store, layer.data.original = layer.data.store, copy.deepcopy(layer.block)
     mix = noise * torch.randn(64, 64, generator=generator) / 8
-    layer.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.original_store))
+    layer.data.store = ActivationStore(None, "ram", (hidden + hidden @ mix for hidden in layer.data.original_store))
     return layer
 
 
@@ -217,12 +218,12 @@ def with_original(layer, noise):
 def test_upstream_errors_are_made_up_for(make_layer, options):
     def run(asymmetric_calibration):
         layer = with_original(make_layer(), noise=0.2)
-        wanted = [layer.original_forward(hidden) for hidden in layer.original_store]
+        wanted = [layer.original_forward(hidden) for hidden in layer.data.original_store]
         with torch.inference_mode():
-            GPTQ(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
-        found = [layer.forward(hidden) for hidden in layer.store]
+            GptqStep(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
+        found = [layer.forward(hidden) for hidden in layer.data.store]
         # The residual stream carries the error on; the layer can only mend what it adds.
-        added = zip(found, layer.store, wanted, layer.original_store, strict=True)
+        added = zip(found, layer.data.store, wanted, layer.data.original_store, strict=True)
         return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
 
     assert run(1.0) < 0.8 * run(0.0)
@@ -234,12 +235,12 @@ def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
     plain, step = make_layer(), STEP(asymmetric_calibration=1.0, true_sequential=False)
     with torch.inference_mode():
         for item in (layer, plain):
-            AWQ(grid=4).apply(item)
-        assert layer.divisors
+            AwqStep(grid=4).apply(item)
+        assert layer.data.divisors
         step.apply(layer)
         STEP().apply(plain)
-    for name in layer.quantized:
-        same = layer.quantized[name].codes == plain.quantized[name].codes
+    for name in layer.chosen.quantized:
+        same = layer.chosen.quantized[name].codes == plain.chosen.quantized[name].codes
         assert same.float().mean() > 0.99, name
 
 
@@ -247,7 +248,7 @@ def test_nothing_upstream_is_nothing_to_make_up_for(make_layer):
 def test_refitting_lowers_the_output_error(make_layer, output_error, group_size):
     def run(refit):
         layer = make_layer(dtype="int3", group_size=group_size)
-        return output_error(layer, lambda layer: GPTQ(refit=refit).apply(layer))
+        return output_error(layer, lambda layer: GptqStep(refit=refit).apply(layer))
 
     assert run(1) < run(0)
 
@@ -256,9 +257,9 @@ def test_linears_ignored_stay_as_they_are(make_layer):
     layer = make_layer(ignored=("self_attn.o_proj",))
     before = layer.weight("self_attn.o_proj").clone()
     with torch.inference_mode():
-        GPTQ().apply(layer)
+        GptqStep().apply(layer)
     assert torch.equal(layer.weight("self_attn.o_proj"), before)
-    assert "self_attn.o_proj" not in layer.quantized
+    assert "self_attn.o_proj" not in layer.chosen.quantized
 
 
 def test_one_hessian_per_set(make_layer, monkeypatch):
@@ -269,5 +270,5 @@ def test_one_hessian_per_set(make_layer, monkeypatch):
     original = module.Gram
     monkeypatch.setattr(module, "Gram", lambda *args: made.append(args) or original(*args))
     with torch.inference_mode():
-        GPTQ().apply(make_layer())
+        GptqStep().apply(make_layer())
     assert [args[0] for args in made] == [64, 64, 64, 96]

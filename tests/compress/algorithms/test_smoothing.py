@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from tests.helpers import FAMILIES
 
 
@@ -45,8 +45,7 @@ def test_query_heads_of_one_value_head_share_their_scale(make_layer):
 def test_a_source_in_codes_cannot_absorb_a_scale(make_layer):
     layer = make_layer()
     weight, scheme = layer.weight("self_attn.v_proj"), layer.schemes["self_attn.v_proj"].weight
-    ranges = minmax_parameters(weight, scheme, torch.float32)
-    layer.commit("self_attn.v_proj", round_to_nearest(weight, scheme, *ranges, torch.float32))
+    layer.commit("self_attn.v_proj", round_to_nearest(weight, WeightGrid(scheme, torch.float32)))
     assert not can_fold(layer, layer.sets[1])
     assert can_fold(layer, layer.sets[0])
 

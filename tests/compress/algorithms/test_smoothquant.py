@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.compress.algorithms.smoothquant import SmoothQuant, largest_weight
+from quantkit.compress.algorithms.smoothquant import SmoothQuantStep, largest_weight
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.numerics.dtype import INT8
 from quantkit.numerics.scheme import ActivationScheme
@@ -15,7 +15,7 @@ TOKENS = ActivationScheme(dtype=INT8)
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_layer_computes_the_same(make_layer, output_error, family):
-    assert output_error(make_layer(family), lambda layer: SmoothQuant().apply(layer)) < 1e-5
+    assert output_error(make_layer(family), lambda layer: SmoothQuantStep().apply(layer)) < 1e-5
 
 
 def test_inputs_and_weights_share_the_difficulty(make_layer):
@@ -23,7 +23,7 @@ def test_inputs_and_weights_share_the_difficulty(make_layer):
     layer = make_layer()
     group = layer.sets[0]
     with torch.inference_mode():
-        SmoothQuant(alpha=0.5).apply(layer)
+        SmoothQuantStep(alpha=0.5).apply(layer)
         seen = Magnitude(64, layer.device)
         layer.observe({"self_attn.q_proj": seen})
     ratio = seen.largest / largest_weight(layer, group)
@@ -34,7 +34,7 @@ def test_less_error_with_quantized_activations(make_layer, output_error):
     arguments = {"dtype": "int8", "group_size": None, "activation": TOKENS}
 
     def smooth(layer):
-        SmoothQuant().apply(layer)
+        SmoothQuantStep().apply(layer)
         layer.finish()
 
     plain = output_error(make_layer(**arguments), lambda layer: layer.finish())
@@ -45,5 +45,5 @@ def test_only_sets_behind_a_norm_are_touched(make_layer):
     layer = make_layer()
     before = layer.weight("mlp.down_proj").clone()
     with torch.inference_mode():
-        SmoothQuant().apply(layer)
+        SmoothQuantStep().apply(layer)
     assert torch.equal(layer.weight("mlp.down_proj"), before)

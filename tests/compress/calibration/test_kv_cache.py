@@ -12,6 +12,7 @@ from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.kernels.reference.kv_codes import dequantize, quantize
 from quantkit.numerics.kv_cache import (
@@ -136,7 +137,7 @@ def layer(hidden, **options) -> LayerContext:
         schemes={},
         scale_dtype={},
         head_dim=64,
-        store=store,
+        data=LayerData(store=store),
     )
 
 

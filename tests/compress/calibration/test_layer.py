@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit.compress.algorithms._smoothing import fold
-from quantkit.compress.calibration.layer import relative_error, signal_to_noise_db
+from quantkit.compress.calibration.errors import relative_error, signal_to_noise_db
 from quantkit.compress.calibration.observers import Magnitude
 from quantkit.errors import CheckpointError
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT8
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
@@ -25,7 +25,7 @@ def test_observe_shows_each_linear_its_own_inputs(make_layer):
     assert seen["mlp.gate_proj"].num_tokens == seen["mlp.down_proj"].num_tokens == 4 * 2 * 24
     inputs = []
     layer.linear("mlp.down_proj").register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    for hidden in layer.store:
+    for hidden in layer.data.store:
         layer.forward(hidden)
     expected = torch.cat([x.reshape(-1, 96) for x in inputs]).abs().mean(0)
     torch.testing.assert_close(seen["mlp.down_proj"].mean, expected)
@@ -53,10 +53,10 @@ def test_capture_takes_whole_sequences_up_to_a_budget(make_layer):
 def test_commit_puts_decoded_values_into_the_layer(make_layer):
     layer = make_layer()
     weight, scheme = layer.weight("mlp.up_proj").clone(), layer.schemes["mlp.up_proj"].weight
-    tensor = round_to_nearest(weight, scheme, *minmax_parameters(weight, scheme, torch.float32), torch.float32)
+    tensor = round_to_nearest(weight, WeightGrid(scheme, torch.float32))
     layer.commit("mlp.up_proj", tensor)
     assert torch.equal(layer.weight("mlp.up_proj"), tensor.dequantize())
-    record = layer.records["mlp.up_proj"]
+    record = layer.chosen.records["mlp.up_proj"]
     assert (
         record.error
         == record.rounding_error
@@ -78,7 +78,7 @@ def test_plain_rounding_is_that_of_the_weights_before_scales_were_folded_in(make
                 group = next(group for group in layer.sets if "mlp.gate_proj" in group.linears)
                 fold(layer, group, scales)
             layer.finish()
-        records.append(layer.records["mlp.gate_proj"])
+        records.append(layer.chosen.records["mlp.gate_proj"])
     assert records[1].rounding_error == pytest.approx(records[0].rounding_error, rel=0.02)
     assert records[1].error > 1.2 * records[0].error  # these scales do harm, which the column beside it must show
 
@@ -88,15 +88,15 @@ def test_errors_are_measured_on_outputs_when_there_is_data(make_layer):
     with torch.inference_mode():
         layer.observe({"mlp.gate_proj": Magnitude(64, layer.device)})
         layer.finish()
-    assert layer.records["mlp.up_proj"].measure == "output"
-    assert layer.records["mlp.down_proj"].measure == "weight"
+    assert layer.chosen.records["mlp.up_proj"].measure == "output"
+    assert layer.chosen.records["mlp.down_proj"].measure == "weight"
 
 
 def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
     scheme = ActivationScheme(dtype=INT8)
     layer = make_layer(dtype="int8", group_size=None, activation=scheme)
     layer.finish()
-    hidden = layer.store[0]
+    hidden = layer.data.store[0]
     found = layer.forward(hidden)
     for name in layer.schemes:
         layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_inputs(args[0], scheme),))

@@ -27,11 +27,11 @@ import torch
 from safetensors.torch import save
 
 from quantkit.compress.convert.source import open_source
-from quantkit.compress.convert.target import make_target
+from quantkit.compress.convert.target import target_for
 from quantkit.errors import QuantkitError
 from quantkit.formats import REGISTRY
+from quantkit.formats._gguf_blocks import dequantize_blocks
 from quantkit.formats._gguf_file import read_gguf
-from quantkit.formats.gguf import decode_values
 from quantkit.inspection import inspect
 from tests.formats.schemes import linear, random_tensor
 
@@ -125,7 +125,7 @@ def read_weights(folder: Path) -> None:
 def read_checkpoint(folder: Path) -> None:
     """What a user's command would do with it."""
     read_weights(folder)
-    make_target(open_source(folder), "compressed-tensors")
+    target_for(open_source(folder), REGISTRY.load("compressed-tensors"))
 
 
 def read_file(path: Path) -> None:
@@ -133,7 +133,7 @@ def read_file(path: Path) -> None:
     inspect(path)
     file = read_gguf(path)
     for name, info in file.tensors.items():
-        decode_values(info.block, torch.tensor(list(file.read(name)), dtype=torch.uint8), info.shape)
+        dequantize_blocks(info.block, torch.tensor(list(b"".join(file.chunks(name))), dtype=torch.uint8), info.shape)
 
 
 def mutate_json(data: Any, rng: random.Random) -> Any:
@@ -249,7 +249,7 @@ def main() -> None:
     for name in names:
         make_checkpoint(folder / "good" / name, name)
         read_weights(folder / "good" / name)
-        make_target(open_source(folder / "good" / name), "compressed-tensors")
+        target_for(open_source(folder / "good" / name), REGISTRY.load("compressed-tensors"))
     for name in READ_ONLY:
         make_foreign(folder / "good" / name, name)
         read_weights(folder / "good" / name)

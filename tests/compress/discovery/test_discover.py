@@ -34,7 +34,7 @@ def comparable(sets):
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_what_is_found_is_what_the_file_says(tmp_path, family):
     reader = CheckpointReader(make_model(tmp_path, family))
-    described, found = find(reader.config), discover(reader).architecture
+    described, found = find(reader.config), discover(reader).family
     for part in ("backbone", "layers", "embedding", "final_norm", "head"):
         assert getattr(found, part) == getattr(described, part)
     skeleton = Skeleton(reader, described, torch.float32, torch.device("cpu"))
@@ -49,9 +49,9 @@ def undescribed(request, tmp_path_factory):
 
 def test_every_pair_that_was_found_holds(undescribed):
     """Folded by the code that AWQ folds with, by scales that are no powers of two, on the model's own weights."""
-    architecture = discover(CheckpointReader(undescribed)).architecture
-    reader = ModelReader(undescribed, architecture)
-    skeleton = Skeleton(reader, architecture, torch.float32, torch.device("cpu"))
+    family = discover(CheckpointReader(undescribed)).family
+    reader = ModelReader(undescribed, family)
+    skeleton = Skeleton(reader, family, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     pairs = 0
     for index in range(skeleton.num_layers):
@@ -86,10 +86,10 @@ def test_every_pair_that_was_found_holds(undescribed):
 def test_experts_have_linears_of_their_own(tmp_path, family):
     """Also where transformers keeps them in one tensor: under the names of the files, the router beside them."""
     found = discover(CheckpointReader(make_undescribed(tmp_path, family)))
-    names = {name for group in found.architecture.layer_sets[-1] for name in group.linears if ".experts." in name}
+    names = {name for group in found.family.layer_sets[-1] for name in group.linears if ".experts." in name}
     assert len(names) == 3 * 4
     assert all(f"model.layers.1.{name}.weight" in CheckpointReader(tmp_path) for name in names)
-    ups = next(group for group in found.architecture.layer_sets[-1] if len(group.linears) > 4)
+    ups = next(group for group in found.family.layer_sets[-1] if len(group.linears) > 4)
     assert ups.beside in (("mlp.gate",), ("feed_forward.gate",))
 
 
@@ -104,7 +104,7 @@ def test_what_does_not_hold_is_dropped_and_said(tmp_path):
     # Its heads are subtracted from each other in pairs after the values: no scale of a value head comes out whole.
     assert "self_attn.v_proj -> self_attn.o_proj would change the output" in found.summary
     assert "found 2 layers at model.layers, 7 linears each, 3 of 4 smoothing pairs verified" in found.summary
-    assert all(group.source is None for group in found.architecture.linear_sets if "self_attn.o_proj" in group.linears)
+    assert all(group.source is None for group in found.family.linear_sets if "self_attn.o_proj" in group.linears)
 
 
 class Norm(nn.Module):

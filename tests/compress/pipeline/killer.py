@@ -6,10 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-import transformers.models.llama.modeling_llama  # noqa: F401
-
 import quantkit
-import quantkit.compress.pipeline.run
 
 
 class Renames:

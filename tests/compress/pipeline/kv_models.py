@@ -1,4 +1,4 @@
-"""The demo model as a Qwen2 whose keys are ridden by outliers, though it computes what the demo model computes."""
+"""The demo model as a Qwen2 whose keys have outlier channels, though it computes what the demo model computes."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.compress.output import Shard
 from quantkit.compress.pipeline import audit
-from quantkit.compress.pipeline.plan import make_plan
+from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.pipeline.run import quantize
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError
@@ -27,8 +28,8 @@ def finished(tmp_path):
     quantize(str(model), RECIPE, tmp_path / "out")
     result = json.loads((tmp_path / "out" / "quantkit-run.json").read_text())
     records = [LayerRecord.from_dict(layer) for layer in result["layers"]]
-    plan = make_plan(str(model), RECIPE, tmp_path / "other", "cpu")
-    audit.check_checkpoint(tmp_path / "out", plan, records)
+    plan = build_plan(str(model), RECIPE, tmp_path / "other", "cpu")
+    audit.audit_checkpoint(tmp_path / "out", plan, records)
     return plan, tmp_path / "out", records
 
 
@@ -63,7 +64,7 @@ def edit_quantization(folder, change):
             lambda f: rewrite(f, "model.layers.1.mlp.up_proj.weight_packed", torch.zeros(96, 4, dtype=torch.int32)),
             "bytes on disk, planned",
         ),
-        (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "does not leave lm_head alone"),
+        (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "does not ignore lm_head"),
         (
             lambda f: edit_quantization(f, lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8)),
             "describes .* differently",
@@ -76,14 +77,14 @@ def test_defects_of_the_files_are_found(finished, spoil, message):
     plan, folder, records = finished
     spoil(folder)
     with pytest.raises(AuditError, match=message):
-        audit.check_checkpoint(folder, plan, records)
+        audit.audit_checkpoint(folder, plan, records)
 
 
 def test_a_linear_that_was_not_quantized_is_found(finished):
     plan, folder, records = finished
     records[1] = dataclasses.replace(records[1], linears=records[1].linears[1:])
     with pytest.raises(AuditError, match="quantized 13 linears where 14 were planned"):
-        audit.check_checkpoint(folder, plan, records)
+        audit.audit_checkpoint(folder, plan, records)
 
 
 def one_weight(plan, folder):
@@ -113,8 +114,13 @@ def test_a_code_outside_its_type_is_found(finished):
 def test_a_flipped_bit_in_the_shard_is_found(finished):
     plan, folder, _ = finished
     prefix, weight, scheme = one_weight(plan, folder)
-    shard = ModelReader.of_file(folder / "model-00001-of-00003.safetensors", plan.architecture)
-    audit.check_written(shard, prefix, weight, scheme, plan.format)
+    file = ModelReader.view_file(folder / "model-00001-of-00003.safetensors", plan.family)
+    shard = Shard(plan.format)
+    shard.add_linear(prefix, weight, scheme, plan.format.encode(weight, scheme))
+    shard.check(file)
     weight.codes[3, 5] ^= 1
-    with pytest.raises(AuditError, match="differs from what was written"):
-        audit.check_written(shard, prefix, weight, scheme, plan.format)
+    with pytest.raises(AuditError, match="codes decodes to others"):
+        shard.check(file)  # what was encoded is not what calibration computed with
+    shard.add_linear(prefix, weight, scheme, plan.format.encode(weight, scheme))
+    with pytest.raises(AuditError, match="reads back differently"):
+        shard.check(file)

@@ -33,8 +33,8 @@ def wrapper(request, tmp_path_factory):
 
 def decode_into(model, source, output):
     """Give a model of the source the weights that we decode from the output, and quantized inputs where they are."""
-    architecture, _ = find_model(CheckpointReader(source))
-    reader = ModelReader(output, architecture)
+    family, _ = find_model(CheckpointReader(source))
+    reader = ModelReader(output, family)
     format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
     scheme = format_.recognise(reader.config)
     for name, module in model.named_modules():
@@ -50,7 +50,7 @@ def decode_into(model, source, output):
                 )
     for name, parameter in model.named_parameters():  # norms and biases that took a scale
         quantized = scheme.find(name.removesuffix(".weight")) is not None and parameter.dim() == 2
-        if name in reader and name.startswith(f"{architecture.layers}.") and not quantized:
+        if name in reader and name.startswith(f"{family.layers}.") and not quantized:
             parameter.data = reader.tensor(name).float()
     return model.eval()
 
@@ -87,20 +87,20 @@ def test_awq_smooths_what_was_found(tmp_path, text_file):
 
 
 def test_a_run_that_was_interrupted_resumes_bit_for_bit(tmp_path, text_file):
-    from quantkit.compress.pipeline.run import _Run
+    from quantkit.compress.pipeline import run as pipeline_run
 
     model = make_undescribed(tmp_path / "model", "lfm2")
     run(model, "gptq-int4", tmp_path / "whole", text_file)
-    original, calls = _Run._write, []
+    original, calls = pipeline_run.write_layer, []
 
-    def stop(self, index, layer):
+    def stop(plan, index, layer, folder):
         calls.append(index)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return original(self, index, layer)
+        return original(plan, index, layer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Run, "_write", stop)
+        patch.setattr(pipeline_run, "write_layer", stop)
         with pytest.raises(KeyboardInterrupt):
             run(model, "gptq-int4", tmp_path / "parts", text_file)
     assert run(model, "gptq-int4", tmp_path / "parts", text_file).resumed_layers == 1

@@ -57,9 +57,7 @@ def models(tmp_path_factory):
 def decoded_copy(source, output, folder):
     """The source as a plain checkpoint with every quantized weight as we decode it from the output."""
     config = json.loads((source / "config.json").read_text())
-    found = recognise(json.loads((output / "config.json").read_text()), "")
-    assert found is not None
-    _, format_, scheme = found
+    format_, scheme = recognise(json.loads((output / "config.json").read_text()), "")
     reader, tensors = CheckpointReader(output), {}
     for module, local in by_module(reader.names).items():
         stored = {name: reader.tensor(f"{module}.{name}" if module else name) for name in local}
@@ -128,6 +126,13 @@ def test_what_transformers_cannot_load_as_codes_comes_back_dense(models, tmp_pat
         rtol=0,
         atol=1e-4,
     )
+
+
+def test_transposed_linears_with_zero_points(models, tmp_path):
+    overrides = {"weights.symmetric": False, "weights.group_size": 32, "format": "gptq-v2"}
+    run(models("gpt2", torch.float16), "rtn-int4", tmp_path / "out", overrides=overrides)
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (section["checkpoint_format"], section["sym"]) == ("gptq_v2", False)
 
 
 def test_transposed_linears_are_refused_where_no_reader_finds_them(models, tmp_path):

@@ -70,7 +70,7 @@ def loads_in_float32(name: str) -> bool:
     return default is not None and default.weight.dtype.scale == "float"
 
 
-@pytest.mark.parametrize("recipe", filter(loads_in_float32, shipped()))
+@pytest.mark.parametrize("recipe", [name for name in shipped() if loads_in_float32(name)])
 def test_every_shipped_recipe_loads_in_transformers(tiny_llama, tmp_path, text_file, recipe):
     changes = {"steps.autoround.iterations": 20} if recipe == "autoround-int4" else {}
     result = run(tiny_llama, recipe, tmp_path / "out", text_file, overrides=changes)
@@ -210,16 +210,16 @@ def test_sixteen_bit_norms_are_calibrated_as_they_are_written(tmp_path, text_fil
     """float16 is computed in float32 here; folded norms must already carry their final rounding."""
     model = make_model(tmp_path / "model", dtype=torch.float16)
     seen = {}
-    from quantkit.compress.pipeline.run import _Run
+    from quantkit.compress.pipeline import run as pipeline_run
 
-    original = _Run._write
+    original = pipeline_run.write_layer
 
-    def spy(self, index, layer):
+    def spy(plan, index, layer, folder):
         seen.update({f"{layer.name}.{n}": p.clone() for n, p in layer.block.named_parameters() if "norm" in n})
-        return original(self, index, layer)
+        return original(plan, index, layer, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Run, "_write", spy)
+        patch.setattr(pipeline_run, "write_layer", spy)
         run(model, "awq-int4", tmp_path / "out", text_file)
     tensors = load_tensors(tmp_path / "out")
     assert len(seen) == 4

@@ -13,7 +13,6 @@ import pytest
 import quantkit
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
-from quantkit.cli import main
 from quantkit.errors import InputError, OutputError, ResumeError
 from tests import forked
 from tests.compress.pipeline.killer import compress, renames_file
@@ -68,29 +67,25 @@ def finished_layers(progress):
         return 0
 
 
-def command_line(arguments):
-    main(arguments)
-
-
 def test_killed_by_the_clock(tmp_path, text_file):
     """Three kills from outside at random times, always the same command, through the command line."""
     model = make_model(tmp_path / "model", num_hidden_layers=10)
-    command = ["quantize", str(model), "--recipe", "gptq-int4", "--set", "weights.group_size=32", "--quiet"]
-    command += ["--calibration", str(text_file), "--samples", "8", "--sequence-length", "48", "-o"]
-    assert forked.run(command_line, [*command, str(tmp_path / "whole")]) == 0
+    command = ["quantize", model, "--recipe", "gptq-int4", "--set", "weights.group_size=32", "--quiet"]
+    command += ["--calibration", text_file, "--samples", "8", "--sequence-length", "48", "-o"]
+    assert forked.Command(*command, tmp_path / "whole").finish()[0] == 0
     generator, progress = random.Random(0), []
     output, saved = tmp_path / "out", tmp_path / "out.partial" / "progress.json"
     for _ in range(3):
-        process = forked.start(command_line, [*command, str(output)])
-        while process.is_alive() and finished_layers(saved) == (progress[-1] if progress else 0):
+        run = forked.Command(*command, output)
+        while run.process.is_alive() and finished_layers(saved) == (progress[-1] if progress else 0):
             time.sleep(0.002)
         time.sleep(generator.uniform(0, 0.05))
-        process.kill()
-        process.join()
+        run.process.kill()
+        run.finish()
         progress.append(finished_layers(saved))
     assert progress[0] > 0, progress
     if not output.exists():
-        assert forked.run(command_line, [*command, str(output)]) == 0
+        assert forked.Command(*command, output).finish()[0] == 0
     assert hashes(output) == hashes(tmp_path / "whole")
 
 
@@ -157,7 +152,7 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     with pytest.raises(ResumeError, match="calibration"):
         quantize(model, tmp_path / "out", text)
     text.write_text(text_file.read_text())
-    monkeypatch.setattr("quantkit.compress.pipeline.plan._version", lambda name: "9.9")
+    monkeypatch.setattr("quantkit.compress.pipeline.identity._version", lambda name: "9.9")
     with pytest.raises(ResumeError, match=r"versions\..*9\.9"):
         quantize(model, tmp_path / "out", text)
     monkeypatch.undo()

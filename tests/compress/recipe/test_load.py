@@ -10,9 +10,15 @@ import pytest
 import yaml
 
 from quantkit.compress.algorithms import REGISTRY
-from quantkit.compress.recipe import CalibrationPlan, check, load
+from quantkit.compress.recipe import check, load
 from quantkit.compress.recipe.load import build
-from quantkit.compress.recipe.schema import Activations, Calibration, Document, KVCache, Weights
+from quantkit.compress.recipe.schema import (
+    ActivationsSection,
+    CalibrationSection,
+    Document,
+    KVCacheSection,
+    WeightsSection,
+)
 from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import WeightScheme
@@ -52,7 +58,7 @@ def test_steps_are_built_in_order_with_options_and_default_calibration(write):
     assert recipe.step_names == ("awq", "gptq")
     assert recipe.steps[0].grid == 7
     assert recipe.steps[1] == type(recipe.steps[1])()
-    assert recipe.calibration == CalibrationPlan()
+    assert recipe.calibration == CalibrationSection()
 
 
 def test_null_options_are_the_defaults(write):
@@ -105,7 +111,7 @@ def test_source_is_a_recipe_that_gives_the_same_recipe(write):
     again = load(write(yaml.safe_dump(first.source), "again.yaml"))
     assert again == first
     assert build(first.source, "source").source == first.source
-    assert first.source["calibration"]["sequence_length"] == CalibrationPlan().sequence_length
+    assert first.source["calibration"]["sequence_length"] == CalibrationSection().sequence_length
 
 
 def test_source_does_not_depend_on_how_the_file_is_written(write):
@@ -298,8 +304,13 @@ def test_the_documentation_names_every_field_and_every_option():
         for field in dataclasses.fields(step):
             default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
             assert re.search(rf"`{field.name}` \(`?{re.escape(default)}`?[;)]", row), field.name
-    sections = {"": Document, "weights.": Weights, "activations.": Activations, "calibration.": Calibration}
-    sections["kv_cache."] = KVCache
+    sections = {
+        "": Document,
+        "weights.": WeightsSection,
+        "activations.": ActivationsSection,
+        "calibration.": CalibrationSection,
+    }
+    sections["kv_cache."] = KVCacheSection
     for prefix, section in sections.items():
         for name in section.model_fields.keys() - {"weights", "activations", "calibration", "kv_cache"}:
             assert f"\n| `{prefix}{name}` |" in text, prefix + name

@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from quantkit.benchmark.run import BenchmarkOptions
+from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
-from quantkit.evaluate.run import EvaluationOptions
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal
 from quantkit.evaluate.verify import (
     VerifyOptions,

@@ -22,7 +22,9 @@ from step_count import META, PAGE, StepCount, _on_meta
 from quantkit.kernels.layouts import kv_scheme
 from quantkit.kernels.transfer import send
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.engine.runner import Piece, Runner
+from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.batch_builder import ScheduledChunk
+from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.sampling.sampler import choose
 from quantkit.runtime.types import SamplingParams
 from tests.runtime.test_sampling import sequence
@@ -97,20 +99,24 @@ MIXES = {
 }
 
 
+def holder(number, pages):
+    return SimpleNamespace(id=number, row=number, pages=pages, num_table_entries=0)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("kv", ["auto", "int4"])
 @pytest.mark.parametrize("weights", ["bf16", "w4a16 head8"])
 def test_a_step_and_its_choice_wait_for_nothing(no_wait, weights, kv, mix):
     model = make_model("tiny", weights, META)
     cache = KVCache(model.layouts(kv_scheme(kv), PAGE), 64, 8, META)
-    runner = Runner(model, cache, max_sequences=8, max_pages=8, page_size=PAGE, device=META)
+    runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
     pages = range(len(MIXES[mix]))
-    pieces = [Piece(SimpleNamespace(id=i, row=i, pages=[i], tabled=0), [i], 5, 1) for i in pages]
+    chunks = [ScheduledChunk(holder(i, [i]), [i], 5, 1) for i in pages]
     rows = [(sequence(SamplingParams(**params)), 0) for params in MIXES[mix]]
-    tokens = choose(runner.run(pieces), rows)
+    tokens = choose(runner.step(chunks), rows)
     assert (tokens.device, tokens.shape, tokens.dtype) == (META, (len(rows),), torch.int64)
     # And the next step takes them from there.
-    assert choose(runner.run(pieces, tokens), rows).shape == (len(rows),)
+    assert choose(runner.step(chunks, tokens), rows).shape == (len(rows),)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
@@ -118,15 +124,20 @@ def test_prompts_wait_for_nothing_either(no_wait, kv):
     """A chunk over a page's border, drafts and a decode in one step."""
     model = make_model("tiny", "w4a16 head8", META)
     cache = KVCache(model.layouts(kv_scheme(kv), PAGE), 64, 8, META)
-    runner = Runner(model, cache, max_sequences=8, max_pages=8, page_size=PAGE, device=META)
+    runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
     spans = ((0, 3, PAGE + 7, 1), (1, 9, 10, 1), (2, 20, 24, 4), (3, 0, 5, 0))
-    pieces = [
-        Piece(SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], tabled=0), [5] * (end - start), start, wanted)
+    chunks = [
+        ScheduledChunk(
+            SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], num_table_entries=0),
+            [5] * (end - start),
+            start,
+            wanted,
+        )
         for i, start, end, wanted in spans
     ]
     drafting = sequence(SamplingParams(temperature=1.0), drafts=(1, 2, 3))
     rows = [(sequence(SamplingParams()), 0)] * 2 + [(drafting, ahead) for ahead in range(4)]
-    assert choose(runner.step(pieces), rows).shape == (6,)
+    assert choose(runner.step(chunks), rows).shape == (6,)
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
@@ -135,7 +146,7 @@ def test_experts_are_chosen_without_waiting(no_wait, weights, count):
     model = make_model("tiny experts", weights, META)
     assert model.why_not_capturable(PAGE) is None
     cache = KVCache(model.layouts(None, PAGE), 64, 8, META)
-    runner = Runner(model, cache, max_sequences=8, max_pages=8, page_size=PAGE, device=META)
-    holders = [SimpleNamespace(id=i, row=i, pages=[i], tabled=0) for i in range(count)]
-    pieces = [Piece(holder, [1], 5, 1) for holder in holders]
-    assert choose(runner.step(pieces), [(sequence(SamplingParams()), 0)] * count).shape == (count,)
+    runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
+    holders = [holder(i, [i]) for i in range(count)]
+    chunks = [ScheduledChunk(each, [1], 5, 1) for each in holders]
+    assert choose(runner.step(chunks), [(sequence(SamplingParams()), 0)] * count).shape == (count,)

@@ -17,7 +17,7 @@ from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference import experts
 from quantkit.kernels.types import ActivationQuantization, HeadNorms
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
@@ -61,7 +61,7 @@ def test_linears(scheme, shape, dtype):
     kind = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
     torch.manual_seed(0)
     values = torch.randn(shape) * 0.1
-    weight = round_to_nearest(values, kind, *minmax_parameters(values, kind, dtype), dtype)
+    weight = round_to_nearest(values, WeightGrid(kind, dtype))
     bias = torch.randn(shape[0])
     activation = None if rounded is None else ActivationScheme(dtype=DTYPES[rounded])
     decoded = weight.dequantize().double()
@@ -83,7 +83,7 @@ def test_inputs_with_a_calibrated_scale(name, shape):
     kind = WeightScheme(dtype=DTYPES[name])
     torch.manual_seed(0)
     values = torch.randn(shape) * 0.1
-    weight = round_to_nearest(values, kind, *minmax_parameters(values, kind, torch.bfloat16), torch.bfloat16)
+    weight = round_to_nearest(values, WeightGrid(kind, torch.bfloat16))
     weight = dataclasses.replace(weight, input_scale=torch.tensor([0.02]))
     activation = ActivationScheme(dtype=DTYPES[name], granularity="tensor", dynamic=False)
     linear = build_linear(weight, activation=activation, dtype=torch.bfloat16, device=CUDA)
@@ -176,7 +176,7 @@ def test_experts(scheme, dtype):
         values = (torch.randn(rows, inputs) * inputs**-0.5).to(dtype)
         if scheme is not None:
             kind = WeightScheme(dtype=DTYPES[scheme[0]], group_size=scheme[1], symmetric=scheme[2])
-            values = round_to_nearest(values.float(), kind, *minmax_parameters(values.float(), kind, dtype), dtype)
+            values = round_to_nearest(values.float(), WeightGrid(kind, dtype))
         decoded.append((values if scheme is None else values.dequantize()).double())
         pairs.append(build_linear(values, dtype=dtype, device=CUDA))
     stacked = stack(
@@ -314,7 +314,7 @@ def test_heads_give_logits_and_the_likeliest(name, softcap):
     weight = torch.randn(5003, 512)
     if name != "dense":
         kind = WeightScheme(dtype=DTYPES[name], group_size=None if name == "int8" else 128, symmetric=True)
-        weight = round_to_nearest(weight, kind, *minmax_parameters(weight, kind, torch.float16), torch.float16)
+        weight = round_to_nearest(weight, WeightGrid(kind, torch.float16))
     decoded = weight if name == "dense" else weight.dequantize()
     head = build_linear(weight, dtype=torch.bfloat16, device=CUDA)
     for count in (1, 3, 16, 64, 65, 300):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def quantized(name, group, symmetric, shape):
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.2
-    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+    return round_to_nearest(values, WeightGrid(scheme, torch.float16))
 
 
 def check(found, inputs, decoded, bias=0.0):

@@ -13,7 +13,7 @@ from quantkit.kernels.gpu import choices, configs, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference.attention import TorchAttention
-from quantkit.kernels.types import HeadNorms
+from quantkit.kernels.types import AttentionOptions, HeadNorms
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache import kv_cache
@@ -76,7 +76,7 @@ def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
 
 
 def assert_same_memory(first, second):
-    one, other = ([*cache._pools, *(tail for tail in cache._tails if tail is not None)] for cache in (first, second))
+    one, other = ([*cache._pools, *filter(torch.is_tensor, cache._residuals)] for cache in (first, second))
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
@@ -184,7 +184,7 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
         )
         states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
         angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
-        outputs.append(caches[-1].attend(0, *states, batch, scale=0.2, angles=angles)[0])
+        outputs.append(caches[-1].attend(0, *states, batch, AttentionOptions(scale=0.2), angles)[0])
     assert torch.equal(*outputs)
     assert_same_memory(*caches)
 

@@ -11,7 +11,7 @@ from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import LinearSource
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
@@ -36,7 +36,7 @@ def linear(rows, width, kind, seed):
         return DenseLinear(values.half(), bias=None, activation=None, description="dense")
     name, group, symmetric = kind
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
-    weight = round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+    weight = round_to_nearest(values, WeightGrid(scheme, torch.float16))
     return packed_linear.PackedLinear(LinearSource(weight=weight, dtype=torch.float16, device=CPU))
 
 
@@ -98,16 +98,15 @@ def few_programs(monkeypatch):
 
 
 def cases():
-    """One token, a few, and enough for tiles: all by default of the first kinds, of each other one."""
+    """A few tokens, enough for tiles, and one: by default two of these for the first kinds, for each other kind one."""
     for number, kind in enumerate(KINDS):
-        for turn, tokens in enumerate((3, 17)):
-            slow = number > 1 and turn != number % 2
-            yield pytest.param(kind, tokens, marks=pytest.mark.slow if slow else [])
-    yield from ((kind, 1) for kind in KINDS[:3])
+        for turn, tokens in enumerate((3, 17) if number > 2 else (3, 17, 1)):
+            fast = turn in ((0, 1), (1, 2))[number] if number < 2 else turn == number % 2
+            yield pytest.param(kind, tokens, marks=[] if fast else pytest.mark.slow)
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("kind", "tokens"), cases(), ids=str)
+@pytest.mark.parametrize(("kind", "tokens"), list(cases()), ids=str)
 def test_experts(kind, tokens):
     made = Experts(kind)
     made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))

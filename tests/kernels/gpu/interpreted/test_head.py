@@ -12,16 +12,17 @@ from quantkit.kernels.gpu.linear import PackedLinear
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import LinearSource
-from quantkit.numerics.affine import minmax_parameters, round_to_nearest
+from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import WeightScheme
+from tests.helpers import one_of_each
 
 CPU = torch.device("cpu")
 INT8 = WeightScheme(dtype=DTYPES["int8"], group_size=None, symmetric=True)
 
 
 def rounded(values, scheme=INT8):
-    return round_to_nearest(values, scheme, *minmax_parameters(values, scheme, torch.float16), torch.float16)
+    return round_to_nearest(values, WeightGrid(scheme, torch.float16))
 
 
 def packed(weight, dtype, bias=None):
@@ -85,12 +86,17 @@ def test_rows_that_nobody_draws_from_have_no_likeliest(monkeypatch):
     torch.testing.assert_close(values, head(x))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
-@pytest.mark.parametrize(
-    ("name", "group", "shape"), [("int8", None, (300, 256)), ("int4", 32, (50, 256)), ("int8", 64, (64, 2048))]
-)
-def test_packed_heads(monkeypatch, name, group, shape, rows):
+HEADS = {
+    "int8": ("int8", None, (300, 256)),
+    "int4": ("int4", 32, (50, 256)),
+    "int8 split": ("int8", 64, (64, 2048)),
+}
+
+
+@pytest.mark.parametrize(("kind", "rows"), one_of_each(HEADS, (1, 5, 3)))
+def test_packed_heads(monkeypatch, kind, rows):
     """A product per row, in tiles, split; outputs that are no multiple of a tile."""
+    name, group, shape = HEADS[kind]
     torch.manual_seed(1)
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=True)
     head = packed(rounded(torch.randn(shape), scheme), torch.float32, torch.randn(shape[0]))

@@ -10,6 +10,7 @@ import torch
 from quantkit.kernels import gpu
 from quantkit.kernels.ops import sampling
 from quantkit.kernels.reference.sampling import Draw
+from tests.helpers import one_of_each
 
 ROWS = 5
 SETTINGS = {
@@ -41,8 +42,7 @@ def both(logits, draws):
     return sampling._choose_on_gpu(logits, draws).tolist(), sampling.choose(logits, draws).tolist()
 
 
-@pytest.mark.parametrize("size", [50, 3001])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "size"), one_of_each(SETTINGS, (3001, 50)))
 def test_draws_are_the_references(name, size):
     torch.manual_seed(size)
     logits = 2.5 * torch.randn(ROWS, size)

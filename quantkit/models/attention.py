@@ -1,4 +1,4 @@
-"""What one attention layer keeps and reads, in bytes: the KV cache before anything is allocated.
+"""What one attention layer keeps and reads, in bytes: the KV cache before anything is allocated. Torch-free.
 
 L tokens of context. What an entry of the cache holds, and how many entries there are:
 
@@ -9,7 +9,7 @@ L tokens of context. What an entry of the cache holds, and how many entries ther
     csa      w + L / r       one shared vector; r tokens make an entry with an indexer key; `top_k` are read (V4)
     hca      w + L / r       as csa with a large r and no indexer: all entries are read
 
-Not the runtime's allocator: that one rounds up to pages. Not for state-space or linear-attention layers.
+Not for state-space or linear-attention layers.
 
 Sources: the formulas of csa and hca are those of DeepSeek-V4's technical report (9.62 GiB at 1,048,576 tokens for 30
 and 31 layers); the 8-bit layouts of mla, dsa and csa are those of FlashMLA and vLLM (656, 132 and 584 bytes).
@@ -21,18 +21,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.planning.kv_forms import BF16, PAGE_SIZE, ROLLBACK, KVForm
+from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
-Kind = Literal["full", "window", "mla", "dsa", "csa", "hca"]
 LATENT = ("mla", "dsa", "csa", "hca")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
+class AttentionShape:
     """The cache of one layer.
 
     Args:
-        kind: see the table at the top of the file.
         num_heads: query heads.
         num_kv_heads: vectors kept per token and side; 1 for the latent kinds.
         key_dim, value_dim: widths of what is kept; value_dim is 0 where keys and values are one vector.
@@ -41,25 +39,46 @@ class Attention:
         ratio: tokens per compressed entry; 0 = none is compressed.
         top_k: entries that a query reads; None = all.
         index_dim, index_heads: of the indexer; 0 = there is none.
-        score_dim, mix_dim: multiply-adds per head for one query and one key, in decode.
-        prefill_score_dim, prefill_mix_dim: the same in prefill, where mla works on full heads.
+        full_dims: widths of the full heads' keys and values that prefill of mla works on; None = those that are kept.
     """
 
-    kind: Kind
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int = 1
     key_dim: int
-    value_dim: int
-    score_dim: int
-    mix_dim: int
-    prefill_score_dim: int
-    prefill_mix_dim: int
+    value_dim: int = 0
     rope_dim: int = 0
     window: int | None = None
     ratio: int = 0
     top_k: int | None = None
     index_dim: int = 0
     index_heads: int = 0
+    full_dims: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> Literal["full", "window", "mla", "dsa", "csa", "hca"]:
+        """See the table at the top of the file."""
+        if self.ratio:
+            return "csa" if self.index_dim else "hca"
+        if self.window is not None:
+            return "window"
+        if self.value_dim:
+            return "full"
+        return "dsa" if self.index_dim else "mla"
+
+    def describe(self) -> str:
+        """Short form for tables, e.g. `GQA 32/8 x 128` or `window 1024, GQA 32/8 x 128`."""
+        if self.value_dim:
+            few = "GQA" if self.num_kv_heads > 1 else "MQA"
+            text = f"{'MHA' if self.num_heads == self.num_kv_heads else few} "
+            text += f"{self.num_heads}/{self.num_kv_heads} x {self.key_dim}"
+            return text if self.window is None else f"window {self.window}, {text}"
+        if self.window is None:
+            text = f"MLA {self.key_dim - self.rope_dim}+{self.rope_dim}"
+            return f"{text}, indexer {self.index_dim}, top {self.top_k}" if self.index_dim else text
+        text = f"window {self.window} x {self.key_dim}"
+        if self.ratio:
+            text += f", 1 of {self.ratio} compressed"
+        return text if self.top_k is None else f"{text}, top {self.top_k}"
 
     def offers(self, form: KVForm) -> bool:
         """Whether engines keep this kind of layer in that form: the latent kinds come in 16 (32) bits and fp8 only."""
@@ -80,34 +99,32 @@ class Attention:
     def page_bytes(self, form: KVForm) -> int:
         """Bytes of one page of this layer in the bundled runtime; of kinds that it pages: full and window."""
         form = self._kept(form)
-        key = form.key.page_bytes(self.num_kv_heads, self.key_dim)
-        return key + form.value.page_bytes(self.num_kv_heads, self.value_dim)
+        dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+        return padded_bytes(page_arrays(form.key, form.value, **dims))
 
     def allocated_bytes(self, tokens: int, form: KVForm, dtype_bytes: int = 2) -> float:
-        """Bytes that one sequence of this length takes from the pool: whole pages, and a 16-bit tail of its open page.
+        """Bytes that one sequence of this length takes from the pool: whole pages, and the residual window's.
 
         The latent kinds, which the bundled runtime has no pages for, are counted without rounding.
 
         Args:
             tokens: length.
             form: of the cache.
-            dtype_bytes: of one element of the tail.
+            dtype_bytes: of one element of the residual window.
         """
         if self.kind in LATENT:
             return self.cached_bytes(tokens, form)
-        pages = math.ceil(tokens / PAGE_SIZE)
+        pages = math.ceil(tokens / DEFAULT_PAGE_SIZE)
         if self.window is not None:
-            pages = min(pages, math.ceil(self.window / PAGE_SIZE) + 1)  # a window lies across one page more
-        tail = PAGE_SIZE + ROLLBACK if self._kept(form).key.granularity == "channel" else 0
-        return pages * self.page_bytes(form) + tail * self.num_kv_heads * self.key_dim * dtype_bytes
+            pages = min(pages, math.ceil(self.window / DEFAULT_PAGE_SIZE) + 1)  # a window lies across one page more
+        residual = residual_tokens(self._kept(form).key) * self.num_kv_heads * self.key_dim * dtype_bytes
+        return pages * self.page_bytes(form) + residual
 
     def index_bytes(self, form: KVForm) -> int:
         """Bytes of one key of the indexer; 8-bit ones carry a float32 scale per 128."""
-        if not self.index_dim:
-            return 0
-        return (
-            self.index_dim * form.bits // 8 if form.bits >= 16 else self.index_dim + 4 * math.ceil(self.index_dim / 128)
-        )
+        if form.bits >= 16:
+            return self.index_dim * form.bits // 8
+        return self.index_dim + 4 * math.ceil(self.index_dim / 128)
 
     def cached_bytes(self, tokens: int, form: KVForm) -> float:
         """Bytes that one sequence of this length keeps in this layer."""
@@ -117,23 +134,31 @@ class Attention:
     def read_bytes(self, tokens: int, form: KVForm) -> float:
         """Bytes of the cache that one decode step reads at this length."""
         raw, compressed, indexed = self._entries(tokens)
-        return (self._read(raw, compressed)) * self.entry_bytes(form) + indexed * self.index_bytes(form)
+        return self._read(raw, compressed) * self.entry_bytes(form) + indexed * self.index_bytes(form)
 
     def decode_flops(self, tokens: int) -> float:
         """Operations of one decode step at this length, the projections not counted."""
         raw, compressed, indexed = self._entries(tokens)
-        scores = 2 * self.num_heads * (self.score_dim + self.mix_dim) * self._read(raw, compressed)
-        return scores + 2 * self.index_heads * self.index_dim * indexed
+        return self._flops(self.key_dim + self._mixed, self._read(raw, compressed), indexed)
 
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a causal prefill of this many tokens, the projections not counted."""
-        width = 2 * self.num_heads * (self.prefill_score_dim + self.prefill_mix_dim)
         if self.ratio:
             pairs = _pairs(tokens, self.window) + _pairs(tokens, self.top_k and self.top_k * self.ratio) / self.ratio
             indexed = _pairs(tokens, None) / self.ratio
         else:
             pairs, indexed = _pairs(tokens, self.top_k if self.kind == "dsa" else self.window), _pairs(tokens, None)
-        return width * pairs + 2 * self.index_heads * self.index_dim * indexed
+        return self._flops(sum(self.full_dims or (self.key_dim, self._mixed)), pairs, indexed)
+
+    def _flops(self, width: int, pairs: float, indexed: float) -> float:
+        """Of queries times keys, of what is mixed by the result, and of the indexer's scan."""
+        return 2 * self.num_heads * width * pairs + 2 * self.index_heads * self.index_dim * indexed
+
+    @property
+    def _mixed(self) -> int:
+        """Channels that are added up by the scores: of mla the latent vector without its rotary part."""
+        latent = self.kind in ("mla", "dsa")
+        return self.value_dim or self.key_dim - (self.rope_dim if latent else 0)
 
     def _kept(self, form: KVForm) -> KVForm:
         """Layers with a window stay in 16 bits: they keep few tokens, and their errors are known to cost accuracy."""
@@ -150,101 +175,6 @@ class Attention:
         if self.top_k is None:
             return raw + compressed
         return raw + min(compressed, self.top_k) if self.ratio else min(raw, self.top_k)
-
-
-def grouped(*, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> Attention:
-    """Ordinary attention: MHA, GQA or MQA, over everything or over a window.
-
-    Args:
-        num_heads, num_kv_heads, head_dim: sizes.
-        window: tokens that a query sees; None = all before it.
-    """
-    return Attention(
-        kind="full" if window is None else "window",
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
-        score_dim=head_dim,
-        mix_dim=head_dim,
-        prefill_score_dim=head_dim,
-        prefill_mix_dim=head_dim,
-        window=window,
-    )
-
-
-def latent(
-    *,
-    num_heads: int,
-    latent_dim: int,
-    rope_dim: int,
-    head_dim: int,
-    value_dim: int,
-    index_dim: int = 0,
-    index_heads: int = 0,
-    top_k: int | None = None,
-) -> Attention:
-    """Multi-head latent attention; with an indexer, the sparse form of DeepSeek V3.2.
-
-    Args:
-        num_heads: query heads.
-        latent_dim, rope_dim: kept per token, `kv_lora_rank` and `qk_rope_head_dim`.
-        head_dim, value_dim: of the full heads that prefill works on.
-        index_dim, index_heads, top_k: of the indexer.
-    """
-    return Attention(
-        kind="dsa" if index_dim else "mla",
-        num_heads=num_heads,
-        num_kv_heads=1,
-        key_dim=latent_dim + rope_dim,
-        value_dim=0,
-        rope_dim=rope_dim,
-        score_dim=latent_dim + rope_dim,
-        mix_dim=latent_dim,
-        prefill_score_dim=head_dim,
-        prefill_mix_dim=value_dim,
-        top_k=top_k if index_dim else None,
-        index_dim=index_dim,
-        index_heads=index_heads if index_dim else 0,
-    )
-
-
-def compressed(
-    *,
-    num_heads: int,
-    head_dim: int,
-    rope_dim: int,
-    window: int,
-    ratio: int,
-    index_dim: int = 0,
-    index_heads: int = 0,
-    top_k: int | None = None,
-) -> Attention:
-    """One layer of DeepSeek V4: a window of raw tokens and, with a ratio, compressed entries before it.
-
-    Args:
-        num_heads, head_dim, rope_dim: sizes; key and value are one vector of head_dim.
-        window: raw tokens.
-        ratio: tokens per entry, 0 = window only.
-        index_dim, index_heads, top_k: of the indexer that csa layers have.
-    """
-    return Attention(
-        kind="csa" if index_dim else "hca" if ratio else "window",
-        num_heads=num_heads,
-        num_kv_heads=1,
-        key_dim=head_dim,
-        value_dim=0,
-        rope_dim=rope_dim,
-        score_dim=head_dim,
-        mix_dim=head_dim,
-        prefill_score_dim=head_dim,
-        prefill_mix_dim=head_dim,
-        window=window,
-        ratio=ratio,
-        top_k=top_k if index_dim else None,
-        index_dim=index_dim,
-        index_heads=index_heads if index_dim else 0,
-    )
 
 
 def _pairs(tokens: int, window: int | None) -> float:

@@ -26,33 +26,33 @@ EVERY = [
 def test_every_family_is_found_by_its_class_name():
     names = supported()
     assert {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(names)
-    for name, architecture in names.items():
-        assert find({"architectures": [name]}) is architecture
+    for name, family in names.items():
+        assert find({"architectures": [name]}) is family
 
 
-def rebuilt_layers(family, device):
-    """The architecture, the model, and its layers with a linear for every weight."""
+def rebuilt_layers(name, device):
+    """The family, the model, and its layers with a linear for every weight."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    architecture = find({"architectures": [type(model).__name__]})
-    layers = model.get_submodule(architecture.layers)
-    return architecture, model, layers
+        model = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    family = find({"architectures": [type(model).__name__]})
+    layers = model.get_submodule(family.layers)
+    return family, model, layers
 
 
-def sets_of(architecture, model, layer):
+def sets_of(family, model, layer):
     names = {name.removesuffix(".weight") for name, _ in layer.named_parameters()}
-    return architecture.sets_of_layer(names.__contains__, model.config.to_dict())
+    return family.sets_of_layer(names.__contains__, model.config.to_dict())
 
 
-@pytest.mark.parametrize("family", EVERY)
-def test_the_names_exist_and_cover_every_linear_of_a_layer(family):
-    architecture, model, layers = rebuilt_layers(family, "meta")
-    for part in (architecture.backbone, architecture.embedding, architecture.head, architecture.final_norm):
+@pytest.mark.parametrize("name", EVERY)
+def test_the_names_exist_and_cover_every_linear_of_a_layer(name):
+    family, model, layers = rebuilt_layers(name, "meta")
+    for part in (family.backbone, family.embedding, family.head, family.final_norm):
         assert model.get_submodule(part) is not None
     for layer in layers:
-        rebuild_layer(layer, architecture)
-        sets = sets_of(architecture, model, layer)
+        rebuild_layer(layer, family)
+        sets = sets_of(family, model, layer)
         linears = {name for name, module in layer.named_modules() if isinstance(module, torch.nn.Linear)}
         listed = [name for group in sets for name in group.linears]
         assert len(listed) == len(set(listed))
@@ -63,11 +63,11 @@ def test_the_names_exist_and_cover_every_linear_of_a_layer(family):
             assert all(layer.get_parameter(f"{name}.weight").dim() == 2 for name in group.beside)
 
 
-@pytest.mark.parametrize("family", [name for name in EVERY if name not in EXPERT_FAMILIES])
-def test_linears_of_a_set_see_the_same_tensor(family):
-    architecture, model, layers = rebuilt_layers(family, "cpu")
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in EXPERT_FAMILIES])
+def test_linears_of_a_set_see_the_same_tensor(name):
+    family, model, layers = rebuilt_layers(name, "cpu")
     layer, seen = layers[0], {}
-    sets = sets_of(architecture, model, layer)
+    sets = sets_of(family, model, layer)
     for name in (name for group in sets for name in group.linears if "experts." not in name):
         layer.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: seen.update({name: args[0]}))
     model(input_ids=torch.arange(12)[None])

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from quantkit.errors import ModelError
+from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.family import Rope
-from quantkit.runtime.model.rope import Kind, RopeConfig
-from quantkit.runtime.model.settings import NotNative, Settings
 
 _BY_LAYER_TYPE = ("full_attention", "sliding_attention")
 _OTHER_NAMES = {"su": "longrope", "none": "default"}
 
 
-def read_rope(config: Settings, family: Rope, head_dim: int, length: int, local: bool) -> RopeConfig:
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of some layers.
+
+    Args:
+        kind: how wavelengths are scaled.
+        theta: base of the wavelengths.
+        width: channels of a head that are rotated, R; even.
+        interleaved: neighbouring channels are a pair.
+        max_length: what the unscaled model was made for, or is configured for.
+        factor: how much longer contexts are to be.
+        original_length: length of the pretraining (yarn, llama3, longrope).
+        attention_factor: of cosine and sine (yarn, longrope).
+        beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
+        low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
+        short_factors, long_factors: LongRoPE's factor of each wavelength (R/2), up to the original length and beyond.
+    """
+
+    kind: Kind = "default"
+    theta: float
+    width: int
+    interleaved: bool = False
+    max_length: int
+    factor: float = 1.0
+    original_length: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def turning_length(self) -> int | None:
+        """Length of a sequence beyond which wavelengths depend on it; None = they never do."""
+        return {"dynamic": self.max_length, "longrope": self.original_length}.get(self.kind)
+
+
+def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, local: bool) -> RopeConfig:
     """Rotary embedding of layers with (`local`) or without a sliding window.
 
     Args:
@@ -28,16 +71,16 @@ def read_rope(config: Settings, family: Rope, head_dim: int, length: int, local:
         ModelError: an unknown kind, or an entry of it is missing or wrong.
     """
     entries = _entries(config, family, local)
-    read = Settings(entries, {}, "config.json, RoPE")
+    read = ConfigReader(entries, where=f"{config.where}, RoPE")
     theta = read.number("rope_theta", default=_outer_theta(config, family, local))
     partial = read.number(
         "partial_rotary_factor",
-        default=config.number("partial_rotary_factor", "rotary_pct", default=family.partial),
+        default=config.number("partial_rotary_factor", default=family.partial),
     )
     width = int(head_dim * partial)
     if width < 2 or width % 2 or width > head_dim:
         raise ModelError(f"config.json: {width} of {head_dim} channels of a head would be rotated; must be even, >= 2")
-    kind = read.text("rope_type", "type", default="default")
+    kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
     if kind not in get_args(Kind):
         raise NotNative(f"rope_type {kind!r} (there are: {', '.join(get_args(Kind))})")
@@ -52,9 +95,9 @@ def read_rope(config: Settings, family: Rope, head_dim: int, length: int, local:
     )
 
 
-def _entries(config: Settings, family: Rope, local: bool) -> Mapping[str, Any]:
+def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, Any]:
     """The dictionary of RoPE entries for these layers; empty where there is none."""
-    found = config.get("rope_scaling", "rope_parameters") or {}
+    found = config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: RoPE entries are a {type(found).__name__}, not an object; mend it")
     if any(isinstance(found.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
@@ -64,14 +107,14 @@ def _entries(config: Settings, family: Rope, local: bool) -> Mapping[str, Any]:
     return found
 
 
-def _outer_theta(config: Settings, family: Rope, local: bool) -> float:
+def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
     """The base of the wavelengths, where the RoPE entries do not have it."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
-    return config.number("rope_theta", "rotary_emb_base", default=family.theta)
+    return config.number("rope_theta", default=family.theta)
 
 
-def _scaling(kind: str, read: Settings, config: Settings, width: int, length: int) -> dict[str, Any]:
+def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, length: int) -> dict[str, Any]:
     """The entries that belong to this kind of scaling."""
     if kind in ("linear", "dynamic"):
         return {"factor": _factor(read)}
@@ -109,14 +152,14 @@ def _scaling(kind: str, read: Settings, config: Settings, width: int, length: in
     }
 
 
-def _factor(read: Settings) -> float:
+def _factor(read: ConfigReader) -> float:
     factor = read.number("factor")
     if factor < 1:
         raise ModelError(f"config.json, RoPE: factor {factor} is below 1; contexts can only grow")
     return factor
 
 
-def _yarn_attention(read: Settings, factor: float) -> float:
+def _yarn_attention(read: ConfigReader, factor: float) -> float:
     """YaRN's factor of cosine and sine: given, or from the growth of the context."""
 
     def scale(weight: float) -> float:

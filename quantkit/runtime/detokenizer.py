@@ -1,7 +1,7 @@
-"""Token ids to text while they arrive, and stop texts found in it.
+"""Token ids to text while they arrive, and the stop texts in it.
 
-A piece is text that no later token can change: characters whose bytes have not all arrived are held back, and so is
-text that may turn out to be the beginning of a stop text. Put together, the pieces are what decoding everything at
+A delta is text that no later token can change: characters whose bytes have not all arrived are held back, and so is
+text that may turn out to be the beginning of a stop text. Put together, the deltas are what decoding everything at
 once gives (with the tokenizer's own tidying of spaces switched off, which would rewrite text already shown; and
 unless a model writes bytes that are no text, which byte-fallback tokenizers replace by the run, not by the byte).
 """
@@ -32,7 +32,7 @@ class Detokenizer:
 
     Args:
         decode: ids to text, see `decoder`.
-        context: tokens that come before and whose text is not wanted again: with the prompt, the pieces continue its
+        context: tokens that come before and whose text is not wanted again: with the prompt, the deltas continue its
             text (a leading space stays); without, they are the text of the new tokens alone.
     """
 
@@ -47,14 +47,14 @@ class Detokenizer:
         text = self._decode(window)
         if text.endswith(_BROKEN):  # perhaps a character's first bytes
             stable = text.rstrip(_BROKEN)
-            piece = stable[self._shown :]
+            delta = stable[self._shown :]
             self._shown = max(self._shown, len(stable))
-            return piece
-        piece = text[self._shown :]
+            return delta
+        delta = text[self._shown :]
         self._shown = max(self._shown, len(text))
         if len(window) > _WINDOW:
             self._restart(text)
-        return piece
+        return delta
 
     def flush(self) -> str:
         """What was held back, broken characters and all; nothing may be pushed afterwards."""
@@ -62,11 +62,11 @@ class Detokenizer:
 
     def _restart(self, text: str) -> None:
         """Forget the beginning of the window, if what remains decodes to the end of the same text."""
-        tail = self._window[-_CONTEXT:]
-        kept = self._decode(tail)
+        recent = self._window[-_CONTEXT:]
+        kept = self._decode(recent)
         # Empty: the next token would be treated as the first of all and might lose its leading space.
         if kept and text.endswith(kept):
-            self._window, self._shown = tail, len(kept)
+            self._window, self._shown = recent, len(kept)
 
 
 def _beginning(decode: Decode, context: list[int]) -> tuple[list[int], int]:
@@ -91,13 +91,13 @@ class StopFinder:
         self._longest = max(map(len, stops))
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Text that is certainly before any stop, and whether a stop was found; it and the rest are dropped."""
-        text = self._held + piece
-        places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if places:
+    def push(self, delta: str) -> tuple[str, bool]:
+        """Text that is certainly before any stop, and whether there is one; it and the rest are dropped."""
+        text = self._held + delta
+        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
+        if starts:
             self._held = ""
-            return text[: min(places)], True
+            return text[: min(starts)], True
         size = self._num_held(text)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False
@@ -129,14 +129,14 @@ class TextStream:
         self._finder = StopFinder(stops) if stops else None
 
     def push(self, token: int) -> tuple[str, bool]:
-        """New certain text, and whether a stop text was found."""
-        piece = self._detokenizer.push(token)
-        return self._finder.push(piece) if self._finder else (piece, False)
+        """New certain text, and whether it is followed by a stop text."""
+        delta = self._detokenizer.push(token)
+        return self._finder.push(delta) if self._finder else (delta, False)
 
     def flush(self) -> tuple[str, bool]:
         """The rest when the request ends, and whether it held a stop text after all."""
-        piece = self._detokenizer.flush()
+        delta = self._detokenizer.flush()
         if self._finder is None:
-            return piece, False
-        text, found = self._finder.push(piece)
-        return (text, True) if found else (text + self._finder.flush(), False)
+            return delta, False
+        text, stopped = self._finder.push(delta)
+        return (text, True) if stopped else (text + self._finder.flush(), False)

@@ -1,0 +1,96 @@
+"""What a user can ask of a search. No torch: `--help` is answered from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    from quantkit.compress.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions:
+    """How to search; what an option can set stands beside it.
+
+    Args:
+        recipe: to start from: its steps, calibration, format and what it ignores stay.
+        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
+        work: without it they are kept beside the output, until done.
+        device: "auto", "cpu", "cuda" or "cuda:<i>".
+        engine: keywords of `LLM`; the arithmetic is float32 unless given.
+        resume: go on where a killed search stopped.
+        overwrite: replace an existing recipe file or checkpoint.
+    """
+
+    recipe: Recipe
+    output: Path | None = None
+    candidates: tuple[str, ...] = setting(
+        (),
+        "Number types to choose from, e.g. int4,int4:32,int8:channel.",
+        flag="--candidates",
+        metavar="A,B",
+        commas=True,
+        shown="all integers",
+    )
+    text: str | None = setting(
+        None, "Text that the loss is measured on.", flag="--text", metavar="FILE", shown="a shipped one"
+    )
+    max_tokens: int = setting(8192, "Tokens of that text for each measurement.", flag="--tokens", minimum=2)
+    work: Path | None = setting(
+        None, "Folder that keeps trials and numbers for further searches.", flag="--work", metavar="DIR", kind=Path
+    )
+    checkpoint: Path | None = setting(
+        None,
+        "Folder for the compressed model that is measured at the end.",
+        flag="--checkpoint",
+        metavar="DIR",
+        kind=Path,
+    )
+    device: str = "auto"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = True
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchTarget:
+    """What is asked for: one of these.
+
+    Raises:
+        InputError: there is none or several, or it is not above zero.
+    """
+
+    bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
+    num_bytes: int | None = setting(
+        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size", metavar="SIZE"
+    )
+    kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
+    recovery: float | None = setting(
+        None,
+        "Target: per cent of the original's task scores, at least.",
+        flag="--recovery",
+        minimum=0,
+        maximum=100,
+        kind=float,
+    )
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
+        if len(given) != 1 or not 0 < given[0] < math.inf:  # nan is neither
+            raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
+
+    @property
+    def text(self) -> str:
+        """As a condition, e.g. `bits<=4.5`."""
+        if self.bits is not None:
+            return f"bits<={self.bits:g}"
+        if self.num_bytes is not None:
+            return f"bytes<={self.num_bytes}"
+        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"

@@ -1,0 +1,97 @@
+"""What a user can ask of a benchmark. No torch: `--help` is answered from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import RequestError
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    from quantkit.results import Workload
+
+ROUNDS_AGAINST = 4  # of a comparison in turns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkOptions:
+    """What to measure. What each means stands beside it; `static` also sends the same requests in static batches.
+
+    Raises:
+        RequestError: a number is out of range, or nothing is measured.
+    """
+
+    concurrencies: tuple[int, ...] = setting(
+        (1, 8), "Requests in flight at once.", flag="--batch", metavar="N,...", minimum=1, commas=True
+    )
+    rates: tuple[float, ...] = setting(
+        (),
+        "Requests per second, as Poisson arrivals.",
+        flag="--rate",
+        metavar="R,...",
+        above=0,
+        kind=float,
+        commas=True,
+    )
+    prompt_tokens: int = setting(256, "Tokens in each prompt.", flag="--prompt-tokens", minimum=1)
+    new_tokens: int = setting(128, "Tokens made for each request.", flag="--new-tokens", minimum=1)
+    num_requests: int | None = setting(
+        None, "Requests in each run.", flag="--requests", minimum=1, shown="2 x batch, at least 4"
+    )
+    spread: float = setting(
+        0.0, "Spread of lengths: 0.8 draws them from 20 to 100 %.", flag="--spread", minimum=0, below=1
+    )
+    static: bool = False
+    rounds: int = setting(
+        1, "Repetitions of every run.", flag="--rounds", minimum=1, shown=f"1; {ROUNDS_AGAINST} with --against"
+    )
+    ttft_limit_s: float | None = setting(
+        None,
+        "Longest TTFT of a request that counts as goodput.",
+        flag="--ttft-limit",
+        metavar="SECONDS",
+        above=0,
+        kind=float,
+    )
+    tpot_limit_s: float | None = setting(
+        None,
+        "Longest TPOT of a request that counts as goodput.",
+        flag="--tpot-limit",
+        metavar="SECONDS",
+        above=0,
+        kind=float,
+    )
+    seed: int = setting(0, "Seed of prompts and arrivals.", flag="--seed", minimum=0)
+
+    def __post_init__(self) -> None:
+        counts = {"concurrency": min(self.concurrencies, default=1), "number of rounds": self.rounds}
+        counts |= {"prompt length": self.prompt_tokens, "number of new tokens": self.new_tokens}
+        counts |= {} if self.num_requests is None else {"number of requests": self.num_requests}
+        for name, value in counts.items():
+            if value < 1:
+                raise RequestError(f"the {name} is {value}; it must be 1 at least")
+        if not self.concurrencies and not self.rates:
+            raise RequestError("nothing to measure: give a concurrency or a rate")
+        if not all(rate > 0 for rate in self.rates):
+            raise RequestError(f"the rates are {self.rates}; each must be above 0 requests per second")
+        if not 0 <= self.spread < 1:
+            raise RequestError(f"spread is {self.spread}; it must be from 0 to below 1")
+
+    @property
+    def max_sequences(self) -> int:
+        """That the engine must be able to run together."""
+        return max([*self.concurrencies, *(32 for _ in self.rates)])
+
+    def workloads(self) -> list[Workload]:
+        """All runs, the one for the fits last."""
+        from quantkit.benchmark.workload import closed_loop, poisson, sweep  # not for --help
+
+        sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
+        asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
+        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        if self.static:
+            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
+        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+        return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited

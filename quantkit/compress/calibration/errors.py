@@ -1,0 +1,48 @@
+"""How far a layer is from what it was: of one linear's outputs, and of the layer's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+
+# Weights whose error is measured at once: its float32 copies must stay small beside the layer.
+_ERROR_BLOCK = 1 << 21
+
+
+def relative_error(weight: Tensor, decoded: Tensor | Callable[[slice], Tensor], sample: Tensor | None) -> float:
+    """||X (W - D)'|| / ||X W'||, or ||W - D|| / ||W|| without inputs; a block of rows at a time.
+
+    Args:
+        weight: (N, K).
+        decoded: (N, K), or a function that makes these rows of it.
+        sample: (T, K) float32 inputs, or None.
+    """
+    wrong = total = 0.0
+    step = max(1, _ERROR_BLOCK // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        values, reference = decoded(rows) if callable(decoded) else decoded[rows], weight[rows].float()
+        difference = values.float() - reference
+        if sample is not None:
+            difference, reference = sample @ difference.T, sample @ reference.T
+        wrong += difference.square().sum().item()
+        total += reference.square().sum().item()
+    return math.sqrt(wrong / total) if total > 0 else 0.0
+
+
+def signal_to_noise_db(reference: Tensor, output: Tensor) -> float:
+    """10 log10 of signal over noise power; capped at 200 dB when there is no noise.
+
+    Raises:
+        CheckpointError: the output is not finite.
+    """
+    if not torch.isfinite(output).all():
+        raise CheckpointError("a layer's output is not finite: its weights are broken, or float16 has overflowed")
+    signal = reference.float().square().sum().item()
+    noise = (output.float() - reference.float()).square().sum().item()
+    return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0

@@ -1,0 +1,61 @@
+"""What changes while a layer is compressed: what is known of its inputs, and what has been chosen for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.numerics.affine import Ranges
+from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.results import LinearRecord
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerData:
+    """What a layer is fed, and what is known of it. *Mutable*.
+
+    Args:
+        store: hidden states before the layer, made by the layers before as they were quantized; None when the recipe
+            needs no data.
+        original_store: hidden states before the layer in the original model; only there when a step asks for them.
+        original: the layer as it was, likewise.
+        all_tokens: statistics of experts are of all tokens, not of those that are routed to them; what the layer
+            computes is not affected.
+        tokens_per_expert: how many tokens are routed to each; set by `LayerContext.count_tokens`.
+        samples: (T, K) float32 rows to measure errors on, of the inputs of a set, by its first linear.
+        divisors: (K,) what the inputs of a set have been divided by since the layer was loaded, by its first linear.
+    """
+
+    store: ActivationStore | None = None
+    original_store: ActivationStore | None = None
+    original: nn.Module | None = None
+    all_tokens: bool = True
+    tokens_per_expert: tuple[int, ...] = ()
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    divisors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerChoices:
+    """What has been chosen for a layer so far, by relative name. *Mutable*.
+
+    Args:
+        ranges: that a step has left for the rounding that follows.
+        quantized: codes; the layer computes with their values.
+        tensor_largest: see `WeightGrid`, of linears that share it, by the first of them; fixed by their first codes.
+        input_scales: (1,) calibrated scale of each linear's input, once it is known; see
+            `quantkit.compress.calibration.input_scales`.
+        cache_scales: tensors of the KV cache to write beside the weights.
+        records: what the codes cost.
+        notes: what a user should know, a sentence each.
+    """
+
+    ranges: dict[str, Ranges] = field(default_factory=dict)
+    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    tensor_largest: dict[str, Tensor] = field(default_factory=dict)
+    input_scales: dict[str, Tensor] = field(default_factory=dict)
+    cache_scales: dict[str, Tensor] = field(default_factory=dict)
+    records: dict[str, LinearRecord] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

@@ -1,0 +1,112 @@
+"""From finished layers to a checkpoint: what is no decoder layer, the checks of the whole, what was done and how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.checkpoints.memory import peak_bytes
+from quantkit.checkpoints.replaceable import MANIFEST
+from quantkit.checkpoints.writer import copy_tensors, write_json
+from quantkit.compress.output import write_rest
+from quantkit.compress.pipeline.audit import audit_checkpoint
+from quantkit.compress.pipeline.identity import identity_digest
+from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
+from quantkit.compress.pipeline.model import with_stored_names
+from quantkit.compress.pipeline.plan import Plan
+from quantkit.compress.pipeline.shard import shard_name
+from quantkit.compress.pipeline.state import RunState
+from quantkit.results import CompressionResult
+
+
+def finish_checkpoint(plan: Plan, state: RunState) -> int:
+    """Write what is not a decoder layer, and check everything.
+
+    Args:
+        plan: of the run.
+        state: with all layers done; the last shard is added to it.
+    Returns:
+        bytes of all tensors.
+    Raises:
+        AuditError: the checkpoint is not what was planned.
+    """
+    folder, stored = state.checkpoint, plan.reader.stored_name
+    shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
+    state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
+    state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
+    described = plan.format.config(
+        *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
+        group_order=plan.group_order,
+        decode_at_load=plan.family.decode_at_load,
+    )
+    config = with_cache(plan.recipe, plan.reader.config, described, state.records)
+    size = write_rest(folder, plan.reader, state.weight_map, config)
+    audit_checkpoint(folder, plan, state.records)
+    check_cache_written(folder, plan.recipe, config, state.records)
+    return size
+
+
+def describe_run(
+    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], seconds: Mapping[str, float], size: int
+) -> CompressionResult:
+    """What was done.
+
+    Args:
+        plan: of the run.
+        state: with all layers done.
+        resumed: layers that an earlier run had done.
+        warnings: of the plan and the data.
+        seconds: beside the layers, by phase.
+        size: bytes of all tensors.
+    """
+    records = tuple(state.records)
+    linears = [linear for record in records for linear in record.linears]
+    weights = sum(linear.shape[0] * linear.shape[1] for linear in linears)
+    bits = sum(linear.bits_per_weight * linear.shape[0] * linear.shape[1] for linear in linears)
+    phases = Counter[str](seconds)
+    for record in records[resumed:]:
+        phases.update(record.seconds)
+    return CompressionResult(
+        model=plan.model,
+        output=str(plan.output),
+        recipe=plan.recipe.name,
+        format=plan.recipe.format,
+        num_layers=len(records),
+        num_quantized=len(linears),
+        ignored=plan.ignored,
+        bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
+        source_bytes=plan.reader.num_bytes,
+        output_bytes=size,
+        layers=records,
+        warnings=warnings,
+        seconds={phase: round(value, 3) for phase, value in phases.items()},
+        peak_bytes=peak_bytes(),
+        resumed_layers=resumed,
+    )
+
+
+def write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
+    """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
+    folder = state.checkpoint
+    write_json(folder / "quantkit-run.json", result.to_dict())
+    steady = result.to_dict()
+    for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
+        del steady[key]
+    for layer in steady["layers"]:
+        del layer["seconds"], layer["peak_bytes"]
+    manifest: dict[str, Any] = {
+        "schema_version": result.schema_version,
+        "recipe": plan.recipe.source,
+        "gates": list(plan.recipe.gates),
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": digest}
+            for name, digest in sorted(state.shards.items())
+        },
+        "identity": state.identity,
+        "identity_sha256": identity_digest(state.identity),
+        "result": steady,
+    }
+    if plan.discovery is not None:
+        manifest["discovered"] = plan.discovery.record
+    write_json(folder / MANIFEST, manifest)

@@ -1,0 +1,71 @@
+"""What decides the bits of a run, as plain data: two runs of equal identity write the same files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quantkit.compress.calibration.dataset import Samples
+from quantkit.compress.pipeline.plan import Plan
+
+
+def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
+    """Everything that decides the bits of the result."""
+    identity = {
+        "recipe": plan.recipe.source,
+        "source": plan.reader.digests(),
+        "calibration": None if samples is None else samples.digest,
+        "versions": describe_versions(),
+        "compute": {
+            "device": plan.device.type,
+            "dtype": str(plan.compute_dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "kernels": torch.cuda.get_device_name(plan.device)
+            if plan.device.type == "cuda"
+            else torch.backends.cpu.get_cpu_capability(),
+            "matmul": torch.get_float32_matmul_precision(),
+        },
+    }
+    if plan.discovery is not None:
+        identity["discovered"] = plan.discovery.identity
+    return identity
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of everything that decides the bits of a result."""
+    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
+        return "unknown"
+
+
+def identity_digest(identity: dict[str, Any]) -> str:
+    """SHA-256 of an identity, for the manifest."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """`path: old -> new` for every leaf in which two nests of dicts and lists differ."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+    elif old != new:
+        yield f"{path}: {_short(old)} -> {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,68 @@
+"""A finished layer as a file: codes in the recipe's format, the rest as the source has it or a step has left it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.output import Shard
+from quantkit.compress.pipeline.audit import check_weight
+from quantkit.compress.pipeline.kv_cache import check_scales
+from quantkit.compress.pipeline.plan import Plan
+
+
+def shard_name(index: int, num_layers: int) -> str:
+    """File of a layer; the one after the last holds everything else."""
+    return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
+
+
+def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tuple[str, str, list[str]]:
+    """Write and read back one layer's shard.
+
+    Args:
+        plan: of the run.
+        index: of the layer.
+        layer: finished; the bits of each weight are put down as they are on disk.
+        folder: of the checkpoint.
+    Returns:
+        name of the file, its SHA-256 and the names of its tensors.
+    Raises:
+        AuditError: the file does not hold what calibration has found.
+    """
+    shard = Shard(plan.format)
+    scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
+    check_scales(scales)
+    shard.tensors |= scales
+    for name, weight in layer.chosen.quantized.items():
+        module, scheme = f"{layer.name}.{name}", plan.layers[index][name]
+        check_weight(module, weight)
+        encoded = plan.format.encode(weight, scheme)
+        shard.add_linear(module, weight, scheme, encoded)
+        written = sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
+        bits = 8 * written / weight.codes.numel()
+        layer.chosen.records[name] = replace(layer.chosen.records[name], bits_per_weight=bits)
+    shard.tensors |= dict(
+        _others(plan, layer, {*scales, *(f"{layer.name}.{n}.weight" for n in layer.chosen.quantized)})
+    )
+    file = shard_name(index, plan.skeleton.num_layers)
+    read = partial(ModelReader.view_file, family=plan.family)
+    return file, *shard.write(folder / file, layout=plan.reader.restore, read=read)
+
+
+def _others(plan: Plan, layer: LayerContext, but: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a layer that are not quantized, in the dtype of the source."""
+    parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
+    for name in plan.reader.names:
+        if not name.startswith(f"{layer.name}.") or name in but:
+            continue
+        stored, present = plan.reader.tensor(name), parameters.get(name)
+        if present is not None and not torch.equal(stored.to(present.dtype), present.cpu()):
+            stored = present.to(stored.dtype).cpu()  # changed by a step
+        yield name, stored

@@ -1,0 +1,26 @@
+"""The device that a user means by a name."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from quantkit.errors import InputError
+
+
+def pick_device(name: str | torch.device) -> torch.device:
+    """The device a user means by auto, cpu, cuda or cuda:<i>.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
+        raise InputError(f"unknown device {str(name)!r}; use auto, cpu, cuda or cuda:<i>")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
+    return device

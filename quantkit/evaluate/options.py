@@ -1,0 +1,64 @@
+"""What a user can ask a model. No torch: `--help` is answered from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationOptions:
+    """What to ask, the same for a model and its original. What each means stands beside it; no suite is also `none`."""
+
+    suite: str | None = setting(
+        None,
+        "Set of tasks: quick, standard, long-context or none.",
+        flag="--suite",
+        metavar="NAME|FILE",
+        shown="quick",
+    )
+    tasks: tuple[str, ...] = setting(
+        (), "Tasks by name, lm-eval's and quantkit's own; repeatable.", flag="--tasks", metavar="A,B", commas=True
+    )
+    include_path: tuple[Path, ...] = setting(
+        (), "Folder of further lm-eval task files; repeatable.", flag="--include-path", metavar="DIR", kind=Path
+    )
+    data: tuple[Path, ...] = setting(
+        (),
+        "Folder of items and texts on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.",
+        flag="--data",
+        metavar="DIR",
+        kind=Path,
+    )
+    limit: int | None = setting(
+        None, "Items of each task, at most.", flag="--limit", minimum=1, shown="the suite's, or all"
+    )
+    num_fewshot: int | None = setting(
+        None, "Solved examples before each item.", flag="--few-shot", minimum=0, shown="the task's"
+    )
+    texts: tuple[str, ...] = setting(
+        (), "Measure the perplexity of this text; repeatable.", flag="--text", metavar="FILE"
+    )
+    window: int | None = setting(None, "Tokens per window of --text.", flag="--window", minimum=2, shown="2048")
+    stride: int | None = setting(
+        None, "Tokens from window to window of --text.", flag="--stride", minimum=1, shown="a window"
+    )
+    through: tuple[str, ...] = setting(
+        ("prefill",),
+        "How --text is computed: in prefills or token by token; repeatable.",
+        flag="--through",
+        choices=("prefill", "decode"),
+    )
+    chat_template: bool = setting(False, "Put prompts into the model's chat template.", flag="--chat")
+    add_bos: bool | None = setting(
+        None, "Put the begin-of-text token before every text.", flag="--bos/--no-bos", shown="the tokenizer's"
+    )
+    seed: int | None = setting(
+        None, "Seed of few-shot examples and long texts.", flag="--seed", minimum=0, shown="the suite's"
+    )
+
+    def __post_init__(self) -> None:
+        if self.suite == "none":
+            object.__setattr__(self, "suite", None)

@@ -1,0 +1,223 @@
+"""The KV cache in bytes: forms of keys and values, and what a token and a page take in each. Torch-free.
+
+The runtime allocates by `kernels.layouts`, which gives these arrays a torch dtype; planning adds them up.
+
+A page holds `page_size` tokens of all heads of one layer; every array starts at a multiple of 16 bytes:
+
+    ┌───────────────┬───────────────┬───────────┬──────────┬─────────────┬────────────┐
+    │ key codes     │ value codes   │ key scale │ key zero │ value scale │ value zero │   page_bytes
+    │ [head, token, │ [head, token, │ fp16, only where the side has them              │
+    │  dim]         │  dim]         │ per token: [head, token]; per channel: [head, dim]
+    └───────────────┴───────────────┴───────────┴──────────┴─────────────┴────────────┘
+
+Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from quantkit.errors import InputError, suggestion
+
+if TYPE_CHECKING:
+    from quantkit.numerics.scheme import CacheScheme, KVScheme
+
+ALIGNMENT = 16
+DEFAULT_PAGE_SIZE = 64
+"""Tokens per page: at 64 the per-channel scales of INT4 keys cost half a bit per value."""
+
+MAX_ROLLBACK = 16
+"""Tokens of the last step that a sequence may take back, e.g. rejected drafts."""
+
+SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """How the keys, or the values, are stored.
+
+    Args:
+        bits: of one element.
+        granularity: what shares a scale: "tensor" (nothing is stored), "token" (one token's values of one head) or
+            "channel" (one channel of one head over a page).
+        group_size: with "token", elements that share a scale; None = the whole head.
+        scale_bytes, zero_bytes: of a scale, and of its zero point.
+    """
+
+    bits: int
+    granularity: Literal["tensor", "token", "channel"] = "tensor"
+    group_size: int | None = None
+    scale_bytes: int = 0
+    zero_bytes: int = 0
+
+    def token_bytes(self, width: int) -> float:
+        """Bytes of one token's key or value of one head, its share of scales included."""
+        scales = math.prod(self.scale_shape(1, DEFAULT_PAGE_SIZE, width)) / DEFAULT_PAGE_SIZE
+        return math.ceil(width * self.bits / 8) + scales * (self.scale_bytes + self.zero_bytes)
+
+    def scale_shape(self, heads: int, tokens: int, width: int) -> tuple[int, ...]:
+        """Of the scales of a page; (0,) where nothing is stored."""
+        if self.granularity == "tensor":
+            return (0,)
+        if self.granularity == "channel":
+            return heads, width
+        groups = 1 if self.group_size is None else math.ceil(width / self.group_size)
+        return (heads, tokens) if groups == 1 else (heads, tokens, groups)
+
+
+class PageArray(NamedTuple):
+    """One array inside a page: its first byte, its shape, and the bytes of an element."""
+
+    offset: int
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, without padding."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.num_bytes
+
+
+def page_arrays(
+    key: Side, value: Side, *, heads: int, key_dim: int, value_dim: int, page_size: int = DEFAULT_PAGE_SIZE
+) -> dict[str, PageArray]:
+    """The arrays of one page of one layer by name, in the order in which they lie.
+
+    Args:
+        key, value: how they are stored; codes of less than a byte are packed along the channels.
+        heads, key_dim, value_dim: key/value heads and their channels.
+        page_size: tokens of a page.
+    """
+    shapes: list[tuple[str, tuple[int, ...], int]] = []
+    sides = (("key", key, key_dim), ("value", value, value_dim))
+    for name, side, width in sides:
+        whole = max(1, side.bits // 8)
+        shapes.append((name, (heads, page_size, width * side.bits // 8 // whole), whole))
+    for name, side, width in sides:
+        shape = side.scale_shape(heads, page_size, width)
+        shapes += [(f"{name}_scale", shape, side.scale_bytes), (f"{name}_zero", shape, side.zero_bytes)]
+    arrays: dict[str, PageArray] = {}
+    end = 0
+    for name, shape, item_bytes in shapes:
+        if item_bytes:
+            arrays[name] = PageArray(_aligned(end), shape, item_bytes)
+            end = arrays[name].end
+    return arrays
+
+
+def padded_bytes(arrays: dict[str, PageArray]) -> int:
+    """Bytes of one page, padding included."""
+    return _aligned(max(array.end for array in arrays.values()))
+
+
+def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
+    """Slots of one sequence's residual window: an open page, which is quantized when it is complete, and a rollback."""
+    return page_size + MAX_ROLLBACK if key.granularity == "channel" else 0
+
+
+def side_of(scheme: CacheScheme, dtype_bytes: int) -> Side:
+    """How the runtime stores keys or values of this scheme.
+
+    Args:
+        scheme: number type and granularity.
+        dtype_bytes: of what is not quantized.
+    """
+    if scheme.dtype is None:
+        return Side(bits=8 * dtype_bytes)
+    if scheme.granularity not in ("token", "channel"):
+        return Side(bits=scheme.dtype.bits)
+    return Side(
+        bits=scheme.dtype.bits,
+        granularity=scheme.granularity,
+        scale_bytes=SCALE_BYTES,
+        zero_bytes=0 if scheme.symmetric else SCALE_BYTES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVForm:
+    """How keys and values are stored in the cache.
+
+    Args:
+        name: as given to --kv-cache.
+        key, value: each side.
+        layers: forms of layers that differ, by number.
+    """
+
+    name: str
+    key: Side
+    value: Side
+    layers: tuple[tuple[int, KVForm], ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Of one element of a key or a value, whichever has fewer."""
+        return min(self.key.bits, self.value.bits)
+
+    def of(self, index: int) -> KVForm:
+        """The form of one layer."""
+        return dict(self.layers).get(index, self)
+
+
+def _both(name: str, side: Side) -> KVForm:
+    return KVForm(name=name, key=side, value=side)
+
+
+# The bundled runtime's own: a fixed scale per tensor; an fp16 scale per token and head; keys with fp16 scale and zero
+# point per channel of a page beside values with both per token.
+BF16 = _both("bf16", Side(bits=16))
+FP32 = _both("fp32", Side(bits=32))
+FP8 = _both("fp8", Side(bits=8))
+INT8 = _both("int8", Side(bits=8, granularity="token", scale_bytes=SCALE_BYTES))
+INT4 = KVForm(
+    name="int4",
+    key=Side(bits=4, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
+    value=Side(bits=4, granularity="token", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
+)
+KV_FORMS = {form.name: form for form in (BF16, FP8, INT8, INT4, FP32)}
+
+
+def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
+    """The form of the cache called `name`.
+
+    Args:
+        name: a key of KV_FORMS, or "auto" for what the model computes in.
+        dtype: of the model.
+    Raises:
+        InputError: no such form; suggests the nearest.
+    """
+    if name == "auto":
+        return FP32 if dtype == "float32" else BF16
+    if name not in KV_FORMS:
+        raise InputError(
+            f"unknown KV cache type {name!r}{suggestion(name, KV_FORMS)}; there are: {', '.join(KV_FORMS)}"
+        )
+    return KV_FORMS[name]
+
+
+def form_of_schemes(name: str, schemes: Sequence[KVScheme], dtype_bytes: int) -> KVForm:
+    """The form of a cache whose layers a recipe or a checkpoint describes.
+
+    Args:
+        name: for tables.
+        schemes: one per layer, or one for all.
+        dtype_bytes: of keys and values that are not quantized.
+    """
+    forms = [
+        KVForm(name=name, key=side_of(scheme.key, dtype_bytes), value=side_of(scheme.value, dtype_bytes))
+        for scheme in schemes
+    ]
+    usual = max(forms, key=forms.count)
+    return replace(usual, layers=tuple((index, form) for index, form in enumerate(forms) if form != usual))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

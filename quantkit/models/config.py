@@ -1,0 +1,152 @@
+"""Reading entries of a config.json: the only place that knows how they are called and what is wrong with one.
+
+Every count, number, flag and name of a model's config.json passes through `ConfigReader`, whoever asks: the runtime,
+planning, the GGUF export. Kinds are checked when an entry is read; messages have the key and the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.errors import ModelError
+
+# Other names of an entry, for all families; the first that is there counts. A family may have more (`Family.keys`).
+ALIASES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("num_experts_per_token",),
+    "n_shared_experts": ("num_shared_experts",),
+    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+    "hidden_activation": ("hidden_act",),
+    "sliding_window_pattern": ("_sliding_window_pattern",),
+    "partial_rotary_factor": ("rotary_pct",),
+    "dtype": ("torch_dtype",),
+    "rope_parameters": ("rope_scaling",),
+    "rope_theta": ("rotary_emb_base",),
+    "rope_type": ("type",),
+}
+
+
+class NotNative(ModelError):
+    """The model asks for something that this runtime does not compute, but transformers may.
+
+    Args:
+        what: the key and its value.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"config.json: {what} is not computed natively; use backend='transformers'")
+
+
+class ConfigReader:
+    """The entries of a config.json, or of the language model in one, with a family's defaults behind them.
+
+    A null counts as absent, but not as a wish for the family's default: `attn_logit_softcapping: null` means none.
+
+    Args:
+        config: contents of config.json; those of `text_config` win over what stands beside it.
+        defaults: values of keys that it lacks.
+        keys: what the family calls entries that others call otherwise.
+        where: how the file is called in messages.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        keys: Mapping[str, str] | None = None,
+        where: str = "config.json",
+    ) -> None:
+        inner = config.get("text_config")
+        self.is_wrapped = isinstance(inner, Mapping)  # vision and audio stand beside the language model
+        self.entries: Mapping[str, Any] = {**config, **inner} if isinstance(inner, Mapping) else config
+        self._defaults, self._keys, self.where = defaults or {}, keys or {}, where
+
+    def get(self, key: str) -> Any:
+        """The first value under one of the key's names, else the first default of them, else None."""
+        names = self._names(key)
+        value = next((self.entries[name] for name in names if self.entries.get(name) is not None), None)
+        if value is not None or any(name in self.entries for name in names):
+            return value
+        return next((self._defaults[name] for name in names if name in self._defaults), None)
+
+    def count(self, key: str, *, default: int | None = None, at_least: int = 1) -> int:
+        """A whole number.
+
+        Raises:
+            ModelError: it is missing without a default, no whole number, or too small.
+        """
+        value = self._required(key, default)
+        if type(value) is not int or value < at_least:
+            raise self._wrong(key, value, f"a whole number of at least {at_least}")
+        return value
+
+    def optional_count(self, key: str) -> int | None:
+        """A whole number of zero or more, or None where there is none."""
+        return None if self.get(key) is None else self.count(key, at_least=0)
+
+    def number(self, key: str | None, *, default: float | None = None) -> float:
+        """A finite number; a key of None is one that the family does not have.
+
+        Raises:
+            ModelError: it is missing without a default, or no finite number.
+        """
+        value = default if key is None else self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self._wrong(key or "", value, "a finite number")
+        return float(value)
+
+    def optional_number(self, key: str | None) -> float | None:
+        """A finite number, or None where there is none."""
+        return None if key is None or self.get(key) is None else self.number(key)
+
+    def flag(self, key: str | bool | None, default: bool = False) -> bool:
+        """Whether an entry is set to something true; a constant stands for itself, None for the default."""
+        if not isinstance(key, str):
+            return default if key is None else key
+        value = self.get(key)
+        return default if value is None else bool(value)
+
+    def text(self, key: str, *, default: str) -> str:
+        """A string.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a name")
+        return value
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of this many finite numbers.
+
+        Raises:
+            ModelError: it is missing or something else.
+        """
+        value = self._required(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            size = f" of {len(value)}" if isinstance(value, list) else ""
+            raise ModelError(f"{self.where}: {key} is a {type(value).__name__}{size}, not a list of {count} numbers")
+        return tuple(ConfigReader({key: item}, where=self.where).number(key) for item in value)
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        own = (self._keys[key],) if key in self._keys else ()
+        return (*own, key, *ALIASES.get(key, ()))
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is None and default is None:
+            raise ModelError(f"{self.where}: {key!r} is missing; copy the original config.json again, or add it")
+        return default if value is None else value
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ModelError:
+        name = next((name for name in self._names(key) if self.entries.get(name) is not None), key)
+        return ModelError(f"{self.where}: {name} is {value!r}, not {wanted}; correct it")

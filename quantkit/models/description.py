@@ -1,0 +1,210 @@
+"""One model: its config.json in the light of its family, as layers, tensor names and shapes, and cache geometry.
+
+Torch-free and without files. The runtime builds from it, planning counts it, GGUF export names it. What a layer
+computes beyond its tensors (rotations, scales, activations) is the runtime's `ModelConfig`, which is this and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.errors import ModelError
+from quantkit.models.attention import AttentionShape
+from quantkit.models.config import ConfigReader
+from quantkit.models.family import Experts, Family
+from quantkit.models.layer_tensors import layer_tensors
+from quantkit.models.layer_types import experts_by_layer, windows_by_layer
+from quantkit.models.tensors import LayerTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsShape:
+    """A mixture of experts.
+
+    Args:
+        num_experts: of a layer.
+        num_chosen: experts of each token.
+        width: of an expert.
+        normalize: whether the scores of the chosen are made to sum to one.
+        shared_width: of the experts that see every token, as one; None = there are none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    normalize: bool
+    shared_width: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention, with the indexer of DeepSeek-V3.2 where it has one.
+
+    Args:
+        rank, query_rank: of the narrow tensors of keys and values, and of queries; query_rank 0 = there is none.
+        rope_dim, plain_dim: channels of a head's query and key with and without rotation.
+        value_dim: channels of a head's value.
+        index_dim, index_heads, top_k: of the indexer; index_dim 0 = there is none.
+    """
+
+    rank: int
+    query_rank: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+    index_dim: int
+    index_heads: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """One model.
+
+    Args:
+        family: what it is one of.
+        entries: of its config.json.
+        vocab_size, hidden_size: of the vocabulary, the residual stream.
+        num_heads, num_kv_heads, head_dim: of attention.
+        windows: of each layer: a token attends to this many tokens, itself included; None = to all before it.
+        with_experts: of each layer: experts in place of the MLP.
+        qk_norm: whether queries and keys are normed.
+        parallel: attention and MLP read the same residual stream.
+        experts: None = every layer has an MLP.
+        latent: None = ordinary attention.
+        tied: the head is the embedding.
+    """
+
+    family: Family
+    entries: ConfigReader = field(compare=False, repr=False)
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    with_experts: tuple[bool, ...]
+    qk_norm: bool
+    parallel: bool
+    experts: ExpertsShape | None
+    latent: LatentShape | None
+    tied: bool
+
+    @property
+    def width(self) -> int:
+        """Of the MLP."""
+        ratio = self.family.mlp_ratio
+        return self.entries.count("intermediate_size", default=None if ratio is None else ratio * self.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+    def tensors(self, index: int) -> LayerTensors:
+        """Names and shapes of what one layer holds; names are relative to it."""
+        return layer_tensors(self, index)
+
+    def attention(self, index: int) -> AttentionShape:
+        """What one layer keeps of each token, and reads."""
+        if self.family.block is not None:
+            own = self.family.block(self.entries, index).attention
+            assert own is not None, "a block of a family's own says what its attention keeps"
+            return own
+        sizes = self.latent
+        if sizes is None:
+            return AttentionShape(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                key_dim=self.head_dim,
+                value_dim=self.head_dim,
+                window=self.windows[index],
+            )
+        return AttentionShape(
+            num_heads=self.num_heads,
+            key_dim=sizes.rank + sizes.rope_dim,
+            rope_dim=sizes.rope_dim,
+            top_k=sizes.top_k if sizes.index_dim else None,
+            index_dim=sizes.index_dim,
+            index_heads=sizes.index_heads if sizes.index_dim else 0,
+            full_dims=(sizes.plain_dim + sizes.rope_dim, sizes.value_dim),
+        )
+
+
+def describe(config: Mapping[str, Any], family: Family, where: str = "config.json") -> ModelDescription:
+    """A model's config.json, the sizes in it checked.
+
+    Args:
+        config: its contents; those of a language model inside a multimodal wrapper count.
+        family: the one it is of.
+        where: what to call the file in messages.
+    Raises:
+        ModelError: a key is missing, of the wrong kind, or contradicts another.
+    """
+    return ModelDescription(**description_fields(ConfigReader(config, family.defaults, family.keys, where), family))
+
+
+def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
+    """The fields of a `ModelDescription`, for itself and for what extends it."""
+    vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
+    kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
+    if family.multi_query is not None and read.flag(family.multi_query):
+        kv_heads = 1
+    if read.get("head_dim") is None and hidden % heads:
+        raise ModelError(
+            f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and there is no "
+            "head_dim; mend it"
+        )
+    if heads % kv_heads:
+        raise ModelError(
+            f"{read.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; mend it"
+        )
+    windows, sparse = windows_by_layer(read, family), experts_by_layer(read, family)
+    return {
+        "family": family,
+        "entries": read,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": read.count("head_dim", default=hidden // heads),
+        "windows": windows,
+        "with_experts": sparse,
+        "qk_norm": family.qk_norm is not None and read.flag(family.qk_norm.switch, family.qk_norm.switch is None),
+        "parallel": read.flag(family.parallel),
+        "experts": _experts(read, family.experts) if family.experts is not None and any(sparse) else None,
+        "latent": None if read.get("kv_lora_rank") is None or family.block else _latent(read),
+        "tied": read.flag("tie_word_embeddings"),
+    }
+
+
+def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
+    count, chosen = read.count("num_experts"), read.count("num_experts_per_tok")
+    if chosen > count:
+        raise ModelError(f"{read.where}: num_experts_per_tok {chosen} exceeds the {count} experts; mend it")
+    width, shared = read.count(data.width, default=read.get("intermediate_size")), None
+    if data.shared_up:
+        key = data.shared_width
+        shared = read.count(key) if key else width * read.count("n_shared_experts", default=0, at_least=0)
+    return ExpertsShape(
+        num_experts=count,
+        num_chosen=chosen,
+        width=width,
+        normalize=read.flag(data.normalize, True),
+        shared_width=shared or None,
+    )
+
+
+def _latent(read: ConfigReader) -> LatentShape:
+    return LatentShape(
+        rank=read.count("kv_lora_rank"),
+        query_rank=read.optional_count("q_lora_rank") or 0,
+        rope_dim=read.count("qk_rope_head_dim"),
+        plain_dim=read.count("qk_nope_head_dim"),
+        value_dim=read.count("v_head_dim"),
+        index_dim=read.count("index_head_dim", default=0, at_least=0),
+        index_heads=read.count("index_n_heads", default=64, at_least=0),
+        top_k=read.count("index_topk", default=2048, at_least=0),
+    )

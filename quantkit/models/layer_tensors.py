@@ -1,0 +1,163 @@
+"""Which tensors a decoder layer has, and in which shapes: the family's names, the model's sizes. Torch-free.
+
+D hidden, H query heads, J key/value heads, d channels of a head, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from quantkit.models.family import QueryKeyNorm
+from quantkit.models.tensors import LayerTensors, Matrix
+
+if TYPE_CHECKING:
+    from quantkit.models.description import LatentShape, ModelDescription
+
+Shapes = dict[str, tuple[int, ...]]
+_INDEXER = "self_attn.indexer"
+
+
+def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
+    """What one layer holds; see `ModelDescription.tensors`."""
+    family = model.family
+    if family.block is not None:
+        return family.block(model.entries, index)
+    vectors: Shapes = {}
+    for norm in filter(None, norm_names(model)):
+        vectors |= _norm(model, norm, model.hidden_size)
+    if model.latent is not None:
+        matrices = list(_latent_matrices(model, model.latent))
+        vectors |= _latent_norms(model.latent)
+    else:
+        matrices = list(_attention_matrices(model))
+    if family.qk_norm is not None and model.qk_norm:
+        vectors |= _query_key_norms(model, family.qk_norm)
+    vectors |= _own_shapes(model, family.vectors)
+    if model.with_experts[index]:
+        matrices += _mixture(model)
+        if family.experts is not None and family.experts.balance and model.experts is not None:
+            vectors[family.experts.balance] = (model.experts.num_experts,)
+    else:
+        bias = model.entries.flag(family.biases.mlp)
+        matrices += _mlp(model, family.parts.up, family.parts.down, model.width, bias=bias, gated=family.parts.gated)
+    return LayerTensors(matrices=tuple(matrices), vectors=vectors)
+
+
+def outer_tensors(model: ModelDescription) -> Shapes:
+    """Shape by full name of what stands beside the layers, but embedding and head: the last norm, learned positions."""
+    return _norm(model, model.family.final_norm, model.hidden_size) | _own_shapes(model, model.family.outside)
+
+
+def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
+    """Shapes whose sizes are numbers or keys of config.json."""
+    return {
+        name: tuple(model.entries.count(size) if isinstance(size, str) else size for size in shape)
+        for name, shape in shapes.items()
+    }
+
+
+def norm_names(model: ModelDescription) -> tuple[str | None, ...]:
+    """Names of a layer's norms: before and after attention, before and after the MLP; None = there is none."""
+    parts = model.family.parts
+    has_mlp_norm = parts.parallel_mlp_norm or not model.parallel
+    return parts.input_norm, parts.attention_norm, parts.mlp_norm if has_mlp_norm else None, parts.output_norm
+
+
+def per_head(name: str, num_heads: int) -> list[str]:
+    """Module names of a norm that may be one module per head."""
+    return [name.format(head=head) for head in range(num_heads)] if "{head}" in name else [name]
+
+
+def _norm(model: ModelDescription, name: str, *shape: int, bias: bool = True) -> Shapes:
+    """Weight and bias of a norm."""
+    kind, biased = model.family.norm, bias and model.family.biases.norms
+    parts = () if kind == "bare" else ("weight", "bias") if kind == "layer" and biased else ("weight",)
+    return {f"{name}.{part}": shape for part in parts}
+
+
+def _query_key_norms(model: ModelDescription, norm: QueryKeyNorm) -> Shapes:
+    vectors: Shapes = {}
+    for name, heads in ((norm.query, model.num_heads), (norm.key, model.num_kv_heads)):
+        shape: tuple[int, ...] = (model.head_dim,)
+        if norm.over == "projection":
+            shape = (heads * model.head_dim,)
+        elif norm.over == "heads" and "{head}" not in name:
+            shape = (heads, model.head_dim)
+        for module in per_head(name, heads):
+            vectors |= _norm(model, module, *shape, bias=norm.bias)
+    return vectors
+
+
+def _attention_matrices(model: ModelDescription) -> Iterator[Matrix]:
+    parts, biases, hidden = model.family.parts, model.family.biases, model.hidden_size
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    rows = (queries, keys, keys) if len(parts.qkv) == 3 else (queries + 2 * keys,)
+    bias = model.entries.flag(biases.qkv)
+    for name, count in zip(parts.qkv, rows, strict=True):
+        yield Matrix(name=name, out_features=count, in_features=hidden, bias=bias)
+    bias = model.entries.flag(biases.output)
+    yield Matrix(name=parts.output, out_features=hidden, in_features=queries, bias=bias)
+
+
+def _latent_matrices(model: ModelDescription, sizes: LatentShape) -> Iterator[Matrix]:
+    """DeepSeek's projections: down to a latent vector, and up from it."""
+    hidden, heads, keys = model.hidden_size, model.num_heads, sizes.plain_dim + sizes.rope_dim
+    queries = [("q_proj", heads * keys, hidden)]
+    if sizes.query_rank:
+        queries = [("q_a_proj", sizes.query_rank, hidden), ("q_b_proj", heads * keys, sizes.query_rank)]
+    for name, rows, columns in (
+        *queries,
+        ("kv_a_proj_with_mqa", sizes.rank + sizes.rope_dim, hidden),
+        ("kv_b_proj", heads * (sizes.plain_dim + sizes.value_dim), sizes.rank),
+        ("o_proj", hidden, heads * sizes.value_dim),
+    ):
+        yield Matrix(name=f"self_attn.{name}", out_features=rows, in_features=columns)
+    if sizes.index_dim:
+        rows = sizes.index_heads * sizes.index_dim
+        yield Matrix(name=f"{_INDEXER}.wq_b", out_features=rows, in_features=sizes.query_rank or hidden)
+        yield Matrix(name=f"{_INDEXER}.wk", out_features=sizes.index_dim, in_features=hidden)
+        name = f"{_INDEXER}.weights_proj"
+        yield Matrix(name=name, out_features=sizes.index_heads, in_features=hidden, quantizable=False)
+
+
+def _latent_norms(sizes: LatentShape) -> Shapes:
+    norms: Shapes = {"self_attn.kv_a_layernorm.weight": (sizes.rank,)}
+    if sizes.query_rank:
+        norms["self_attn.q_a_layernorm.weight"] = (sizes.query_rank,)
+    if sizes.index_dim:  # a layer norm
+        norms |= {f"{_INDEXER}.k_norm.{part}": (sizes.index_dim,) for part in ("weight", "bias")}
+    return norms
+
+
+def _mlp(
+    model: ModelDescription,
+    up: Sequence[str],
+    down: str,
+    width: int,
+    *,
+    bias: bool,
+    gated: bool = True,
+    copies: int = 1,
+    active: int = 1,
+) -> list[Matrix]:
+    rows = 2 * width if gated and len(up) == 1 else width
+    sizes = [*((name, rows, model.hidden_size) for name in up), (down, model.hidden_size, width)]
+    return [
+        Matrix(name=name, out_features=n, in_features=k, bias=bias, copies=copies, active=active)
+        for name, n, k in sizes
+    ]
+
+
+def _mixture(model: ModelDescription) -> list[Matrix]:
+    data, sizes, hidden = model.family.experts, model.experts, model.hidden_size
+    assert data is not None and sizes is not None
+    count, active = sizes.num_experts, sizes.num_chosen
+    matrices = _mlp(model, data.up, data.down, sizes.width, bias=data.bias, copies=count, active=active)
+    matrices.append(Matrix(name=data.router, out_features=count, in_features=hidden, quantizable=False, bias=data.bias))
+    if sizes.shared_width is not None and data.shared_down is not None:
+        bias = model.entries.flag(model.family.biases.mlp)
+        matrices += _mlp(model, data.shared_up, data.shared_down, sizes.shared_width, bias=bias)
+    if data.shared_gate is not None:
+        matrices.append(Matrix(name=data.shared_gate, out_features=1, in_features=hidden, quantizable=False))
+    return matrices

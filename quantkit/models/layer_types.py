@@ -1,0 +1,114 @@
+"""In what layers of one model differ: windows, experts, positions; by config.json, else by the family's rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.errors import ModelError
+from quantkit.models.config import ConfigReader
+from quantkit.models.family import Family
+
+_FULL = ("full_attention", "attention", "global_attention", "indexed_attention")
+_WINDOWED = {
+    "sliding_attention": "sliding_window",
+    "local_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+_STATE_SPACE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2")
+
+
+def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ...]:
+    """Sliding window of each layer; None = it attends to everything.
+
+    Raises:
+        ModelError: a kind of attention that is none of keys and values, or not one for each layer.
+    """
+    count = read.count("num_hidden_layers")
+    if family.block is not None:
+        return (None,) * count  # which says it layer by layer
+    model_type = read.get("model_type")
+    if model_type in _STATE_SPACE or read.flag("is_attention_free"):
+        raise ModelError(
+            f"{read.where}: {model_type} keeps a state, not a cache of keys and values; "
+            "plan counts attention layers only; give --params for the weights alone"
+        )
+    rule, types = family.window, read.get("layer_types")
+    if types is not None and (rule is None or rule.rule != "all"):
+        return tuple(_window_of_type(read, name) for name in _checked_types(read, types, count))
+    pattern = read.optional_count("sliding_window_pattern")
+    if rule is None or not (pattern or read.flag(rule.switch, rule.switch is None)) or not read.get("sliding_window"):
+        return (None,) * count
+    size = read.count("sliding_window")
+    bound = read.count("max_window_layers", default=count, at_least=0)
+
+    def windowed(index: int) -> bool:
+        if rule.rule == "pattern" or pattern:
+            return (index + 1) % (pattern or rule.pattern) != 0
+        if rule.rule == "upper":
+            return index >= bound
+        if rule.rule == "even_lower":
+            return index < bound and index % 2 == 0
+        return rule.rule in ("all", "listed")
+
+    return tuple(size if windowed(index) else None for index in range(count))
+
+
+def _checked_types(read: ConfigReader, types: Any, count: int) -> list[str]:
+    names = [str(item) for item in types[:count]] if isinstance(types, list) else []
+    if len(names) != count:
+        raise ModelError(
+            f"{read.where}: layer_types must name one of full_attention, sliding_attention for each of the {count} "
+            f"layers, not for {len(names)}"
+        )
+    return names
+
+
+def _window_of_type(read: ConfigReader, name: str) -> int | None:
+    if name in _FULL:
+        return None
+    if name not in _WINDOWED:
+        raise ModelError(
+            f"{read.where}: layer type {name!r} is not one whose cache plan can count; "
+            "it counts full, sliding, chunked and compressed attention; give --params for the weights alone"
+        )
+    return read.count(_WINDOWED[name])
+
+
+def experts_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
+    """Whether each layer has experts in place of the MLP."""
+    count = read.count("num_hidden_layers")
+    if family.experts is None or not read.optional_count("num_experts"):
+        return (False,) * count
+    return tuple(_is_sparse(read, index) for index in range(count))
+
+
+def _is_sparse(read: ConfigReader, index: int) -> bool:
+    if index in (read.get("mlp_only_layers") or ()):
+        return False
+    types = read.get("mlp_layer_types")
+    if isinstance(types, list) and index < len(types):
+        return types[index] not in ("dense", "mlp")
+    if index < read.count("first_k_dense_replace", default=0, at_least=0):
+        return False
+    if type(read.get("moe_layer_freq")) is int:  # a list in some configs, whose dense layers are the first ones
+        return index % read.count("moe_layer_freq") == 0
+    return (index + 1) % read.count("decoder_sparse_step", default=1) == 0
+
+
+def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
+    """Whether each layer has rotary positions.
+
+    Raises:
+        ModelError: a list that is not one entry for each layer.
+    """
+    if family.rope.layers == "window":
+        return [window is not None for window in windows]
+    if family.rope.layers == "all":
+        return [True] * len(windows)
+    listed = read.get("no_rope_layers")
+    if listed is None:
+        interval = read.count("no_rope_layer_interval")
+        return [(index + 1) % interval != 0 for index in range(len(windows))]
+    if not isinstance(listed, list) or len(listed) != len(windows):
+        raise ModelError(f"{read.where}: no_rope_layers must be a list of 0 or 1 for each of the {len(windows)} layers")
+    return [bool(item) for item in listed]

@@ -1,0 +1,229 @@
+"""A model's shape from its description, or from the headers of its shards, which need no family to count exactly."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.errors import CheckpointError, ModelError
+from quantkit.models.description import ModelDescription
+from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.tensors import Matrix
+from quantkit.planning.shape import DTYPE_BYTES, LayerShape, ModelShape
+
+_IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+_ROUTERS = ("gate", "router", "weights_proj", "shared_expert_gate", "classifier")
+_HEADS = ("lm_head", "embed_out", "output")
+_TOWERS = "the language model only: vision and audio parts are not counted"
+
+
+def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelShape:
+    """Count a model from its config.
+
+    Args:
+        model: what its config.json says.
+        name: for people.
+        counted_from: what the config was read from.
+    Raises:
+        ModelError: a size is missing.
+    """
+    embedding = model.vocab_size * model.hidden_size
+    layers = []
+    for index in range(model.num_layers):
+        tensors = model.tensors(index)
+        layers.append(
+            LayerShape(attention=model.attention(index), matrices=tensors.matrices, other=tensors.other_parameters)
+        )
+    return ModelShape(
+        name=name,
+        family=model.family,
+        model_type=_model_type(model),
+        counted_from=counted_from,
+        dtype=_stored_dtype(model),
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        max_length=model.entries.optional_count("max_position_embeddings"),
+        layers=tuple(layers),
+        prefix=model.family.layers,
+        embedding=embedding,
+        head=0 if model.tied else embedding,
+        other=sum(map(math.prod, outer_tensors(model).values())) + model.vocab_size * model.family.biases.head,
+        remarks=tuple(_remarks(model)),
+    )
+
+
+def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, TensorInfo]) -> ModelShape:
+    """Count a model from its tensors; only its attention is taken from the config.
+
+    Args:
+        model: what its config.json says.
+        name: for people.
+        tensors: of a checkpoint that is not quantized.
+    Raises:
+        ModelError: the config does not say what the cache holds.
+        CheckpointError: the tensors are not those of as many layers as the config names.
+    """
+    prefix, inside, outside = _split(tensors)
+    present = {index for index, _, _ in inside}
+    # Checkpoints may carry more layers than the model runs (MTP); those are not counted.
+    if not set(range(model.num_layers)) <= present:
+        raise CheckpointError(
+            f"{model.entries.where} names {model.num_layers} layers, but the shards hold {len(present)}; "
+            "config.json and weights do not belong together: download them again"
+        )
+    layers = tuple(
+        _layer(model, index, [(local, stored) for at, local, stored in inside if at == index])
+        for index in range(model.num_layers)
+    )
+    root = prefix.rpartition(".")[0]
+    embedding, head, tables = _ends(model, outside)
+    wrapped = model.entries.is_wrapped
+    rest = sum(
+        math.prod(stored.shape)
+        for tensor, stored in outside.items()
+        if tensor not in tables and (not wrapped or tensor.startswith(f"{root}."))
+    )
+    extra = len(present) - model.num_layers
+    remarks = [f"{extra} more layers in the shards (MTP) are not counted"] if extra > 0 else []
+    remarks += [_TOWERS] if wrapped else []
+    return ModelShape(
+        name=name,
+        family=model.family,
+        model_type=_model_type(model),
+        counted_from="shard headers",
+        dtype=_main_dtype(model, tensors),
+        hidden_size=model.hidden_size,
+        vocab_size=embedding // model.hidden_size,
+        max_length=model.entries.optional_count("max_position_embeddings"),
+        layers=layers,
+        prefix=prefix,
+        embedding=embedding,
+        head=head,
+        other=rest,
+        stored_bytes=sum(stored.num_bytes for stored in tensors.values()),
+        remarks=tuple(remarks),
+    )
+
+
+def _model_type(model: ModelDescription) -> str:
+    return str(model.entries.get("model_type") or "llama")
+
+
+def _stored_dtype(model: ModelDescription) -> str:
+    """The number type that config.json names; bfloat16 where it says none (`auto`)."""
+    name = model.entries.text("dtype", default="bfloat16")
+    if name not in DTYPE_BYTES and name != "auto":
+        raise ModelError(
+            f"{model.entries.where}: dtype {name!r} is not one that plan counts; there are: {', '.join(DTYPE_BYTES)}"
+        )
+    return "bfloat16" if name == "auto" else name
+
+
+def _remarks(model: ModelDescription) -> Iterator[str]:
+    if not model.family.known:
+        name = _model_type(model)
+        yield f"family {name!r} is not known here and counted as if it were Llama; shard headers count exactly"
+    if model.entries.is_wrapped:
+        yield _TOWERS
+    if model.entries.optional_count("num_nextn_predict_layers"):
+        yield "the layers that predict several tokens at once (MTP) are not counted"
+    if "quantization_config" in model.entries.entries:
+        yield "config.json says that the weights are quantized already; their bytes are counted as if they were not"
+
+
+def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorInfo]]) -> LayerShape:
+    experts = model.entries.get("num_experts_per_tok") if _has_experts(model, index) else None
+    active = 1 if experts is None else model.entries.count("num_experts_per_tok")
+    sizes: Counter[tuple[str, int, int]] = Counter()
+    other = 0
+    data = model.family.experts
+    for local, stored in tensors:
+        linears = _matrix_sizes(local, stored.shape, transposed=data is not None and data.transposed)
+        if not linears:
+            other += math.prod(stored.shape)
+        sizes.update(linears)
+    matrices = tuple(
+        Matrix(
+            name=name,
+            out_features=rows,
+            in_features=columns,
+            copies=count,
+            active=min(active, count) if "experts" in name.split(".") else count,
+            quantizable=name.rpartition(".")[2] not in _ROUTERS,
+        )
+        for (name, rows, columns), count in sizes.items()
+    )
+    return LayerShape(attention=model.attention(index), matrices=matrices, other=other)
+
+
+def _has_experts(model: ModelDescription, index: int) -> bool:
+    return model.with_experts[index] or model.family.block is not None
+
+
+def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:
+    """Copies of each linear in a tensor by its name, N and K; nothing for what is no linear's weight.
+
+    Args:
+        local: name of the tensor in its layer.
+        shape: of the tensor; with three dimensions it holds all experts, gate and up together.
+        transposed: it then has the inputs before the outputs.
+    """
+    name = _EXPERT.sub("experts.{expert}.", local.removesuffix(".weight"))
+    if len(shape) == 3 and "experts" in name.split("."):
+        count, rows, columns = shape if not transposed else (shape[0], shape[2], shape[1])
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "gate_up_proj":
+            return {(f"{owner}.{{expert}}.{leaf}", rows, columns): count}
+        return {(f"{owner}.{{expert}}.{part}", rows // 2, columns): count for part in ("gate_proj", "up_proj")}
+    if len(shape) != 2 or not local.endswith(".weight"):
+        return {}
+    return {(name, shape[0], shape[1]): 1}
+
+
+def _split(
+    tensors: Mapping[str, TensorInfo],
+) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
+    """Where the decoder layers are, what is in them, and what is outside; of several stacks the largest is meant."""
+    matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
+    weight: Counter[str] = Counter()
+    for name, match in matches.items():
+        weight[match[1]] += math.prod(tensors[name].shape)
+    prefix = weight.most_common(1)[0][0] if weight else "model.layers"
+    inside = [(int(m[2]), m[3], tensors[name]) for name, m in matches.items() if m[1] == prefix]
+    outside = {name: stored for name, stored in tensors.items() if name not in matches or matches[name][1] != prefix}
+    return prefix, inside, outside
+
+
+def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int, int, set[str]]:
+    """Parameters of the embedding and of the head, and the names of both; a head that is the embedding counts nothing.
+
+    Of several tables, such as those of a vision tower, the largest is that of the tokens.
+    """
+    heads, embeddings = {}, {}
+    for name, stored in outside.items():
+        if len(stored.shape) != 2 or stored.shape[1] != model.hidden_size or not name.endswith(".weight"):
+            continue
+        module = f".{name}".split(".")[-2]
+        if module in _HEADS:
+            heads[name] = math.prod(stored.shape)
+        elif module == "wte" or "embed" in module:
+            embeddings[name] = math.prod(stored.shape)
+    if not embeddings:
+        raise CheckpointError(f"{model.entries.where}: the shards hold no token embedding of width {model.hidden_size}")
+    table = max(embeddings, key=lambda name: embeddings[name])
+    # What the file says, not what the family is like: a head that is stored beside it counts.
+    tied = bool(model.entries.entries.get("tie_word_embeddings")) or not heads
+    return embeddings[table], 0 if tied else max(heads.values()), {table, *heads}
+
+
+def _main_dtype(model: ModelDescription, tensors: Mapping[str, TensorInfo]) -> str:
+    """The number type that most bytes are in."""
+    count: Counter[str] = Counter()
+    for stored in tensors.values():
+        count[stored.dtype_name or ""] += stored.num_bytes
+    name = count.most_common(1)[0][0]
+    return name if name in DTYPE_BYTES else _stored_dtype(model)

@@ -1,0 +1,93 @@
+"""What a user can set about an engine: said once here, read by `LLM`, the scheduler, the caches and the command line.
+
+No torch: `--help` is answered from it. What depends on a model or a device is checked where those are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import RequestError
+from quantkit.quantities import parse_bytes
+from quantkit.settings import setting
+
+if TYPE_CHECKING:
+    import torch
+
+KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
+HEAD_TYPES = ("int8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of an engine, the keywords of `LLM`. What each means stands beside it.
+
+    Raises:
+        InputError: `memory` is no size.
+        RequestError: a count is not positive, or settings contradict each other.
+    """
+
+    device: str | torch.device = setting("auto", "Where to compute.", flag="--device", metavar="auto|cpu|cuda[:i]")
+    dtype: str | torch.dtype = setting(
+        "auto", "Arithmetic to compute in.", flag="--dtype", metavar="auto|bf16|fp16|fp32"
+    )
+    kv_cache: str = setting("auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES)
+    memory: int | str | None = setting(
+        None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory", metavar="SIZE", shown="what the model can use"
+    )
+    max_length: int | None = setting(
+        None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
+    )
+    num_pages: int | None = setting(None, "Pages of the KV cache; wins over its memory.")
+    page_size: int = setting(64, "Tokens per page of the KV cache.")
+    max_sequences: int = setting(32, "Requests that are computed at the same time.")
+    token_budget: int = setting(512, "New tokens per step, of all requests together.")
+    chunked: bool = setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
+    prefix_cache: bool = setting(True, "Whether the pages of a common beginning are computed once.")
+    head_dtype: str | None = setting(
+        None, "Round the output head too, which recipes leave as it is.", flag="--head", choices=HEAD_TYPES
+    )
+    speculate: str | Path | None = setting(
+        None, "Guess several tokens per step; the same text up to rounding.", flag="--speculate", metavar="ngram|MODEL"
+    )
+    max_drafts: int = setting(4, "Guessed tokens per step, at most.")
+    force_speculation: bool = setting(False, "Whether guessing goes on where measured times say that it loses.")
+    threads: int | None = setting(None, "CPU threads to compute with.", flag="--threads", minimum=1, shown="measured")
+    backend: Literal["auto", "native", "transformers"] = setting(
+        "auto", "What runs the model: quantkit's own layers, transformers, or the first of them that can."
+    )
+    overlap: bool | None = setting(
+        None, "Whether a decode step is launched before the last one's tokens are read; None = on CUDA devices."
+    )
+    seed: int = setting(0, "Of requests that bring none.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "num_pages", "page_size", "max_sequences", "token_budget"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise RequestError(f"{name} is {value!r}; give an integer of at least 1")
+        if self.token_budget < self.max_sequences:
+            raise RequestError(
+                f"token_budget is {self.token_budget} for {self.max_sequences} sequences; each needs one token per "
+                "step: give a larger budget or a smaller max_sequences"
+            )
+        if self.max_length is not None and self.num_pages is not None:
+            held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
+            if pages > self.num_pages:
+                raise RequestError(
+                    f"{self.num_pages} pages of {self.page_size} tokens hold {held}, not one sequence of max_length "
+                    f"{self.max_length}; use {pages} pages or more, or a smaller max_length"
+                )
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory))
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory`, which is bytes once it has been read."""
+        return None if self.memory is None else int(self.memory)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens of a sequence."""
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,170 @@
+"""The tensors of a step, out of the chunks that are scheduled for it.
+
+At batch 1 a step of a small model takes a few hundred microseconds, so nothing here is built element by element: the
+numbers are written into arrays that live as long as the engine, and the tensors of a CPU batch are views of them. A
+batch is therefore valid until the next one is built. To other devices they go in one copy that nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.transfer import send
+
+Array = np.ndarray[Any, Any]
+
+
+class PageHolder(Protocol):
+    """What has pages: a sequence, or its shadow in a draft model."""
+
+    id: int
+    pages: list[int]
+    row: int
+    num_table_entries: int
+
+
+class ScheduledChunk(NamedTuple):
+    """New tokens of one sequence.
+
+    Args:
+        holder: whose.
+        tokens: to feed, at least one.
+        start: position of the first.
+        num_logits: logits wanted after so many of the last tokens.
+    """
+
+    holder: PageHolder
+    tokens: list[int]
+    start: int
+    num_logits: int
+
+
+class _Buffer:
+    """An array, and tensors over the beginning of the same memory."""
+
+    def __init__(self, count: int, dtype: Any) -> None:
+        self.array: Array = np.zeros(count, dtype=dtype)
+        self._tensor = torch.from_numpy(self.array)
+        self._view = self._tensor[:0]
+        self._count = 0
+
+    def first(self, count: int) -> Tensor:
+        """The first entries; decode steps ask for the same number again and again, and get the same view."""
+        if count != self._count:
+            self._view, self._count = self._tensor[:count], count
+        return self._view
+
+
+class BatchBuilder:
+    """Turns chunks into a ForwardBatch.
+
+    Args:
+        max_sequences: rows of the page table.
+        max_pages: of one sequence.
+        page_size: tokens per page.
+        device: of the model.
+    """
+
+    def __init__(self, *, max_sequences: int, max_pages: int, page_size: int, device: torch.device | str) -> None:
+        self._page_size = page_size
+        self._device = torch.device(device)
+        self._table = np.full((max_sequences, max_pages), -1, dtype=np.int32)
+        self._starts = _Buffer(max_sequences + 1, np.int32)
+        self._rows = _Buffer(max_sequences, np.int64)
+        self._reserve(4 * max_sequences)
+
+    def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        """The batch of these chunks; valid until the next call."""
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        if total > len(self._tokens.array):
+            self._reserve(2 * total)
+        starts, rows, logits = self._starts.array, self._rows.array, self._logits.array
+        at = num_logits = 0
+        longest = 1
+        for index, chunk in enumerate(chunks):
+            holder, count = chunk.holder, len(chunk.tokens)
+            if holder.num_table_entries != len(holder.pages):
+                self._tabulate(holder)
+            self._fill(chunk, at)
+            starts[index] = at
+            rows[index] = holder.row
+            at += count
+            longest = max(longest, chunk.start + count)
+            for row in range(at - chunk.num_logits, at):
+                logits[num_logits] = row
+                num_logits += 1
+        starts[len(chunks)] = at
+        tokens, positions, slots, residual_rows, wanted, begins, table = self._send(
+            (self._tokens, at),
+            (self._positions, at),
+            (self._slots, at),
+            (self._rows, len(chunks)),
+            (self._logits, num_logits),
+            (self._starts, len(chunks) + 1),
+            table=self._rows_of(chunks, -(-longest // self._page_size)),
+        )
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            query_starts=begins,
+            page_table=table,
+            slots=slots,
+            residual_rows=residual_rows,
+            logit_rows=wanted,
+            query_lengths=tuple([len(chunk.tokens) for chunk in chunks]),
+            context_lengths=tuple([chunk.start + len(chunk.tokens) for chunk in chunks]),
+            sequence_ids=tuple([chunk.holder.id for chunk in chunks]),
+        )
+
+    def _send(self, *parts: tuple[_Buffer, int], table: Array) -> tuple[Tensor, ...]:
+        """The first entries of buffers, and a page table, on the device: views on the CPU, else one copy."""
+        if self._device.type == "cpu":
+            return (*[buffer.first(count) for buffer, count in parts], torch.from_numpy(table))
+        return send(self._device, *[buffer.array[:count] for buffer, count in parts], table)
+
+    def _fill(self, chunk: ScheduledChunk, at: int) -> None:
+        """Write tokens, positions and slots of one chunk."""
+        pages, start, size = chunk.holder.pages, chunk.start, self._page_size
+        if len(chunk.tokens) == 1:
+            self._tokens.array[at] = chunk.tokens[0]
+            self._positions.array[at] = start
+            self._slots.array[at] = pages[start // size] * size + start % size
+            return
+        end = at + len(chunk.tokens)
+        positions = np.arange(start, start + len(chunk.tokens))
+        self._tokens.array[at:end] = chunk.tokens
+        self._positions.array[at:end] = positions
+        page = self._table[chunk.holder.row, positions // size].astype(np.int64)
+        self._slots.array[at:end] = page * size + positions % size
+
+    def _tabulate(self, holder: PageHolder) -> None:
+        """Bring the holder's row of the page table up to date; a row just given out still shows its last owner."""
+        row, known = self._table[holder.row], holder.num_table_entries
+        if known == 0 or known > len(holder.pages):
+            row.fill(-1)
+            known = 0
+        row[known : len(holder.pages)] = holder.pages[known:]
+        holder.num_table_entries = len(holder.pages)
+
+    def table_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
+        """(len(chunks), width) int32, the first pages of each; valid until the next call."""
+        for chunk in chunks:
+            if chunk.holder.num_table_entries != len(chunk.holder.pages):
+                self._tabulate(chunk.holder)
+        return self._rows_of(chunks, width)
+
+    def _rows_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
+        if len(chunks) == 1:
+            row = chunks[0].holder.row
+            return self._table[row : row + 1, :width]
+        return self._table[[chunk.holder.row for chunk in chunks], :width]
+
+    def _reserve(self, count: int) -> None:
+        """Buffers for so many new tokens in a step."""
+        self._tokens, self._positions, self._slots, self._logits = (_Buffer(count, np.int64) for _ in range(4))

@@ -1,0 +1,157 @@
+"""A request on its way through the engine, and which tokens it has seen.
+
+Its life, drawn over its token ids (pages of 4, `num_computed` = 6, one token to feed):
+
+    ids            [p0 p1 p2 p3 | p4 p5 g0]      p prompt, g generated
+    in the cache    ------------------           positions 0 .. num_computed - 1
+    to feed                         --           ids[num_computed:], one token when decoding
+    drafts                              d0 d1    proposed, not part of ids until verified
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quantkit.results import RequestTiming
+from quantkit.runtime.detokenizer import TextStream
+from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, TokenLogprob
+
+Array = np.ndarray[Any, Any]
+
+
+class TokenHistory:
+    """Distinct tokens of a sequence and how often each is in its output.
+
+    Args:
+        prompt: its token ids.
+    """
+
+    def __init__(self, prompt: list[int]) -> None:
+        self._index: dict[int, int] = {}
+        self._tokens = np.empty(64, dtype=np.int64)
+        self._counts = np.empty(64, dtype=np.float32)
+        for token in prompt:
+            self._index_of(token)
+
+    def add(self, token: int) -> None:
+        """Count one more token of the output."""
+        index = self._index_of(token)  # first: it may replace the arrays by larger ones
+        self._counts[index] += 1
+
+    def seen(self, drafts: list[int]) -> tuple[Array, Array]:
+        """Distinct tokens (H,) int64 and their counts in the output (H,) float32, as if the drafts were part of it."""
+        size = len(self._index)
+        tokens, counts = self._tokens[:size], self._counts[:size]
+        if not drafts:
+            return tokens, counts
+        new = [token for token in dict.fromkeys(drafts) if token not in self._index]
+        tokens = np.concatenate([tokens, np.array(new, dtype=np.int64)])
+        counts = np.concatenate([counts, np.zeros(len(new), dtype=np.float32)])
+        added = {token: size + index for index, token in enumerate(new)}
+        for token in drafts:
+            counts[self._index.get(token, added.get(token))] += 1
+        return tokens, counts
+
+    def _index_of(self, token: int) -> int:
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = len(self._index)
+            if index == len(self._tokens):
+                self._tokens = np.resize(self._tokens, 2 * index)
+                self._counts = np.resize(self._counts, 2 * index)
+            self._tokens[index], self._counts[index] = token, 0
+        return index
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way. Mutable; only the engine and its parts touch it.
+
+    Args:
+        id: stable number, also its age: smaller = arrived earlier.
+        ids: prompt and generated tokens.
+        num_prompt: tokens of the prompt.
+        params: as given.
+        limit: tokens at which it ends.
+        seed: of its draws.
+        stop_ids: tokens that end it.
+        arrived: timestamp.
+    """
+
+    id: int
+    ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    limit: int
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    arrived: float = 0.0
+    text: TextStream | None = None
+    history: TokenHistory | None = None
+    scores: PromptScores | None = None
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    row: int = -1  # in page table and residual windows; -1 while waiting
+    num_table_entries: int = 0  # pages already written to that row
+    page_keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    drafts: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that are still to be fed."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is to be chosen after the last known one; else it only asks about its prompt."""
+        return self.limit > len(self.ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step feeds one token and chooses the next."""
+        return self.limit > len(self.ids) == self.num_computed + 1
+
+    @property
+    def num_needed(self) -> int:
+        """Tokens that its pages must hold before it can go on after what is known."""
+        return min(len(self.ids) + 1, self.limit)
+
+    @property
+    def first_row(self) -> int:
+        """Position of the first token after which logits are wanted.
+
+        Pages from there on cannot be taken from the prefix cache: they hold keys and values, not logits.
+        """
+        scoring = self.params.scoring
+        if scoring is None or len(self.ids) > self.num_prompt:
+            return len(self.ids) - 1
+        return 0 if scoring.logits else self.num_prompt - 1 - scoring.num_tokens
+
+    def complete(self, reason: FinishReason, now: float) -> Completion:
+        """The request as it ended at a time."""
+        return Completion(
+            prompt_token_ids=tuple(self.ids[: self.num_prompt]),
+            token_ids=tuple(self.ids[self.num_prompt :]),
+            text="".join(self.deltas),
+            finish_reason=reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            scores=self.scores if reason in ("stop", "length") else None,  # else not all of them are there
+            timing=RequestTiming(
+                request_id=self.id,
+                prompt_tokens=self.num_prompt,
+                arrived_s=self.arrived,
+                token_s=tuple(self.token_times),
+                finished_s=now,
+                cached_tokens=self.num_cached,
+            ),
+            num_preemptions=self.num_preemptions,
+        )

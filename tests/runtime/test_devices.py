@@ -1,0 +1,17 @@
+"""Which device a name means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.devices import pick_device
+from quantkit.errors import InputError
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="unknown device 'tpu'"):
+        pick_device("tpu")
+    with pytest.raises(InputError, match="device 'cuda:99' is not there"):
+        pick_device("cuda:99")
