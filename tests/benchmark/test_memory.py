@@ -98,7 +98,7 @@ def test_cache(family_models, family, kv_cache):
     cache = KVCache(layouts, 5, 3, CPU)
     assert (
         observed_cache_bytes(cache)
-        == 5 * found.page_bytes + 3 * found.tail_bytes
+        == 5 * found.page_bytes + 3 * found.residual_bytes
         == cache.num_bytes + cache.residual_bytes
     )
 
@@ -117,9 +117,9 @@ def test_the_whole_record(tiny_llama, which, kv_cache, quick_ceilings):
     target = load_target(None if which == "demo" else tiny_llama, options, engine)
     result = measure_model(target, options, find_ceilings([target]))
     parts = {record.part: record for record in result.memory}
-    for part in ("weights", "kv pool", *(["kv tails"] if kv_cache == "int4" else [])):
+    for part in ("weights", "kv pool", *(["kv residuals"] if kv_cache == "int4" else [])):
         assert parts[part].predicted_bytes == parts[part].observed_bytes > 0
-    assert ("kv tails" in parts) == (kv_cache == "int4")
+    assert ("kv residuals" in parts) == (kv_cache == "int4")
     assert parts["peak"].predicted_bytes == pytest.approx(parts["peak"].observed_bytes, rel=0.1)
     exact = sum(parts[part].observed_bytes for part in parts if part not in ("peak", "process"))
     assert parts["peak"].observed_bytes == exact

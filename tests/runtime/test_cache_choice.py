@@ -101,7 +101,7 @@ def test_what_is_planned_is_what_is_allocated(made, name):
     path = made(name, **CACHES[name])
     layouts = run(path).engine.runner.cache.layouts
     predicted = predict(path, dtype="float32")
-    assert (predicted.page_bytes, predicted.tail_bytes) == (page_bytes(layouts), residual_bytes(layouts, 1))
+    assert (predicted.page_bytes, predicted.residual_bytes) == (page_bytes(layouts), residual_bytes(layouts, 1))
     plan = estimate(path)
     assert plan.caches[1].form.name == "checkpoint"
     assert kv_allocated_bytes(plan.shape, 200, plan.caches[1].form) == 4 * page_bytes(layouts) + residual_bytes(

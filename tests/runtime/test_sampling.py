@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quantkit.kernels import sampling
+from quantkit.kernels.reference import sampling
 from quantkit.runtime.sampling.penalties import apply_penalties
 from quantkit.runtime.sampling.sampler import draw_of, log_probabilities, sample
 from quantkit.runtime.sequence import Sequence, TokenHistory
