@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import num_processors, power_of_two
-from quantkit.kernels.gpu.expert_tiles import ExpertWeights, open_gate, outputs_of, scaled_sums, shared_of, weight_of
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights, beginning_of, open_gate, outputs_of, scaled_sums, shared_of
 from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.gpu.packed_blocks import add_rows, add_rows_packed, no_sums, sum_rows
 from quantkit.kernels.gpu.splits import counters, is_last_to_come, splits_of
@@ -64,7 +64,11 @@ def _expert_rows_kernel(
             _row_at(x, mine, rows, T, K, 0, IS_LAST), _row_at(x, mine, rows, T, K, 1, IS_LAST),
             _row_at(x, mine, rows, T, K, 2, IS_LAST), _row_at(x, mine, rows, T, K, 3, IS_LAST),
         )  # fmt: skip
-        words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
+        words += beginning_of(expert, N, num_words)
+        if BITS < 16:
+            scale += beginning_of(expert, N, num_groups)
+        if HAS_ZERO:
+            zero += beginning_of(expert, N, num_groups)
         total = no_sums(BLOCK_N, SPAN)
         last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
         for block in tl.range(split * blocks_per_split, last, num_stages=3):  # two blocks on their way

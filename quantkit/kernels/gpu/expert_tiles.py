@@ -134,14 +134,9 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Where the words, scales and zeros of an expert begin."""
-    words += expert.to(tl.int64) * N * num_words
-    if BITS < 16:
-        scale += expert.to(tl.int64) * num_groups * N
-    if HAS_ZERO:
-        zero += expert.to(tl.int64) * num_groups * N
-    return words, scale, zero
+def beginning_of(expert, rows, columns):
+    """How far into an array over experts the (rows, columns) of one begin."""
+    return expert.to(tl.int64) * rows * columns
 
 
 @triton.jit
@@ -173,7 +168,11 @@ def _expert_tile_kernel(
     has_row = sorted_at < end
     pairs = tl.load(order + sorted_at, mask=has_row, other=0)
     inputs_at = x + (pairs if IS_LAST else pairs // TOP_K).to(tl.int64) * K
-    words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
+    words += beginning_of(expert, N, num_words)
+    if BITS < 16:
+        scale += beginning_of(expert, N, num_groups)
+    if HAS_ZERO:
+        zero += beginning_of(expert, N, num_groups)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for block in range(num_blocks):
         if BITS < 16:
