@@ -1,11 +1,11 @@
 """Choices measured on a GPU, as files: one per GPU, shipped in `tuned_files/` or in the user's cache folder.
 
-    {"schema": 2,
+    {"schema": 3,
      "device": {"name": "NVIDIA H200", "capability": 90},
      "versions": {"quantkit": "0.1.0", "torch": "2.13.0", "triton": "3.9.0"},
-     "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 64",
+     "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 32",
                   "sizes": {"rows": 1, "outputs": 8192, "inputs": 8192},
-                  "choice": {"method": "rows", "block_n": 16, "warps": 4, "stages": 3, "programs": 8},
+                  "choice": {"method": "tile", "block_m": 8, "block_n": 128, "warps": 4, "stages": 3, "programs": 2},
                   "microseconds": ..., "default_microseconds": ..., "ratio": ...}]}
 
 Where the default was not beaten the entry has it as its choice, so that a further run need not ask again. A file that
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, OutputError
-from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Tile
 
-SCHEMA = 2
+SCHEMA = 3
 CHOICES: dict[str, tuple[type[Choice], ...]] = {
-    "product": (Rows, Tile, Cublas),
+    "product": (Tile, Cublas),
     "decode": (Decode,),
     "prefill": (Prefill,),
 }
@@ -41,7 +41,7 @@ NEAR = {"rows": 1.0, "outputs": 2.0, "inputs": 2.0, "heads": 4.0}
 
 _POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_splits": 256}
 _COUNTS = {"stages": 8, "programs": 64, "least_tiles": 64}
-_LEAST = {"block_m": 16, "tile": 16, "rows": 16}
+_LEAST = {"block_m": 8, "tile": 16, "rows": 16}
 _SHIPPED = Path(__file__).parent / "tuned_files"
 _LOG = logging.getLogger(__name__)
 
