@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
 """Products of rows with the weights of experts that were chosen for them: no host is asked how many rows each has.
 
 A pair is a token with one of its experts; pair p is of token p / k. Pairs come sorted by expert, and each program takes
@@ -151,11 +151,12 @@ def add_tile(
             total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT,
             BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, False,
         )  # fmt: skip
-    inputs = block * SPAN + tl.arange(0, SPAN)
-    at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
-    value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
-    a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
-    return tl.dot(value, tl.trans(a), total, input_precision="ieee")
+    else:
+        inputs = block * SPAN + tl.arange(0, SPAN)
+        at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
+        value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
+        a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
+        return tl.dot(value, tl.trans(a), total, input_precision="ieee")
 
 
 @triton.jit
