@@ -103,12 +103,15 @@ _TILES = {
     32: Tile(block_m=32, block_n=128, warps=8, stages=3, programs=2),
     64: Tile(block_m=64, block_n=128, warps=8, stages=3, programs=1),
 }
+# Where the tensor cores take their second operand from registers too.
+_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=8, stages=3, programs=2)}
 MOST_TILE_ROWS = max(_TILES)
 
 
 def default_tile(count: int, chip: int) -> Tile:
     """The tile for this many rows on a chip of this compute capability, whether or not a tile is best."""
-    return _TILES[next((size for size in _TILES if count <= size), MOST_TILE_ROWS)]
+    tiles = _TILES if chip == 0 or chip >= _HOPPER else _TILES_BEFORE_HOPPER
+    return tiles[next((size for size in tiles if count <= size), MOST_TILE_ROWS)]
 
 
 def default_product(count: int, bits: int, chip: int) -> Product:

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from quantkit.kernels.gpu.floats import field_bits, load_inputs, load_scale
-
-# The interpreter knows no assembler and has no arithmetic for bfloat16; what it computes in its place is the same.
-_INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+from quantkit.kernels.gpu.floats import INTERPRETED, field_bits, load_inputs, load_scale
 
 
 @triton.jit
 def _halves(words, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr):
     """The two halves of `(words & MASK) | MAGIC` as 16-bit numbers. Written in assembler, because the compiler would
     make each half on its own."""
-    if _INTERPRETED:
+    if INTERPRETED:
         pairs = (words & MASK) | MAGIC
         low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     else:
@@ -43,7 +39,7 @@ def _halves(words, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr)
 
 @triton.jit
 def _minus(number, zero):
-    if _INTERPRETED:
+    if INTERPRETED:
         return (number.to(tl.float32) - zero.to(tl.float32)).to(number.dtype)
     return number - zero
 
