@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.quantities import parse_bytes
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ class SearchOptions:
 
     Args:
         recipe: to start from: its steps, calibration, format and what it ignores stay.
-        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
         work: without it they are kept beside the output, until done.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: keywords of `LLM`; the arithmetic is float32 unless given.
@@ -30,7 +30,9 @@ class SearchOptions:
     """
 
     recipe: Recipe
-    output: Path | None = None
+    output: Path | None = setting(
+        None, "Recipe to write.", flag="-o --output", metavar="FILE", kind=Path, shown="./<model>-<target>.yaml"
+    )
     candidates: tuple[str, ...] = setting(
         (),
         "Number types to choose from, e.g. int4,int4:32,int8:channel.",
@@ -69,7 +71,11 @@ class SearchTarget:
 
     bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
     num_bytes: int | None = setting(
-        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size", metavar="SIZE"
+        None,
+        "Target: size of the whole checkpoint, at most, e.g. 2GiB.",
+        flag="--size",
+        metavar="SIZE",
+        read=parse_bytes,
     )
     kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(

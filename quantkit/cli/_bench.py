@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quantkit.quantities import duration, number
+from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from quantkit.benchmark.compare import Ratio
     from quantkit.benchmark.no_cache import CacheComparison
-    from quantkit.report.table import Table
     from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
     from quantkit.results.statistics import PolynomialFit
 
@@ -74,8 +74,6 @@ def latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
 
 def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
     """The model over the other, with the noise of the rounds."""
-    from quantkit.report.table import Column, Table
-
     titles = "model", short_name(baseline), "ratio", "rounds", "noise"
     rows = []
     for ratio in ratios:
@@ -157,8 +155,6 @@ def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
 
 def cache_table(comparison: CacheComparison) -> Table:
     """What the KV cache saves, by number of generated tokens."""
-    from quantkit.report.table import Column, Table
-
     count = comparison.cached.num_new_tokens
     same = "the same tokens both ways"
     if comparison.num_same < count:

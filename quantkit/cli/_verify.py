@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli._output import Output
+from quantkit.report.table import Table
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
     from quantkit.evaluate.verify import VerifyOptions
-    from quantkit.report.table import Table
     from quantkit.results import CompressionResult, Report
 
 gate_option = click.option(

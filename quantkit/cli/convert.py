@@ -9,11 +9,10 @@ import click
 from quantkit.cli._options import push_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
+from quantkit.report.table import Table, facts
 
 if TYPE_CHECKING:
     from quantkit.compress.convert import Conversion
-    from quantkit.report.table import Table
-
 EPILOG = """\b
 Examples:
   quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
@@ -43,7 +42,7 @@ Examples:
 @push_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @output_options
-def convert(
+def convert_command(
     output_to: Output,
     *,
     checkpoint: str,
@@ -93,8 +92,6 @@ def _progress(output_to: Output) -> Any:
 
 
 def _summary(result: Conversion) -> Table:
-    from quantkit.report.table import facts
-
     return facts(
         [
             ("checkpoint", f"{result.source} ({result.source_format})"),
@@ -111,4 +108,4 @@ def _next(result: Conversion) -> str:
     return f"next: quantkit inspect {result.output}"
 
 
-COMMAND = convert
+COMMAND = convert_command

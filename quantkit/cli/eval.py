@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _eval as show
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
 
 EPILOG = """\b
@@ -38,7 +37,7 @@ Examples:
 @output_options
 @runtime_options
 @option_group("asked", settings_of(EvaluationOptions))
-def evaluate(
+def eval_command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -56,6 +55,7 @@ def evaluate(
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
+    from quantkit.report.tables import comparison_table
     from quantkit.results.statistics import compare_evaluations
 
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
@@ -65,27 +65,23 @@ def evaluate(
     if baseline:
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, settings, options)
+    document: dict[str, Any] = {"evaluation": result.to_dict()}
+    if not baseline:
+        output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
+        return
     plain = {**settings, "kv_cache": "auto", "head_dtype": None}  # the original as it is
-    original = None if baseline is None else _ask(output_to, baseline, plain, options)
+    original = _ask(output_to, baseline, plain, options)
     again = None
-    if noise and original is not None:
+    if noise:
         again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
-    compared = () if original is None else compare_evaluations(result, original, again)
-
-    def data() -> dict[str, Any]:
-        document: dict[str, Any] = {"evaluation": result.to_dict()}
-        if original is not None:
-            document["baseline"] = original.to_dict()
-            document["comparisons"] = [comparison.to_dict() for comparison in compared]
-        return document
-
-    def table() -> Table | None:
-        from quantkit.report.tables import comparison_table
-
-        return show.result_table(result) if original is None else comparison_table(compared)
-
-    against = None if original is None else f"against {original.model} in {original.arithmetic}"
-    output_to.result(data, lambda: show.settings_line(result), lambda: against, table)
+    compared = compare_evaluations(result, original, again)
+    document |= {"baseline": original.to_dict(), "comparisons": [comparison.to_dict() for comparison in compared]}
+    output_to.result(
+        lambda: document,
+        lambda: _settings_line(result),
+        lambda: f"against {original.model} in {original.arithmetic}",
+        lambda: comparison_table(compared),
+    )
 
 
 def _ask(
@@ -93,13 +89,34 @@ def _ask(
 ) -> EvaluationResult:
     """Load, ask, and let go of the model again."""
     from quantkit.evaluate.engine import load_llm
-    from quantkit.evaluate.run import evaluate as run
+    from quantkit.evaluate.run import evaluate
 
     def tell(text: str) -> None:
         output_to.tell(f"{model or 'the demo model'}: {text}")
 
     tell("loading")
-    return run(load_llm(model, **settings), options, progress=tell)
+    return evaluate(load_llm(model, **settings), options, progress=tell)
 
 
-COMMAND = evaluate
+def _settings_line(result: EvaluationResult) -> str:
+    """What decided the numbers."""
+    decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
+    return " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
+
+
+def _result_table(result: EvaluationResult) -> Table:
+    """One row per task and text."""
+    rows: list[tuple[Any, ...]] = []
+    for task in result.tasks:
+        error = "" if task.stderr is None else f"{1.96 * task.stderr:.3f}"
+        rows.append((task.task, task.metric, task.value, error, f"{task.num_samples}"))
+        if task.mean_answer_tokens is not None:
+            rows.append(("", "tokens per answer", f"{task.mean_answer_tokens:.1f}", "", ""))
+        rows += [("", name, value, "", "") for name, value in task.others.items()]
+    for text in result.perplexity:
+        rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", f"{text.num_tokens} tokens"))
+    numbers = Column("value", "{:.4f}".format), Column("±", str), Column("items", str)
+    return Table(columns=(Column("task"), Column("metric"), *numbers), rows=tuple(rows))
+
+
+COMMAND = eval_command

@@ -12,10 +12,10 @@ import click
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options, plain_console
 from quantkit.quantities import byte_size, duration
+from quantkit.report.table import Table, facts
 from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import Completion
 
@@ -129,8 +129,6 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 
 
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
-    from quantkit.report.table import facts
-
     speed = traffic = None
     if numbers["itl_median_s"]:
         speed = f"{duration(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s"

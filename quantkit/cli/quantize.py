@@ -11,10 +11,10 @@ from quantkit.cli import _verify
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
+from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import CompressionResult
 
 EPILOG = """\b
@@ -60,7 +60,7 @@ _ACTIVATIONS = setting(
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
 @output_options
-def quantize(
+def quantize_command(
     output_to: Output,
     *,
     model: str | None,
@@ -79,14 +79,14 @@ def quantize(
     given again.
     """
     import quantkit.compress.pipeline as pipeline
-    from quantkit.cli._progress import for_output
+    from quantkit.cli._progress import listening
     from quantkit.compress.recipe import load
 
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
     plan = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         _verify.check_before(plan, gates)
-    with for_output(output_to) as listener:
+    with listening(output_to) as listener:
         result = pipeline.quantize(model, plan, output, listener=listener, **how)
     if verify:  # a checkpoint that fails goes nowhere
         _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
@@ -104,7 +104,6 @@ def quantize(
 
 
 def _summary(result: CompressionResult) -> Table:
-    from quantkit.report.table import facts
     from quantkit.results import describe_caches, describe_experts
 
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
@@ -134,8 +133,6 @@ def _times(result: CompressionResult) -> str:
 
 
 def _worst(result: CompressionResult) -> Table:
-    from quantkit.report.table import Column, Table
-
     four = "{:.4f}".format
     return Table(
         title="worst linears by relative error, and that of plain rounding",
@@ -152,4 +149,4 @@ def _next_steps(result: CompressionResult) -> str:
     return f"next: quantkit inspect {result.output}"
 
 
-COMMAND = quantize
+COMMAND = quantize_command

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli._output import Output, output_options
+from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.report.table import Table
-
 EPILOG = """\b
 Examples:
   quantkit recipes list
@@ -27,7 +26,7 @@ def recipes() -> None:
 
 @recipes.command("list", epilog="\b\nExamples:\n  quantkit recipes list\n  quantkit recipes list --json")
 @output_options
-def list_recipes(output_to: Output) -> None:
+def list_command(output_to: Output) -> None:
     """List the shipped recipes."""
     from quantkit.compress.recipe import load, shipped
 
@@ -47,7 +46,7 @@ def list_recipes(output_to: Output) -> None:
 )
 @click.argument("name")
 @output_options
-def show(output_to: Output, *, name: str) -> None:
+def show_command(output_to: Output, *, name: str) -> None:
     """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in."""
     from pathlib import Path
 
@@ -69,7 +68,7 @@ def show(output_to: Output, *, name: str) -> None:
 )
 @click.argument("file")
 @output_options
-def check_file(output_to: Output, *, file: str) -> None:
+def check_command(output_to: Output, *, file: str) -> None:
     """Say whether the recipe in FILE is valid, and what in it is probably not meant."""
     from quantkit.compress.recipe import check
 
@@ -79,8 +78,6 @@ def check_file(output_to: Output, *, file: str) -> None:
 
 
 def _table(recipes: dict[str, Recipe]) -> Table:
-    from quantkit.report.table import Column, Table
-
     rows = []
     for name, recipe in recipes.items():
         default = recipe.scheme.default

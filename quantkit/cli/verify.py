@@ -44,7 +44,7 @@ Examples:
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @output_options
 @runtime_options
-def verify(
+def verify_command(
     output_to: Output,
     *,
     checkpoint: str,
@@ -70,4 +70,4 @@ def verify(
     _verify.finish(output_to, report, files, problem)
 
 
-COMMAND = verify
+COMMAND = verify_command

@@ -25,9 +25,9 @@ from rich.console import Console
 from quantkit.cli import REGISTRY, main
 from quantkit.cli._errors import explain
 from quantkit.cli._output import Output
-from quantkit.cli._progress import Bar, Log, Progressing, for_output
+from quantkit.cli._progress import Bar, Log, listening
 from quantkit.compress import pipeline
-from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError, ModelError, ResourceError
 from quantkit.results import CompressionResult, LayerRecord, LinearRecord
@@ -437,7 +437,7 @@ def test_quiet_has_a_result_and_no_progress(run, calls):
 def interrupted(arguments, stdout):
     """`quantkit ...` that is sent a Ctrl-C after its first layer."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
-    Progressing.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
+    Listener.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
     with stdout.open("w") as stream, contextlib.redirect_stdout(stream):
         main(arguments)
 
@@ -481,11 +481,12 @@ def test_the_log_says_how_much_time_is_left(capsys):
 
 def test_the_bar_names_layer_phase_and_memory():
     stream = io.StringIO()
-    with Bar(Console(file=stream, force_terminal=True, width=120, markup=False, highlight=False)) as bar:
+    bar = Bar(Console(file=stream, force_terminal=True, width=120, markup=False, highlight=False))
+    with bar.progress:
         bar.plan({"num_layers": 2, "resumed_layers": 1})
         bar.layer_started(1, "model.layers.1")
         bar.phase("gptq")
-        bar._bar.refresh()
+        bar.progress.refresh()
         bar.warning("odd [thing]")
         bar.layer_finished(record(1))
     shown = stream.getvalue()
@@ -495,20 +496,12 @@ def test_the_bar_names_layer_phase_and_memory():
 
 def test_the_listener_suits_the_options_and_the_terminal(monkeypatch):
     for quiet, as_json in ((True, False), (False, True)):
-        listener = for_output(Output(as_json=as_json, quiet=quiet))
-        assert type(listener) is Progressing
-    wanted = Output(as_json=False, quiet=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert type(for_output(wanted)) is Log
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert type(for_output(wanted)) is Bar
-
-
-@pytest.mark.parametrize("kind", [Progressing, Log, Bar])
-def test_every_listener_has_every_method(kind):
-    methods = {name for name in vars(Listener) if not name.startswith("_")}
-    assert methods == {"plan", "layer_started", "phase", "layer_finished", "warning"}
-    assert all(callable(getattr(kind, name)) for name in methods)
+        with listening(Output(as_json=as_json, quiet=quiet)) as listener:
+            assert listener is SILENT
+    for is_terminal, kind in ((False, Log), (True, Bar)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=is_terminal: answer, raising=False)
+        with listening(Output(as_json=False, quiet=False)) as listener:
+            assert type(listener) is kind
 
 
 # ---- recipes

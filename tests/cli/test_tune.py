@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from quantkit.benchmark import tune_device
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import Case, Outcome
 from quantkit.cli import main
 from quantkit.kernels import gpu as gpu_kernels
@@ -53,8 +54,8 @@ def gpu(monkeypatch):
     """A GPU on which every case takes as long as the fake search says; `asked` is what the command asked for."""
     asked = {}
 
-    def measure(options, *, device, seconds, again, output, report):
-        asked.update(options=options, device=device, seconds=seconds, again=again, output=output)
+    def measure(options, *, report):
+        asked.update(options=options)
         found = entry(), entry(8192, choices.default_product(1, 4, 90), 1.0)
         outcomes = [
             Outcome(case=case(one), entry=one, num_tried=9, dropped={"spills": 2} if one.ratio > 1 else {})
@@ -135,36 +136,27 @@ def test_json(run, gpu):
 
 def test_options_arrive(run, gpu, tmp_path):
     run()
-    assert gpu["options"] == tune_device.TuneOptions()
-    assert (gpu["device"], gpu["seconds"], gpu["again"], gpu["output"]) == ("auto", 300, False, None)
-    words = [
-        "model",
-        "--shapes",
-        "1B",
-        "--shapes",
-        "70B",
-        "--bits",
-        "8",
-        "--group",
-        "0",
-        "--asymmetric",
-        "--rows",
-        "1,4",
-    ]
-    words += ["--batch", "2", "--context", "99", "--kv-cache", "int8,auto", "--seconds", "9", "--again", "-o", "x.json"]
-    assert run(*words, "--device", "cuda:1").exit_code == 0
-    assert gpu["options"] == tune_device.TuneOptions(
+    assert gpu["options"] == TuneOptions()
+    line = (
+        "model --shapes 1B --shapes 70B --bits 8 --group 0 --asymmetric --rows 1,4 --batch 2 --context 99 "
+        "--kv-cache int8,auto --seconds 9 --again -o x.json --device cuda:1"
+    )
+    assert run(*line.split()).exit_code == 0
+    assert gpu["options"] == TuneOptions(
         model="model",
         shapes=("1B", "70B"),
         bits=8,
-        group=None,
-        symmetric=False,
+        group=0,
+        asymmetric=True,
         rows=(1, 4),
         batches=(2,),
         context=99,
         kv_types=("int8", "auto"),
+        seconds=9,
+        again=True,
+        output=Path("x.json"),
+        device="cuda:1",
     )
-    assert (gpu["device"], gpu["seconds"], gpu["again"], gpu["output"]) == ("cuda:1", 9, True, Path("x.json"))
     run("--kv-cache", "none")
     assert gpu["options"].kv_types == ()
 
@@ -181,13 +173,12 @@ def test_usage(run, words):
 def test_which_shapes_are_meant(monkeypatch, models):
     names = []
     monkeypatch.setattr(tune_device, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
-    tune_device.TuneOptions().read_shapes()
-    tune_device.TuneOptions(shapes=("1B", "70B"), bits=8, group=None).read_shapes()
-    found = tune_device.TuneOptions(model=str(models / "out")).read_shapes()
+    tune_device.read_shapes(TuneOptions())
+    tune_device.read_shapes(TuneOptions(shapes=("1B", "70B"), bits=8, group=0))
+    (shapes,) = tune_device.read_shapes(TuneOptions(model=str(models / "out")))
     assert [name for name, _ in names] == ["8B", "1B", "70B"]
     assert names[-1][1] == {"bits": 8, "group": None, "symmetric": True}
-    assert len(found) == 1
-    assert found[0].linears
+    assert shapes.linears
 
 
 def test_no_such_model(run, monkeypatch):

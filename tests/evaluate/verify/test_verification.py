@@ -23,7 +23,7 @@ from quantkit.evaluate.verify import (
     write_files,
 )
 from quantkit.evaluate.verify.goals import repair_goal
-from quantkit.report import read_report
+from quantkit.report.json import read_report
 from quantkit.results import Report
 from quantkit.results.gates import evaluate_gates
 from tests.helpers import make_model
