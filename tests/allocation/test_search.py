@@ -241,14 +241,15 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
             read_candidates([wrong], 32)
     assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
     base = load("rtn-int4", ["weights.group_size=32"])
-    found = usable(str(tiny_llama), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
-    assert found.candidates[0].name == "int4:32"
-    assert any("left out int4:128" in note and "does not divide" in note for note in found.notes)
+    asked = read_candidates(["int4:32", "int4:128", "fp8:channel"], 32)
+    candidates, notes = usable(str(tiny_llama), base, asked, "cpu")
+    assert candidates[0].name == "int4:32"
+    assert any("left out int4:128" in note and "does not divide" in note for note in notes)
     with pytest.raises(RecipeError, match="none of the candidates can be used"):
         usable(str(tiny_llama), base, read_candidates(["int4:128"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
     with pytest.raises(RecipeError, match="has overrides, which a search decides"):
-        usable(str(tiny_llama), pinned, found.candidates, "cpu")
+        usable(str(tiny_llama), pinned, candidates, "cpu")
 
 
 def test_many_modules_are_one_pattern_where_it_matches_nothing_else():

@@ -38,6 +38,7 @@ COMMANDS = [
     (),
     ("quantize",),
     ("inspect",),
+    ("convert",),
     ("generate",),
     ("bench",),
     ("recipes",),
@@ -159,11 +160,11 @@ def test_examples_are_commands_that_parse(run, command):
         group.make_context(name, words)
 
 
-SLOW = [(), ("quantize",)]
-RUN = [one for one in COMMANDS if one not in [*SLOW, ("bench",)]]  # those of bench take minutes
+RUN = [one for one in COMMANDS if one != ("bench",)]  # whose own take minutes
 
 
-@pytest.mark.parametrize("command", [*RUN, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=" ".join)
+@pytest.mark.usefixtures("short_samples", "three_items", "quick_ceilings")
+@pytest.mark.parametrize("command", RUN, ids=" ".join)
 def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
     lines = run(*command, "--help").stdout.split("Examples:")[1].splitlines()
     monkeypatch.chdir(tmp_path)
@@ -175,17 +176,8 @@ def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
         assert answer.exit_code == 0, (line, answer.stderr)
         if target:
             Path(target).write_text(answer.stdout, encoding="utf-8")
-
-
-def test_examples_of_quantize_run_on_little_text(run, tmp_path, monkeypatch):
-    """The last one's options are those of test_verify, where it takes less."""
-    lines = run("quantize", "--help").stdout.split("Examples:")[1].splitlines()
-    monkeypatch.chdir(tmp_path)
-    for line in filter(None, map(str.strip, lines)):
-        little = ["--samples", "2", "--sequence-length", "32"] if "--samples" in line else []
-        answer = run(*shlex.split(line)[1:], *little) if "--verify" not in line else None
-        assert answer is None or answer.exit_code == 0, (line, answer.stderr)
-    assert len(list(tmp_path.iterdir())) == 4
+    if command == ("quantize",):
+        assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_help_is_fast_and_never_sees_torch():
