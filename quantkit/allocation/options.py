@@ -31,29 +31,22 @@ class SearchOptions:
 
     recipe: Recipe
     output: Path | None = setting(
-        None, "Recipe to write.", flag="-o --output", metavar="FILE", kind=Path, shown="./<model>-<target>.yaml"
+        None, "Recipe to write.", flag="-o --output FILE", kind=Path, shown="./<model>-<target>.yaml"
     )
     candidates: tuple[str, ...] = setting(
         (),
         "Number types to choose from, e.g. int4,int4:32,int8:channel.",
-        flag="--candidates",
-        metavar="A,B",
+        flag="--candidates A,B",
         commas=True,
         shown="all integers",
     )
-    text: str | None = setting(
-        None, "Text that the loss is measured on.", flag="--text", metavar="FILE", shown="a shipped one"
-    )
+    text: str | None = setting(None, "Text that the loss is measured on.", flag="--text FILE", shown="a shipped one")
     max_tokens: int = setting(8192, "Tokens of that text for each measurement.", flag="--tokens", minimum=2)
     work: Path | None = setting(
-        None, "Folder that keeps trials and numbers for further searches.", flag="--work", metavar="DIR", kind=Path
+        None, "Folder that keeps trials and numbers for further searches.", flag="--work DIR", kind=Path
     )
     checkpoint: Path | None = setting(
-        None,
-        "Folder for the compressed model that is measured at the end.",
-        flag="--checkpoint",
-        metavar="DIR",
-        kind=Path,
+        None, "Folder for the compressed model that is measured at the end.", flag="--checkpoint DIR", kind=Path
     )
     device: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -71,11 +64,7 @@ class SearchTarget:
 
     bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
     num_bytes: int | None = setting(
-        None,
-        "Target: size of the whole checkpoint, at most, e.g. 2GiB.",
-        flag="--size",
-        metavar="SIZE",
-        read=parse_bytes,
+        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size SIZE", read=parse_bytes
     )
     kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(

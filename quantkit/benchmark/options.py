@@ -25,16 +25,10 @@ class BenchmarkOptions:
     """
 
     concurrencies: tuple[int, ...] = setting(
-        (1, 8), "Requests in flight at once.", flag="--batch", metavar="N,...", minimum=1, commas=True
+        (1, 8), "Requests in flight at once.", flag="--batch N,...", minimum=1, commas=True
     )
     rates: tuple[float, ...] = setting(
-        (),
-        "Requests per second, as Poisson arrivals.",
-        flag="--rate",
-        metavar="R,...",
-        above=0,
-        kind=float,
-        commas=True,
+        (), "Requests per second, as Poisson arrivals.", flag="--rate R,...", above=0, kind=float, commas=True
     )
     prompt_tokens: int = setting(256, "Tokens in each prompt.", flag="--prompt-tokens", minimum=1)
     new_tokens: int = setting(128, "Tokens made for each request.", flag="--new-tokens", minimum=1)
@@ -49,20 +43,10 @@ class BenchmarkOptions:
         1, "Repetitions of every run.", flag="--rounds", minimum=1, shown=f"1; {ROUNDS_AGAINST} with --against"
     )
     ttft_limit_s: float | None = setting(
-        None,
-        "Longest TTFT of a request that counts as goodput.",
-        flag="--ttft-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
+        None, "Longest TTFT of a request that counts as goodput.", flag="--ttft-limit SECONDS", above=0, kind=float
     )
     tpot_limit_s: float | None = setting(
-        None,
-        "Longest TPOT of a request that counts as goodput.",
-        flag="--tpot-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
+        None, "Longest TPOT of a request that counts as goodput.", flag="--tpot-limit SECONDS", above=0, kind=float
     )
     seed: int = setting(0, "Seed of prompts and arrivals.", flag="--seed", minimum=0)
 
@@ -114,18 +98,15 @@ class TuneOptions:
     bits: int = setting(4, "Weights of --shapes.", flag="--bits", choices=("4", "8"), read=int)
     group: int = setting(128, "Group size of --shapes; 0 = a scale per output.", flag="--group", minimum=0)
     asymmetric: bool = setting(False, "Weights of --shapes with zero points.", flag="--asymmetric")
-    rows: tuple[int, ...] = setting(
-        (1, 4, 16, 64), "Rows of inputs.", flag="--rows", metavar="N,...", minimum=1, commas=True
-    )
+    rows: tuple[int, ...] = setting((1, 4, 16, 64), "Rows of inputs.", flag="--rows N,...", minimum=1, commas=True)
     batches: tuple[int, ...] = setting(
-        (1, 8, 32), "Sequences of decode steps.", flag="--batch", metavar="N,...", minimum=1, commas=True
+        (1, 8, 32), "Sequences of decode steps.", flag="--batch N,...", minimum=1, commas=True
     )
     context: int = setting(4000, "Tokens per sequence.", flag="--context", minimum=2)
     kv_types: tuple[str, ...] = setting(
         ("auto", "fp8", "int8", "int4"),
         "Number types of keys and values.",
-        flag="--kv-cache",
-        metavar="TYPE,...|none",
+        flag="--kv-cache TYPE,...|none",
         choices=(*KV_TYPES, "none"),
         commas=True,
     )
@@ -134,14 +115,9 @@ class TuneOptions:
     )
     again: bool = setting(False, "Measure also what has been measured.", flag="--again")
     output: Path | None = setting(
-        None,
-        "File to write.",
-        flag="-o --output",
-        metavar="FILE",
-        kind=Path,
-        shown="in the cache folder, where kernels look",
+        None, "File to write.", flag="-o --output FILE", kind=Path, shown="in the cache folder, where kernels look"
     )
-    device: str = setting("auto", "Which GPU.", flag="--device", metavar="auto|cuda[:i]")
+    device: str = setting("auto", "Which GPU.", flag="--device auto|cuda[:i]")
 
     def __post_init__(self) -> None:
         if self.kv_types == ("none",):

@@ -66,18 +66,30 @@ def _repeatable(field: Field[Any]) -> bool:
 
 def _option(name: str, field: Field[Any], shown: str | None) -> Decorator:
     meta = field.metadata
+    flags, metavar = _flags(field)
     shown = shown or meta.get("shown") or _shown(field.default)
     return click.option(
-        *meta["flag"].split(),
+        *flags,
         _identifier(name),
         # None = not given, also where a flag would otherwise be off: the class has the default.
         default=None,
-        is_flag=isinstance(field.default, bool) or "/" in meta["flag"],
+        is_flag=_is_flag(field),
         multiple=_repeatable(field),
         type=_accepted(field),
-        metavar=meta.get("metavar"),
+        metavar=metavar,
         help=meta["text"] + (f"  [default: {shown}]" if shown else ""),
     )
+
+
+def _flags(field: Field[Any]) -> tuple[list[str], str | None]:
+    """`-o --output FILE` as flags and what stands for the value."""
+    words = field.metadata["flag"].split()
+    flags = [word for word in words if word.startswith("-")]
+    return flags, next((word for word in words if word not in flags), None)
+
+
+def _is_flag(field: Field[Any]) -> bool:
+    return isinstance(field.default, bool) or any("/" in flag for flag in _flags(field)[0])
 
 
 def _shown(default: Any) -> str:
@@ -88,7 +100,7 @@ def _shown(default: Any) -> str:
 
 def _accepted(field: Field[Any]) -> Any:
     meta = field.metadata
-    if isinstance(field.default, bool) or "/" in meta["flag"]:
+    if _is_flag(field):
         return None
     default: Any = field.default
     one = default[0] if _repeatable(field) and default else default

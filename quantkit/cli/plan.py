@@ -35,51 +35,41 @@ Examples:
 
 _DEVICE: Settings = {
     "name": setting(
-        None,
-        "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
-        flag="--device",
-        metavar="NAME",
+        None, "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...", flag="--device NAME"
     ),
     "memory_bytes": setting(
         None,
         "Memory to plan for, such as 24GiB; alone or in place of the device's.",
-        flag="--memory",
-        metavar="SIZE",
+        flag="--memory SIZE",
         read=parse_bytes,
     ),
     "bandwidth": setting(
         None,
         "Measured bandwidth, such as 4.3TB/s, in place of the data sheet's.",
-        flag="--bandwidth",
-        metavar="RATE",
+        flag="--bandwidth RATE",
         read=parse_rate,
     ),
     "peak": setting(
         None,
         "Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's.",
-        flag="--peak",
-        metavar="RATE",
+        flag="--peak RATE",
         read=parse_flops,
     ),
 }
 _ESTIMATE: Settings = {
     "shape_file": setting(
-        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape", metavar="FILE"
+        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape FILE"
     ),
     "params": setting(
-        None,
-        "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.",
-        flag="--params",
-        metavar="NUMBER",
+        None, "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.", flag="--params NUMBER"
     ),
     "recipe": setting(
-        None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe", metavar="NAME|FILE"
+        None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe NAME|FILE"
     ),
     "context": setting(
         None,
         "Tokens per sequence, such as 32k.",
-        flag="--context",
-        metavar="TOKENS",
+        flag="--context TOKENS",
         read=parse_tokens,
         shown="4096 or the model's",
     ),
@@ -87,20 +77,16 @@ _ESTIMATE: Settings = {
     "prompt": setting(
         None,
         "Tokens of a prompt whose prefill is timed.",
-        flag="--prompt",
-        metavar="TOKENS",
+        flag="--prompt TOKENS",
         read=parse_tokens,
         shown="the context",
     ),
     "kv_cache": setting(
         None,
         "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
-        flag="--kv-cache",
-        metavar="TYPE",
+        flag="--kv-cache TYPE",
     ),
-    "head": setting(
-        None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head", metavar="TYPE"
-    ),
+    "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
 }
 
 

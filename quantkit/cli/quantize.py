@@ -30,10 +30,7 @@ Examples:
 _RECIPES = "the recipe's"
 _FIELDS: Settings = {
     "calibration.data": setting(
-        None,
-        "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
-        flag="--calibration",
-        metavar="NAME|FILE",
+        None, "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
     ),
     "calibration.samples": setting(
         None, "Number of calibration sequences.", flag="--samples", minimum=1, shown=_RECIPES
@@ -41,7 +38,7 @@ _FIELDS: Settings = {
     "calibration.sequence_length": setting(
         None, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8, shown=_RECIPES
     ),
-    "format": setting(None, "On-disk format of the result.", flag="--format", metavar="NAME", shown=_RECIPES),
+    "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
     "seed": setting(None, "Seed of everything random.", flag="--seed", minimum=0, shown=_RECIPES),
 }
 _ACTIVATIONS = setting(
