@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._command import CommandGroup
 from quantkit.cli._errors import end_output, open_streams, report_error
 from quantkit.errors import suggestion
 from quantkit.registry import Registry
@@ -21,15 +22,8 @@ __all__ = ["main"]
 
 REGISTRY = Registry(package=__name__, attribute="COMMAND", noun="command")
 
-EXAMPLES = """\b
-Examples:
-  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
-  quantkit inspect demo-int4
-  quantkit recipes list
-"""
 
-
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """The files of this package as commands, and one place where every error becomes a line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -88,7 +82,14 @@ def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -
         ctx.exit()
 
 
-@click.group(cls=_Commands, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print it.")
 def main() -> None:
-    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads."""
+    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads.
+
+    \b
+    Examples:
+      quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+      quantkit inspect demo-int4
+      quantkit recipes list
+    """

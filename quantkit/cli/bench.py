@@ -8,6 +8,7 @@ import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
 
@@ -18,22 +19,13 @@ if TYPE_CHECKING:
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 
-EPILOG = f"""\b
-{show.DEFINITIONS}
-MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
-product, both measured in the same run.
 
-\b
-Examples:
-  quantkit bench
-  quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
-  quantkit bench demo-awq-int4 --against quantkit/demo/model
-  quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
-  quantkit bench --no-cache
-"""
-
-
-@click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
+@click.command(
+    "bench",
+    cls=Command,
+    epilog=f"\b\n{show.DEFINITIONS}",
+    short_help="TTFT, ITL, throughput, memory; what binds and what to try.",
+)
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
@@ -41,7 +33,7 @@ Examples:
 @output_options
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
-def bench(
+def bench_command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -54,6 +46,18 @@ def bench(
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
     Prompts are random tokens; every request runs to its full length. Nothing else should run on the machine meanwhile.
+
+    \b
+    MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
+    product, both measured in the same run.
+
+    \b
+    Examples:
+      quantkit bench
+      quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
+      quantkit bench demo-awq-int4 --against quantkit/demo/model
+      quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
+      quantkit bench --no-cache
     """
     if no_cache and against:
         raise click.UsageError("--no-cache compares a model with itself: leave --against out")
@@ -146,4 +150,4 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
 
 
-COMMAND = bench
+COMMAND = bench_command

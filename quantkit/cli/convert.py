@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._options import push_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
@@ -13,16 +14,9 @@ from quantkit.report.table import Table, facts
 
 if TYPE_CHECKING:
     from quantkit.compress.convert import Conversion
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
-  quantkit convert demo-gptq --to compressed-tensors -o demo-ct
-  quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
-  quantkit inspect demo-gptq demo-ct
-"""
 
 
-@click.command("convert", epilog=EPILOG, short_help="Write the same codes in another format.")
+@click.command("convert", cls=Command, short_help="Write the same codes in another format.")
 @click.argument("checkpoint")
 @click.option(
     "--to",
@@ -56,6 +50,13 @@ def convert_command(
 
     Nothing is rounded again: codes, scales and zero points are read back and compared bit for bit. What a format
     cannot hold is refused, with the formats that can.
+
+    \b
+    Examples:
+      quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
+      quantkit convert demo-gptq --to compressed-tensors -o demo-ct
+      quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
+      quantkit inspect demo-gptq demo-ct
     """
     import dataclasses
     from pathlib import Path

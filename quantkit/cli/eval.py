@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
@@ -14,22 +15,8 @@ from quantkit.report.table import Column, Table
 if TYPE_CHECKING:
     from quantkit.results import EvaluationResult
 
-EPILOG = """\b
-Recovery: the model's score in per cent of the baseline's, with a 95 %
-interval over the items that both answered.
 
-\b
-Examples:
-  quantkit eval
-  quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
-  quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
-  quantkit eval --suite long-context
-  quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
-  quantkit eval my-model --text book.txt
-"""
-
-
-@click.command("eval", epilog=EPILOG, short_help="Perplexity and lm-eval tasks, alone or against the original.")
+@click.command("eval", cls=Command, short_help="Perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
 @click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
@@ -50,6 +37,19 @@ def eval_command(
     """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
     --kv-cache and --head are for CHECKPOINT; the baseline is asked with its keys, values and head as they are.
+
+    \b
+    Recovery: the model's score in per cent of the baseline's, with a 95 %
+    interval over the items that both answered.
+
+    \b
+    Examples:
+      quantkit eval
+      quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
+      quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
+      quantkit eval --suite long-context
+      quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
+      quantkit eval my-model --text book.txt
     """
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")

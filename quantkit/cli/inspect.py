@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
 from quantkit.report.table import Column, Table, facts
@@ -13,17 +14,8 @@ from quantkit.report.table import Column, Table, facts
 if TYPE_CHECKING:
     from quantkit.results import CheckpointDifference, CheckpointSummary
 
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe rtn-int8 -o demo-int8
-  quantkit inspect demo-int8
-  quantkit inspect demo-int8 --json
-  quantkit quantize --recipe rtn-int4 -o demo-int4
-  quantkit inspect demo-int8 demo-int4
-"""
 
-
-@click.command("inspect", epilog=EPILOG, short_help="Show number types, sizes and errors of a checkpoint.")
+@click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint")
 @click.argument("other", required=False)
 @output_options
@@ -32,6 +24,14 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
     quantkit wrote. With a second one, show what differs between the two.
+
+    \b
+    Examples:
+      quantkit quantize --recipe rtn-int8 -o demo-int8
+      quantkit inspect demo-int8
+      quantkit inspect demo-int8 --json
+      quantkit quantize --recipe rtn-int4 -o demo-int4
+      quantkit inspect demo-int8 demo-int4
     """
     from quantkit.inspection import compare, inspect
 

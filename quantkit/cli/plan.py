@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._options import Settings, option_group, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import (
@@ -24,15 +25,6 @@ from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.planning import Estimate
-EPILOG = """\b
-Examples:
-  quantkit plan
-  quantkit plan --params 7B
-  quantkit plan --recipe awq-int4 --device 4090
-  quantkit plan --params 70B --device h200 --json
-  quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
-"""
-
 _DEVICE: Settings = {
     "name": setting(
         None, "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...", flag="--device NAME"
@@ -90,7 +82,7 @@ _ESTIMATE: Settings = {
 }
 
 
-@click.command("plan", epilog=EPILOG, short_help="Predict memory, disk and the fastest possible speed of a model.")
+@click.command("plan", cls=Command, short_help="Predict memory, disk and the fastest possible speed of a model.")
 @click.argument("model", required=False)
 @option_group("sizes", _ESTIMATE)
 @set_option
@@ -103,6 +95,14 @@ def plan_command(
 
     MODEL is a directory, a config.json or a hub id; of its weights only the headers are read. Without it, the demo
     model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
+
+    \b
+    Examples:
+      quantkit plan
+      quantkit plan --params 7B
+      quantkit plan --recipe awq-int4 --device 4090
+      quantkit plan --params 70B --device h200 --json
+      quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
     """
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
@@ -16,15 +17,6 @@ from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.results import CompressionResult
-
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
-  quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
-  quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
-  quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
-  quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
-"""
 
 
 _RECIPES = "the recipe's"
@@ -46,7 +38,7 @@ _ACTIVATIONS = setting(
 )
 
 
-@click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
+@click.command("quantize", cls=Command, short_help="Compress a model.")
 @click.argument("model", required=False)
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
@@ -74,6 +66,14 @@ def quantize_command(
 
     One decoder layer is in memory at a time. A run that is killed goes on where it stopped when the same command is
     given again.
+
+    \b
+    Examples:
+      quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+      quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
+      quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
+      quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+      quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     import quantkit.compress.pipeline as pipeline
     from quantkit.cli._progress import listening

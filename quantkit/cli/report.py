@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._output import Output, output_options
 
 if TYPE_CHECKING:
     from quantkit.results import Report
 
-EPILOG = """\b
-Examples:
-  quantkit report demo-int4 demo-int8 demo-rtn3
-  quantkit report demo-int4 demo-int8 -o comparison.html
-  quantkit report demo-int4 -o page.html
-"""
 
-
-@click.command("report", epilog=EPILOG, short_help="Compare checkpoints by their reports.")
+@click.command("report", cls=Command, short_help="Compare checkpoints by their reports.")
 @click.argument("checkpoints", nargs=-1, required=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write a page (HTML) here.")
 @output_options
@@ -28,6 +22,12 @@ def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: P
     """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
 
     With one checkpoint, its own report is rendered again from report.json.
+
+    \b
+    Examples:
+      quantkit report demo-int4 demo-int8 demo-rtn3
+      quantkit report demo-int4 demo-int8 -o comparison.html
+      quantkit report demo-int4 -o page.html
     """
     from quantkit.report.json import read_report
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.allocation.options import SearchOptions, SearchTarget
+from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
@@ -16,16 +17,8 @@ from quantkit.runtime.config import EngineConfig
 if TYPE_CHECKING:
     from quantkit.results import SearchResult
 
-EPILOG = """\b
-Examples:
-  quantkit search --bits 4.5
-  quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
-  quantkit search --kl 0.02 --work trials -o small.yaml
-  quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
-"""
 
-
-@click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
+@click.command("search", cls=Command, short_help="Find the bits that each part of a model should have.")
 @click.argument("model", required=False)
 @option_group("target", settings_of(SearchTarget))
 @click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
@@ -49,6 +42,13 @@ def search_command(
 
     Without MODEL, the demo model that comes with quantkit. The recipe runs unchanged through `quantkit quantize`; what
     it is expected to cost, and what it cost when it was tried, is printed and written into it.
+
+    \b
+    Examples:
+      quantkit search --bits 4.5
+      quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
+      quantkit search --kl 0.02 --work trials -o small.yaml
+      quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.benchmark.options import TuneOptions
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import elapsed
@@ -17,15 +18,9 @@ from quantkit.report.table import Column, Table
 if TYPE_CHECKING:
     from quantkit.benchmark.tune import Outcome, Tuning
     from quantkit.benchmark.tune_device import TunedFile
-EPILOG = """\b
-Examples:
-  quantkit tune --list
-  quantkit tune demo-awq-int4
-  quantkit tune --shapes 8B --rows 1,16 --kv-cache auto,int8 --seconds 120
-"""
 
 
-@click.command("tune", epilog=EPILOG, short_help="Measure which tiles the kernels run fastest with on this GPU.")
+@click.command("tune", cls=Command, short_help="Measure which tiles the kernels run fastest with on this GPU.")
 @click.argument("model", required=False)
 @option_group("settings", settings_of(TuneOptions))
 @click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
@@ -35,6 +30,12 @@ def tune_command(output_to: Output, *, model: str | None, listing: bool, setting
 
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
     faster than the default is not taken. Nothing else should run on the GPU meanwhile.
+
+    \b
+    Examples:
+      quantkit tune --list
+      quantkit tune demo-awq-int4
+      quantkit tune --shapes 8B --rows 1,16 --kv-cache auto,int8 --seconds 120
     """
     from quantkit.benchmark.tune_device import find_files, tune_device
 
