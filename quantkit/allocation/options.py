@@ -54,6 +54,9 @@ class SearchOptions:
     overwrite: bool = False
 
 
+_CONDITIONS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}", "recovery": "recovery>={:g}"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTarget:
     """What is asked for: one of these.
@@ -77,15 +80,12 @@ class SearchTarget:
     )
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
+        given = [value for name in _CONDITIONS if (value := getattr(self, name)) is not None]
         if len(given) != 1 or not 0 < given[0] < math.inf:  # nan is neither
             raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
 
     @property
     def text(self) -> str:
         """As a condition, e.g. `bits<=4.5`."""
-        if self.bits is not None:
-            return f"bits<={self.bits:g}"
-        if self.num_bytes is not None:
-            return f"bytes<={self.num_bytes}"
-        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
+        values = ((condition, getattr(self, name)) for name, condition in _CONDITIONS.items())
+        return next(condition.format(value) for condition, value in values if value is not None)

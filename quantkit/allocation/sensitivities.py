@@ -64,11 +64,8 @@ class TrialRunner:
             )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
-            same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
-                json.loads(json.dumps(recipe.source)),
-                self.source,
-                present,
-            ]
+            asked = json.loads(json.dumps(recipe.source))
+            same = (manifest["recipe"], manifest["identity"]["source"], sizes) == (asked, self.source, present)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             same = False
         if not same:

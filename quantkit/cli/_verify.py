@@ -87,18 +87,15 @@ def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     from quantkit.report.json import json_ready
     from quantkit.results.gates import gate_numbers
 
-    proposal = report.sensitivity.proposal if report.sensitivity is not None else None
-    entries: dict[str, Any] = json_ready(
-        {
-            "held": report.held,
-            "gates": [gate.to_dict() for gate in report.gates],
-            "metrics": gate_numbers(report),
-            "proposal": None if proposal is None else proposal.to_dict(),
-            "notes": list(report.notes),
-            "files": {kind: str(path) for kind, path in files.items()},
-        }
-    )
-    return entries
+    proposal = report.sensitivity and report.sensitivity.proposal
+    return {
+        "held": report.held,
+        "gates": json_ready([gate.to_dict() for gate in report.gates]),
+        "metrics": json_ready(gate_numbers(report)),
+        "proposal": json_ready(proposal and proposal.to_dict()),
+        "notes": list(report.notes),
+        "files": {kind: str(path) for kind, path in files.items()},
+    }
 
 
 def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Table | str | None]]:

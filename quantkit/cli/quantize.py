@@ -96,7 +96,7 @@ def quantize_command(
             result.to_dict,
             lambda: _summary(result),
             lambda: _worst(result) if result.num_quantized else None,
-            lambda: _next_steps(result),
+            lambda: f"next: quantkit inspect {result.output}",
         )
 
 
@@ -140,10 +140,6 @@ def _worst(result: CompressionResult) -> Table:
             for name, linear in result.worst_linears()
         ),
     )
-
-
-def _next_steps(result: CompressionResult) -> str:
-    return f"next: quantkit inspect {result.output}"
 
 
 COMMAND = quantize_command

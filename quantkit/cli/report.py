@@ -49,7 +49,7 @@ def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
         output.write_text(render_html(report), encoding="utf-8")
     lines = [headline(report), *gate_lines(report.gates)]
     metrics = json_ready(gate_numbers(report))
-    data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": _text(output)}
+    data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": output and str(output)}
     output_to.result(lambda: data, lambda: "\n".join(lines), lambda: comparison_table(report.comparisons))
 
 
@@ -61,17 +61,13 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None) ->
     comparison = compare_reports(reports)
     if output is not None:
         output.write_text(render_comparison(comparison), encoding="utf-8")
-    for warning in comparison.warnings if output_to.shows_progress else ():
-        click.echo(f"warning: {warning}", err=True)
+    for warning in comparison.warnings:
+        output_to.tell(f"warning: {warning}")
     output_to.result(
-        lambda: {**dataclasses.asdict(comparison), "page": _text(output)},
+        lambda: {**dataclasses.asdict(comparison), "page": output and str(output)},
         lambda: checkpoints_table(comparison),
         lambda: comparison_sentence(comparison),
     )
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 COMMAND = report_command
