@@ -50,7 +50,7 @@ _REFERENCE_BYTES = 2 << 30  # of the original's logits on them
 _TRIES = 3  # recipes that are made and measured before a target is given up
 
 
-def search(
+def search_recipe(
     model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
 ) -> SearchResult:
     """Find which numbers each fused group of a model should have, and write them as a recipe.
@@ -67,7 +67,8 @@ def search(
         GateFailure: no choice can meet the target.
     """
     started = time.perf_counter()
-    output = options.output or Path(f"{_short(model)}-{_slug(target)}.yaml")
+    name = "demo" if model is None else Path(model).name or Path(model).resolve().name
+    output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
     with open_outputs(output, options) as outputs:
         run = _prepare(model, target, options, outputs, progress)
         result = run.reach_target()
@@ -268,15 +269,6 @@ def _candidates(
             f"give --candidates, such as {name},int8, or start from a recipe of integers such as gptq-int4"
         )
     return usable(model, recipe, default_candidates(group), options.device, bits)
-
-
-def _short(model: str | None) -> str:
-    return "demo" if model is None else Path(model).name or Path(model).resolve().name
-
-
-def _slug(target: SearchTarget) -> str:
-    """`bits-4.5` of `bits<=4.5`."""
-    return re.sub(r"[<>]=", "-", target.text)
 
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:

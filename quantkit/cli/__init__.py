@@ -41,17 +41,17 @@ class _Commands(CommandGroup):
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
         """Run; with `standalone_mode` (the default) exit with the code of the error, if any."""
-        given = list(sys.argv[1:] if args is None else args)
-        if "--verbose" not in given:
-            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is told by us
+        words = list(sys.argv[1:] if args is None else args)
+        if "--verbose" not in words:
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is said by us
         if not standalone_mode:
-            return super().main(given, standalone_mode=False, **extra)
+            return super().main(words, standalone_mode=False, **extra)
         open_streams()
         stdout = sys.stdout
         failure: BaseException | None = None
         result: Any = 0
         try:
-            result = super().main(given, standalone_mode=False, **extra)
+            result = super().main(words, standalone_mode=False, **extra)
         except SystemExit:
             if sys.stdout is stdout:
                 raise
@@ -61,7 +61,7 @@ class _Commands(CommandGroup):
         failure = end_output() or failure
         if failure is None:
             sys.exit(result if isinstance(result, int) else 0)
-        flags = given[: given.index("--")] if "--" in given else given
+        flags = words[: words.index("--")] if "--" in words else words
         sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
 
 
@@ -74,8 +74,8 @@ def _mended(error: BaseException) -> BaseException:
     return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
 
 
-def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
         import quantkit
 
         click.echo(f"quantkit {quantkit.__version__}")

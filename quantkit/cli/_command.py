@@ -16,9 +16,9 @@ class Command(click.Command):
         epilog: printed before them, in the same paragraph.
     """
 
-    def __init__(self, *args: Any, help: str | None = None, epilog: str = "\b", **settings: Any) -> None:
+    def __init__(self, name: str | None, *, help: str | None = None, epilog: str = "\b", **settings: Any) -> None:
         text, _, below = inspect.cleandoc(help or "").partition("\b\n")
-        super().__init__(*args, help=text.rstrip(), epilog=f"{epilog}\n{below}", **settings)
+        super().__init__(name, help=text.rstrip(), epilog=f"{epilog}\n{below}", **settings)
 
 
 class CommandGroup(Command, click.Group):

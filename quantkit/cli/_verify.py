@@ -69,7 +69,7 @@ def finish(
     """
     if problem:
         output_to.tell(f"warning: {problem}")
-    output_to.result(lambda: {**(entries or {}), **numbers(report, files)}, *shown(report, files))
+    output_to.result(lambda: {**(entries or {}), **report_numbers(report, files)}, *shown(report, files))
     output_to.require(report.held, lambda: failure(report))
 
 
@@ -82,7 +82,7 @@ def failure(report: Report) -> str:
     return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Nearest remedy: {todo}"
 
 
-def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
+def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
     from quantkit.report.json import json_ready
     from quantkit.results.gates import gate_numbers

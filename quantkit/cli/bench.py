@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,22 +65,28 @@ def bench_command(
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
-    from quantkit.benchmark import run as benchmark
-
     if "rates" in workload:
         workload.setdefault("concurrencies", ())
     if against:
         workload.setdefault("rounds", ROUNDS_AGAINST)
-    options = BenchmarkOptions(static=batching == "static", **workload)
     models = [checkpoint, against] if against else [checkpoint]
+    _bench_models(output_to, engine, models, BenchmarkOptions(static=batching == "static", **workload))
+
+
+def _bench_models(
+    output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
+) -> None:
+    """One model, or two in turns."""
+    from quantkit.benchmark import run as benchmark
+
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)
     output_to.tell("loading")
     targets = [benchmark.load_target(model, options, engine) for model in models]
     output_to.tell("measuring the ceilings of this machine")
     ceilings = benchmark.find_ceilings(targets)
-    if against:
-        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, output_to.tell))
+    if len(targets) == 2:
+        results = list(benchmark.measure_against(*targets, options, ceilings, output_to.tell))
     else:
         results = [benchmark.measure_model(targets[0], options, ceilings, output_to.tell)]
     _report(output_to, targets, results, ceilings)
@@ -88,8 +95,6 @@ def bench_command(
 def _report(
     output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
 ) -> None:
-    from dataclasses import asdict, replace
-
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.diagnosis import diagnose, diagnose_against
     from quantkit.benchmark.steps import fit_itl, fit_ttft
@@ -103,7 +108,7 @@ def _report(
         diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
-        numbers = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        numbers = [show.model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
         rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
         other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
         return {**numbers[0], "ceilings": asdict(ceilings), **other}
@@ -114,7 +119,7 @@ def _report(
     output_to.result(
         data,
         lambda: show.settings_lines(results),
-        lambda: show.latency_table(runs),
+        lambda: show.explained_latency_table(runs),
         lambda: throughput_table(runs),
         lambda: None if versus is None else show.ratio_table(ratios, versus.model),
         lambda: show.fit_lines(fits[0]),

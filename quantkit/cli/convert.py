@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,9 +60,6 @@ def convert_command(
       quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
       quantkit inspect demo-gptq demo-ct
     """
-    import dataclasses
-    from pathlib import Path
-
     from quantkit.compress.convert import convert as run
     from quantkit.formats import REGISTRY as FORMATS
 
@@ -71,13 +71,12 @@ def convert_command(
 
         push(target, push_to_hub, origin=find_origin(checkpoint))
     output_to.result(
-        lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: f"next: quantkit inspect {result.output}"
+        lambda: asdict(result), lambda: _summary(result), lambda: f"next: quantkit inspect {result.output}"
     )
 
 
 def _progress(output_to: Output) -> Any:
     """Writes the layer in work over the last one, on a terminal's stderr."""
-    import sys
 
     def show(done: int, total: int, name: str) -> None:
         if output_to.shows_progress and sys.stderr.isatty():

@@ -55,8 +55,6 @@ def eval_command(
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
-    from quantkit.report.tables import comparison_table
-    from quantkit.results.statistics import compare_evaluations
 
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
@@ -65,8 +63,8 @@ def eval_command(
     if baseline:
         check_same_language(checkpoint, baseline)
     result = _ask(output_to, checkpoint, settings, options)
-    document: dict[str, Any] = {"evaluation": result.to_dict()}
     if not baseline:
+        document = {"evaluation": result.to_dict()}
         output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
         return
     plain = {**settings, "kv_cache": "auto", "head_dtype": None}  # the original as it is
@@ -74,10 +72,20 @@ def eval_command(
     again = None
     if noise:
         again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
+    _compare(output_to, result, original, again)
+
+
+def _compare(
+    output_to: Output, result: EvaluationResult, original: EvaluationResult, again: EvaluationResult | None
+) -> None:
+    """A model beside its original, which `again` is in another arithmetic."""
+    from quantkit.report.tables import comparison_table
+    from quantkit.results.statistics import compare_evaluations
+
     compared = compare_evaluations(result, original, again)
-    document |= {"baseline": original.to_dict(), "comparisons": [comparison.to_dict() for comparison in compared]}
+    rows = [comparison.to_dict() for comparison in compared]
     output_to.result(
-        lambda: document,
+        lambda: {"evaluation": result.to_dict(), "baseline": original.to_dict(), "comparisons": rows},
         lambda: _settings_line(result),
         lambda: f"against {original.model} in {original.arithmetic}",
         lambda: comparison_table(compared),
@@ -91,11 +99,9 @@ def _ask(
     from quantkit.evaluate.engine import load_llm
     from quantkit.evaluate.run import evaluate
 
-    def tell(text: str) -> None:
-        output_to.tell(f"{model or 'the demo model'}: {text}")
-
-    tell("loading")
-    return evaluate(load_llm(model, **settings), options, progress=tell)
+    name = model or "the demo model"
+    output_to.tell(f"{name}: loading")
+    return evaluate(load_llm(model, **settings), options, progress=lambda text: output_to.tell(f"{name}: {text}"))
 
 
 def _settings_line(result: EvaluationResult) -> str:

@@ -222,13 +222,13 @@ def _footnote(plan: Estimate) -> str:
             f" batch: the most sequences of {plan.context:,} tokens that fit; context: the longest that fits at batch "
             f"{plan.batch}, up to the model's own limit. 5 % of the memory is kept back."
         )
-    given = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []
-    given += [f"{device.peaks['bf16'] / 1e12:.4g} TFLOP/s in 16 bits"] if device.peaks else []
-    if not given:
+    rates = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []
+    rates += [f"{device.peaks['bf16'] / 1e12:.4g} TFLOP/s in 16 bits"] if device.peaks else []
+    if not rates:
         return text
     return (
         f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; prefill: "
-        f"of {plan.prompt:,} tokens; both at {' and '.join(given)}, nothing lost. Good engines reach 55 to 85 %."
+        f"of {plan.prompt:,} tokens; both at {' and '.join(rates)}, nothing lost. Good engines reach 55 to 85 %."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,6 @@ def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
 
 
 def _show_many(output_to: Output, reports: list[Report], output: Path | None) -> None:
-    import dataclasses
-
     from quantkit.report.compare import checkpoints_table, compare_reports, comparison_sentence, render_comparison
 
     comparison = compare_reports(reports)
@@ -64,7 +63,7 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None) ->
     for warning in comparison.warnings:
         output_to.tell(f"warning: {warning}")
     output_to.result(
-        lambda: {**dataclasses.asdict(comparison), "page": output and str(output)},
+        lambda: {**asdict(comparison), "page": output and str(output)},
         lambda: checkpoints_table(comparison),
         lambda: comparison_sentence(comparison),
     )

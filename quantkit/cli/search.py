@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 @option_group("target", settings_of(SearchTarget))
 @click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
 @set_option
-@option_group("how", settings_of(SearchOptions))
+@option_group("how", {**settings_of(SearchOptions), **RUN})
 @option_group("engine", settings_of(EngineConfig, "dtype", "threads"), shown={"dtype": "fp32"})
-@option_group("run", RUN)
 @output_options
 def search_command(
     output_to: Output,
@@ -36,7 +35,6 @@ def search_command(
     target: dict[str, Any],
     how: dict[str, Any],
     engine: dict[str, Any],
-    run: dict[str, Any],
 ) -> None:
     """Measure what each part of MODEL loses at each number of bits, choose for a target, and write a recipe.
 
@@ -55,8 +53,8 @@ def search_command(
     from quantkit.allocation import run as allocation
     from quantkit.compress.recipe import load
 
-    options = SearchOptions(recipe=load(recipe, changes), engine=engine, **how, **run)
-    result = allocation.search(model, SearchTarget(**target), options, progress=output_to.tell)
+    options = SearchOptions(recipe=load(recipe, changes), engine=engine, **how)
+    result = allocation.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
     output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     output_to.require(result.reached, lambda: _missed(result))
 

@@ -115,11 +115,11 @@ def _files(files: Sequence[TunedFile]) -> Table | str:
         return "no GPU here and no file of tuned choices; kernels run with their defaults"
     rows = []
     for file in files:
-        entries = None if file.table is None else str(len(file.table.entries))
-        said = file.problem or "there is none"
+        entries, versions = None, file.problem or "there is none"
         if file.table is not None:
-            said = ", ".join(f"{name} {number}" for name, number in sorted(file.table.versions.items()))
-        rows.append((file.device, str(file.path), entries, said, "yes" if file.is_in_force else "no"))
+            entries = str(len(file.table.entries))
+            versions = ", ".join(f"{name} {number}" for name, number in sorted(file.table.versions.items()))
+        rows.append((file.device, str(file.path), entries, versions, "yes" if file.is_in_force else "no"))
     return Table(columns=tuple(map(Column, ("GPU", "file", "choices", "measured with", "in force"))), rows=tuple(rows))
 
 

@@ -99,10 +99,10 @@ def run():
 @pytest.fixture
 def calls(monkeypatch):
     """What the pipeline is called with; it tells its listener a short story and returns `result()`."""
-    found = {}
+    received = {}
 
     def fake(model, recipe, output=None, *, listener, **options):
-        found.update(model=model, recipe=recipe, output=output, **options)
+        received.update(model=model, recipe=recipe, output=output, **options)
         listener.plan({"num_layers": 2, "resumed_layers": 1, "samples": 4, "predicted_bytes": 1 << 30})
         listener.layer_started(1, "model.layers.1")
         listener.phase("gptq")
@@ -111,7 +111,7 @@ def calls(monkeypatch):
         return result()
 
     monkeypatch.setattr(pipeline, "quantize", fake)
-    return found
+    return received
 
 
 def failing(monkeypatch, error: BaseException) -> None:
@@ -137,8 +137,8 @@ def test_help_ends_with_examples(run, command):
 def test_help_fits_80_columns_and_speaks_in_sentences(run, name):
     text = run(*name.split(), "--help").stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
-    told = re.findall(r"^ +-.*?  +([A-Za-z]+ ?[a-z]*)", text, flags=re.MULTILINE)
-    assert [words for words in told if words.split()[0] in ("Of", "To", "For", "In")] == []
+    sentences = re.findall(r"^ +-.*?  +([A-Za-z]+ ?[a-z]*)", text, flags=re.MULTILINE)
+    assert [words for words in sentences if words.split()[0] in ("Of", "To", "For", "In")] == []
     assert not re.search(r"[a-z]\.\.\.$", text.partition("Commands:")[2], flags=re.MULTILINE)  # a line that was cut off
 
 
@@ -227,7 +227,7 @@ def piped(line: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "message"),
     [
         ("quantkit --help | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
         ("quantkit recipes list --json | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
@@ -239,9 +239,9 @@ def piped(line: str) -> tuple[int, str]:
         ("ulimit -v 200000; quantkit inspect quantkit/demo/model", 5, "error: out of memory: .*\n"),
     ],
 )
-def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code, told):
-    found, error = piped(line)
-    assert (found, bool(re.fullmatch(told, error, flags=re.IGNORECASE))) == (code, True), error
+def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code, message):
+    exit_code, error = piped(line)
+    assert (exit_code, bool(re.fullmatch(message, error, flags=re.IGNORECASE))) == (code, True), error
 
 
 def test_progress_that_nobody_reads_ends_no_work(tmp_path):

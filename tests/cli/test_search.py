@@ -50,7 +50,7 @@ def run(monkeypatch):
     calls = []
 
     def invoke(*args, **changes):
-        monkeypatch.setattr(allocation, "search", lambda *a, **k: calls.append(a) or result(**changes))
+        monkeypatch.setattr(allocation, "search_recipe", lambda *a, **k: calls.append(a) or result(**changes))
         return CliRunner().invoke(main, ["search", *args]), calls
 
     return invoke
