@@ -7,22 +7,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli._command import Command
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import Settings, option_group, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
+from quantkit.runtime.config import EngineConfig
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.results import EvaluationResult
+
+
+_ENGINE: Settings = {
+    "max_sequences": setting(None, "Sequences computed together.", flag="--batch", minimum=1, shown="64"),
+    **settings_of(EngineConfig),
+}
 
 
 @click.command("eval", cls=Command, short_help="Perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
 @click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Sequences computed together.  [default: 64]")
 @output_options
-@runtime_options
+@option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
 def eval_command(
     output_to: Output,
@@ -31,7 +38,6 @@ def eval_command(
     checkpoint: str | None,
     baseline: str | None,
     noise: bool,
-    batch: int | None,
     asked: dict[str, Any],
 ) -> None:
     """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
@@ -58,16 +64,15 @@ def eval_command(
 
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
-    settings = {**engine, "max_sequences": batch}
     check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
-    result = _ask(output_to, checkpoint, settings, options)
+    result = _ask(output_to, checkpoint, engine, options)
     if not baseline:
         document = {"evaluation": result.to_dict()}
         output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
         return
-    plain = {**settings, "kv_cache": "auto", "head_dtype": None}  # the original as it is
+    plain = {**engine, "kv_cache": "auto", "head_dtype": None}  # the original as it is
     original = _ask(output_to, baseline, plain, options)
     again = None
     if noise:
