@@ -163,6 +163,7 @@ def usable(
         try:
             plan = build_plan(model, uniform(base, candidate), _NOWHERE, device)
             sizes = _sizes(plan)
+            # A format may hold a scheme alone and not beside another one: the first block is tried among the others.
             first = next(iter(sizes)).rsplit(".", 2)[0]
             block = [name for name in sizes if name.rsplit(".", 2)[0] == first]
             if kept and len(block) < len(sizes):

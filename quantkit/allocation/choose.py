@@ -77,7 +77,8 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
         if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
-            break
+            break  # what is left would rarely pay for one group's next option
+        # The parts do not add up to the whole: by how far they were off, the limit of their sum is moved.
         limit *= 0.99 * kl / measured
     if best is None:
         raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")
@@ -108,6 +109,7 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
+    # All moves together may do to each other what none does alone, so few of them are tried too.
     single = [(position, n) for position, row in enumerate(rows) for n in range(1, len(row))]
     left = budget - total(options, choice).cost
     paying = []

@@ -58,7 +58,7 @@ def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str
 
 def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
     """The modules' names, or one pattern that matches these and no others where they are many."""
-    if len(modules) > _FEW:
+    if len(modules) > _FEW:  # experts by the hundred are no recipe that people read
         pattern = f"{_shared([name.split('.') for name in modules])}*"
         if set(fnmatch.filter(every, pattern)) == set(modules):
             return [pattern]

@@ -87,6 +87,7 @@ def _prepare(
     progress("loading the original")
     original = load_llm(str(folder), **engine)
     name, windows, text_notes = _windows(original, options)
+    # Neighbouring windows tell of the same matter, so both halves are alike and share no token.
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
     identity = _identity(options.recipe, folder, original, used)
     state = SearchState(work / "state.json", identity)
@@ -163,6 +164,7 @@ class _Run:
         """The coarsest form that is still a model, and its KL: what a loss of accuracy is first learned from."""
         choices = [(n,) * len(self.measured.groups) for n in range(len(self.candidates))]
         known = sorted((self.measured.kl(choice), choice[0]) for choice in choices)
+        # Above 0.2 a model says little that is right, and how much it loses tells nothing of smaller losses.
         kl, number = next(((kl, n) for kl, n in reversed(known) if kl < 0.2), known[0])
         return self.runner.load(self.runner.folder / self.candidates[number].file_name), kl
 

@@ -172,7 +172,7 @@ def measure_groups(
         forms.append(groups)
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
         rest = made.output_bytes - sum(map(_stored_bytes, linears.values()))
-        gc.collect()
+        gc.collect()  # what the candidate's model holds in cycles, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
     measured_groups = [

@@ -143,8 +143,6 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         self.one = one
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
         return tuple(self.one.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
 
 

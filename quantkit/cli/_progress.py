@@ -35,6 +35,7 @@ class Log(Listener):
     def layer_finished(self, record: LayerRecord) -> None:
         """The layer's worst error, its time, the memory in use and the time left."""
         self._done += 1
+        # Layers of an earlier run took no time of this one.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
         parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(memory_in_use())]
         if left > 0:
@@ -58,6 +59,7 @@ class Bar(Listener):
             console=console or plain_console(stderr=True),
             transient=True,
         )
+        # How many layers there are is known with the plan; until then nothing is shown.
         self._task = self.progress.add_task("starting", visible=False, memory="")
         self._layer = ""
 

@@ -162,6 +162,6 @@ def verify_result(
         report, path = set_aside(report, path)
         output_to.tell(f"the checkpoint failed and is kept as {path}")
     files, problem = write_files(report, path)
-    if not output_to.as_json:
+    if not output_to.as_json:  # there it is one object, together with the report's
         output_to.result(dict, summary, lambda: "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})

@@ -66,8 +66,8 @@ def bench_command(
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
     if "rates" in workload:
-        workload.setdefault("concurrencies", ())
-    if against:
+        workload.setdefault("concurrencies", ())  # who asks for arrivals alone has no use for closed loops
+    if against:  # a ratio says nothing without the spread of its rounds
         workload.setdefault("rounds", ROUNDS_AGAINST)
     models = [checkpoint, against] if against else [checkpoint]
     _bench_models(output_to, engine, models, BenchmarkOptions(static=batching == "static", **workload))

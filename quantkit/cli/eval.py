@@ -62,6 +62,7 @@ def eval_command(
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
 
+    # Who names tasks or texts means those, and none besides.
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
     check_evaluation(options)
