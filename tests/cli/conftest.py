@@ -44,12 +44,12 @@ def three_items(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def short_samples(monkeypatch):
-    """Calibration sequences of 32 tokens, whatever the recipe says; the command and all that it runs are the same."""
+    """Calibration on 8 sequences of 32 tokens, whatever is asked; the command and all that it runs are the same."""
     quantize = pipeline.quantize
 
     def quickly(model, recipe, *args, **options):
         if recipe.calibration is not None:
-            short = recipe.calibration.model_copy(update={"sequence_length": 32})
+            short = recipe.calibration.model_copy(update={"samples": 8, "sequence_length": 32})
             recipe = replace(recipe, calibration=short)
         return quantize(model, recipe, *args, **options)
 
