@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from quantkit.demo import shipped_folder
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
@@ -140,7 +140,7 @@ def _long_context(llm: LLM, asked: Asked, seed: int, say: Progress) -> tuple[Tas
     assert asked.long_context is not None
     part = asked.long_context
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
-    ledgers = shipped_folder("tasks") / LEDGERS if speaks_demo(llm) else None
+    ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
     return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quantkit.demo import shipped_folder
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.data import find_items
 from quantkit.untrusted import parse_yaml, read_text
@@ -71,7 +71,7 @@ def check_tasks(names: Sequence[str], source: TaskSource) -> None:
 
 
 def _shipped_files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(shipped_folder("tasks").glob("*/*.yaml"))}
+    return {path.stem: path for path in sorted(bundled_folder("tasks").glob("*/*.yaml"))}
 
 
 def _expanded(names: Sequence[str], ours: dict[str, Path]) -> list[str]:

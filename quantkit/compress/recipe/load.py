@@ -37,7 +37,7 @@ class _NoUseOfDataError(RecipeError):
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
     return {
-        path.stem: path for path in sorted(demo.shipped_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
+        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
     }
 
 
