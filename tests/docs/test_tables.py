@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from quantkit.cli import REGISTRY as COMMANDS
 from quantkit.compress.algorithms import REGISTRY as STEPS
 from quantkit.compress.recipe import load, shipped
 from quantkit.compress.recipe.schema import Document
@@ -134,3 +136,38 @@ def test_links_and_paths_lead_somewhere(path):
         if not (ROOT / name).exists():
             broken.append(name)
     assert not broken, f"{path.name}: {broken}"
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """Arguments of the `quantkit ...` lines in code blocks, fenced or indented, without their comments."""
+    blocks = "\n".join(
+        [*re.findall(r"```\w*\n(.*?)```", text, re.DOTALL), *re.findall(r"^ {4}(.*)$", text, re.MULTILINE)]
+    )
+    lines = re.findall(r"^(?:\$ |.*&& \S*/)?quantkit (.*)$", blocks, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_command_lines_are_seen():
+    assert command_lines("quantkit no\n```bash\na && .venv/bin/quantkit b -c  # d\n```\n    quantkit e\n") == [
+        ["b", "-c"],
+        ["e"],
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_and_options_are_those_of_the_command_line(path):
+    unknown = []
+    for command, *arguments in command_lines(path.read_text(encoding="utf-8")):
+        if command not in COMMANDS.names():
+            unknown.append(command)
+            continue
+        options = {name for option in COMMANDS.load(command).params for name in (*option.opts, *option.secondary_opts)}
+        given = [argument.partition("=")[0] for argument in arguments if re.match(r"--?[a-z]", argument)]
+        unknown += [f"{command} {argument}" for argument in given if argument not in options]
+    assert not unknown
+
+
+def test_every_option_is_documented():
+    docs = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    flags = {flag for command in COMMANDS.all().values() for option in command.params for flag in option.opts}
+    assert not [flag for flag in sorted(flags) if flag.startswith("--") and not re.search(rf"{flag}(?![\w-])", docs)]
