@@ -10,8 +10,9 @@ import yaml
 
 from quantkit.demo import shipped
 from quantkit.errors import DataError
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.suites import Suite, load_suite, suites
-from quantkit.evaluate.tasks import TaskSource, load_tasks
+from quantkit.evaluate.tasks import load_tasks
 
 CHOICES = {"text": ["red", "blue"], "label": ["A", "B"]}
 ITEMS = {
@@ -75,12 +76,8 @@ def data(tmp_path_factory):
 
 
 def one(name, **source):
-    (task,) = load_tasks([name], TaskSource(**source))
+    (task,) = load_tasks([name], EvaluationOptions(**source))
     return task
-
-
-def flat(tasks):
-    return [task for entry in tasks for task in (entry if isinstance(entry, list) else [entry])]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -133,7 +130,7 @@ def test_paradigms_alone_and_together(data):
 
 def test_demo_stands_for_all_demo_tasks_and_needs_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tasks = load_tasks(["demo_facts", "demo"], TaskSource())
+    tasks = load_tasks(["demo_facts", "demo"], EvaluationOptions())
     assert sorted(task.config.task for task in tasks) == sorted(
         f"demo_{name}" for name in ("agreement", "answers", "arithmetic", "facts", "recall", "stories")
     )
@@ -154,7 +151,7 @@ doc_to_choice: "{{{{[sol1, sol2]}}}}"
 
 def test_a_users_own_task(data, tmp_path):
     (tmp_path / "my_task.yaml").write_text(OWN.format(items=data / "piqa/validation.jsonl"))
-    (task,) = flat(load_tasks(["my_task"], TaskSource(include_path=(tmp_path,))))
+    (task,) = load_tasks(["my_task"], EvaluationOptions(include_path=(tmp_path,)))
     assert task.config.task == "my_task"
 
 
