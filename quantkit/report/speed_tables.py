@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.quantities import byte_size, duration, number, percent, short
 from quantkit.report.table import Column, Table
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, MemoryRecord, Report, RooflineRecord
-from quantkit.results.statistics import fit_polynomial, quantiles
+from quantkit.results.statistics.summary import fit_gaps, quantiles
 
 Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, of which model
 
@@ -71,8 +71,7 @@ def fit_table(runs: Runs) -> Table | None:
     """ITL = a + b * context of each run, with standard errors."""
     rows = []
     for label, run in runs:
-        points = [point for timing in run.requests for point in timing.context_gaps]
-        line = fit_polynomial([p[0] for p in points], [p[1] for p in points])
+        line = fit_gaps(run)
         if line is not None:
             scaled = zip((1e3, 1e6), line.coefficients, line.standard_errors, strict=True)
             terms = (f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled)

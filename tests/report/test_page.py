@@ -12,7 +12,7 @@ from quantkit.report import render_html
 from quantkit.report.html import keep_together
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
 from quantkit.report.sections import report_sections
-from quantkit.report.svg import COLOURS, drawing, new_figure, to_svg
+from quantkit.report.svg import COLOURS, new_figure, to_svg
 from quantkit.report.words import chance_note, headline, p_value
 from quantkit.results import BenchmarkResult, EvaluationResult, ModelFacts, Report
 from tests.report.synthetic import make_report
@@ -141,8 +141,7 @@ def test_settings_of_the_user_do_not_reach_the_plots():
     matplotlib = pytest.importorskip("matplotlib")
 
     def draw() -> str:
-        with drawing():
-            figure, axes = new_figure()
+        with new_figure() as (figure, axes):
             axes.plot([0, 1], [0, 1])
             return to_svg(figure, "x", "t", "d")
 
