@@ -53,6 +53,11 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
     return Quantiles(p50=p50, p90=p90, p99=p99, mean=math.fsum(values) / len(values), count=len(values))
 
 
+def median(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return statistics.median(values) if values else None
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Median and its interval, from order statistics: no assumption but independent values.
 

@@ -113,7 +113,7 @@ def test_a_subject_that_does_not_exist_is_refused_with_the_nearest(report):
 
 
 def test_without_a_subject_the_worst_text_counts(report):
-    ratios = METRICS["perplexity_ratio"].read(report)
+    ratios = METRICS["perplexity_ratio"].values(report)
     assert len(ratios) == 2
     assert evaluate_gates(report, ["perplexity_ratio<=1.05"])[0].value == max(ratios.values())
 
@@ -133,10 +133,10 @@ def test_what_was_not_measured_does_not_hold():
 
 @pytest.mark.parametrize("name", METRICS)
 def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(name, report):
-    values = METRICS[name].read(report)
+    values = METRICS[name].values(report)
     assert values
     assert all(isinstance(value, int | float) for value in values.values())
-    assert METRICS[name].read(Report(model=ModelFacts(name="x"))) == {}
+    assert METRICS[name].values(Report(model=ModelFacts(name="x"))) == {}
 
 
 def test_all_numbers_are_listed_by_the_names_gates_use(report):
