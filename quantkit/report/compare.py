@@ -131,7 +131,7 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         columns=(
             *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
             *(
-                Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True),
+                Column("perplexity", _ratio_text, detail=True),
                 Column("KL", number, detail=True),
             ),
             *(Column("ITL", duration), Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
@@ -147,6 +147,10 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         ),
         note=f"ITL and TTFT are medians of {comparison.workload}." if comparison.workload else "",
     )
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{number(ratio, 4)}x"
 
 
 def comparison_sentence(comparison: CheckpointComparison) -> str:

@@ -11,10 +11,8 @@ import pytest
 from quantkit.results.statistics.distributions import binomial_pmf
 from quantkit.results.statistics.paired import (
     Counts,
-    _difference_variance,
-    _ratio_variance,
     compare_pairs,
-    difference_interval,
+    compare_strata,
     mcnemar,
 )
 
@@ -29,13 +27,14 @@ def pairs_of(counts: Counts) -> tuple[list[float], list[float]]:
 
 @cache
 def interval_of(lost: int, won: int, total: int) -> tuple[float, float]:
-    return difference_interval(Counts(both=total - lost - won, lost=lost, won=won, neither=0))
+    result = compare_strata([Counts(both=total - lost - won, lost=lost, won=won, neither=0)])
+    return result.low, result.high
 
 
 @cache
 def ratio_interval_of(both: int, lost: int, won: int, neither: int) -> tuple[float, float]:
-    found = compare_pairs([pairs_of(Counts(both=both, lost=lost, won=won, neither=neither))])
-    return found.ratio_low, found.ratio_high
+    result = compare_strata([Counts(both=both, lost=lost, won=won, neither=neither)])
+    return result.ratio_low, result.ratio_high
 
 
 def draw(rng: random.Random, total: int, lost: float, won: float, right: float) -> Counts:
@@ -187,7 +186,7 @@ def test_variances_are_those_of_the_likeliest_shares_under_the_hypothesis(differ
 
     lost, won = likeliest(counts, candidates)
     expected = (lost + won - difference**2) / 100
-    assert _difference_variance(counts, difference) == pytest.approx(expected, rel=2e-3)
+    assert counts.difference_variance(difference) == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.85, 1.0, 1.1])
@@ -202,7 +201,7 @@ def test_the_ratio_s_variance_is_that_of_the_likeliest_shares(ratio):
             yield lost, both, 1 - won - lost - both
 
     lost, won = likeliest(counts, candidates, steps=1000)
-    assert _ratio_variance(counts, ratio) == pytest.approx(ratio * (lost + won) / 100, rel=0.03)
+    assert counts.ratio_variance(ratio) == pytest.approx(ratio * (lost + won) / 100, rel=0.03)
 
 
 def test_scores_that_are_not_right_or_wrong_get_student_s_interval():
