@@ -85,7 +85,7 @@ def failure(report: Report) -> str:
 def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
     from quantkit.report.json import json_ready
-    from quantkit.results.gates import gate_numbers
+    from quantkit.results.gates.metrics import gate_numbers
 
     proposal = report.sensitivity.proposal if report.sensitivity is not None else None
     entries: dict[str, Any] = json_ready(

@@ -17,7 +17,7 @@ from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED
 from quantkit.evaluate.perplexity import leading_bos, token_ids
 from quantkit.results import FidelityResult
-from quantkit.results.statistics import percentile
+from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 

@@ -19,7 +19,7 @@ from quantkit.report.sections import PageSection
 from quantkit.report.table import Column, Table
 from quantkit.report.words import recovery_text
 from quantkit.results import BenchmarkResult, Report
-from quantkit.results.gates import gate_numbers
+from quantkit.results.gates.metrics import gate_numbers
 from quantkit.results.statistics.comparison import ALL_TASKS
 from quantkit.results.statistics.summary import median
 

@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.errors import ReportError
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
-from quantkit.results.gates import METRICS, gate_numbers
+from quantkit.results.gates.metrics import METRICS, gate_numbers
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.report import plots, speed_tables, tables
 from quantkit.report.table import Table
 from quantkit.results import Report
-from quantkit.results.gates import describe_proposal
+from quantkit.results.gates.remedies import describe_proposal
 
 DEFINITIONS = (
     ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "

@@ -10,7 +10,8 @@ from quantkit.quantities import MISSING, byte_size, duration, interval, number, 
 from quantkit.report.table import Column, Table, facts
 from quantkit.report.words import VERDICTS, chance_note, p_value, recovery_text
 from quantkit.results import Comparison, FidelityResult, Report, SensitivityMap
-from quantkit.results.statistics import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND, median_interval
+from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND
+from quantkit.results.statistics.summary import median_interval
 
 four_digits = partial(number, digits=4)
 

@@ -21,7 +21,7 @@ from quantkit.evaluate.pairing import check_same_language, other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
-from quantkit.results.statistics import compare_evaluations
+from quantkit.results.statistics.comparison import compare_evaluations
 from tests.helpers import save_tokenizer
 from tests.runtime.helpers import make_loud_model
 

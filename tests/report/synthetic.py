@@ -30,8 +30,8 @@ from quantkit.results import (
     TaskResult,
     Workload,
 )
-from quantkit.results.gates import evaluate_gates
-from quantkit.results.statistics import compare_evaluations
+from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.statistics.comparison import compare_evaluations
 
 GATES = ("recovery>=98.9", "perplexity_ratio<=1.05", "kl<=0.02", "top1>=0.97", "itl_ratio<=0.6", "memory_ratio<=0.35")
 TASKS = {"hellaswag": (1000, 0.58), "piqa": (800, 0.76), "arc_easy": (600, 0.71), "demo_facts": (240, 0.93)}

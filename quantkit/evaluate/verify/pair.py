@@ -17,7 +17,7 @@ from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
 from quantkit.inspection import read_manifest
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates.language import parse_gates
 
 RUN = "quantkit-run.json"
 

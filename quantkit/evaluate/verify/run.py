@@ -32,8 +32,8 @@ from quantkit.evaluate.verify.facts import baseline_facts, compression, environm
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
 from quantkit.evaluate.verify.pair import Pair, check_pair
 from quantkit.results import EvaluationResult, Report
-from quantkit.results.gates import evaluate_gates
-from quantkit.results.statistics import compare_evaluations
+from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
 
 Progress = Callable[[str], None]

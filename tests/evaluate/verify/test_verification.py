@@ -25,7 +25,7 @@ from quantkit.evaluate.verify import (
 from quantkit.evaluate.verify.goals import repair_goal
 from quantkit.report import read_report
 from quantkit.results import Report
-from quantkit.results.gates import evaluate_gates
+from quantkit.results.gates.judge import evaluate_gates
 from tests.helpers import make_model
 from tests.report.synthetic import make_report
 

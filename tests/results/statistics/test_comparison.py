@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.errors import ReportError
 from quantkit.results import EvaluationResult, PerplexityResult, SampleRecord, TaskResult
-from quantkit.results.statistics import compare_evaluations, compare_perplexity, compare_task
+from quantkit.results.statistics.comparison import compare_evaluations, compare_perplexity, compare_task
 
 
 def task(scores, *, name="t", metric="acc", higher=True, lengths=None, hashes=None, stderr=None) -> TaskResult:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from quantkit.results.statistics import fit_polynomial, median_interval, percentile, quantiles
 from quantkit.results.statistics.distributions import binomial_cdf, student_cdf, student_quantile
+from quantkit.results.statistics.summary import fit_polynomial, median_interval, percentile, quantiles
 
 
 def test_percentiles_interpolate_between_order_statistics():
