@@ -17,6 +17,7 @@ CONTEXT_BINS = 12
 LATENCIES = {"ttft": ("ttft_s", "time to first token"), "itl": ("inter_token_s", "inter-token latency")}
 
 Style = tuple[str, str, str]  # colour, dash and mark: original and model differ in all three, not in colour alone
+STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
 
 
 def accuracy_plot(report: Report) -> str | None:
@@ -171,7 +172,8 @@ def memory_plot(report: Report) -> str | None:
 
 def roofline_plot(report: Report) -> str | None:
     """Steps of both models under the copy and matrix-product ceilings measured in the same run."""
-    sides = [(label, side.roofline, style) for label, side, style in _sides(report) if side.roofline]
+    benchmarks = zip(("original", "model"), (report.baseline_benchmark, report.benchmark), STYLES, strict=True)
+    sides = [(label, side.roofline, style) for label, side, style in benchmarks if side and side.roofline]
     if not sides:
         return None
     shown, records = sides[-1], [record for _, steps, _ in sides for record in steps]
@@ -243,22 +245,10 @@ def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
     return [(", ".join(numbers), x, y) for numbers, x, y in groups]
 
 
-def _sides(report: Report) -> list[tuple[str, BenchmarkResult, Style]]:
-    """What was measured of the original and of the model, which comes last and so lies on top."""
-    sides = (
-        ("original", report.baseline_benchmark, (ORIGINAL, "--", "s")),
-        ("model", report.benchmark, (MODEL, "-", "o")),
-    )
-    return [(label, benchmark, style) for label, benchmark, style in sides if benchmark is not None]
-
-
 def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, Style]]:
-    """The first workload that both models ran, or the model alone."""
-    if report.benchmark is None or not report.benchmark.runs:
-        return []
-    name = report.benchmark.runs[0].workload.name
-    runs = [(label, benchmark.find_run(name), style) for label, benchmark, style in _sides(report)]
-    return [(label, run, style) for label, run, style in runs if run is not None]
+    """The first workload that both models ran, or the model alone; the model comes last and so lies on top."""
+    runs = [(("original", other, STYLES[0]), ("model", run, STYLES[1])) for run, other in report.paired_runs[:1]]
+    return [(label, run, style) for sides in runs for label, run, style in sides if run is not None]
 
 
 def _bin_medians(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:

@@ -15,12 +15,10 @@ Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, 
 
 def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
     """Runs by workload, original before model."""
-    for run in report.benchmark.runs if report.benchmark else ():
-        name = run.workload.name
-        other = report.baseline_benchmark and report.baseline_benchmark.find_run(name)
+    for run, other in report.paired_runs:
         if other:
-            yield f"{name}, original", other
-        yield f"{name}, model", run
+            yield f"{run.workload.name}, original", other
+        yield f"{run.workload.name}, model", run
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:

@@ -77,9 +77,7 @@ def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
     """A number of the model's runs over that of the original's, by workload."""
 
     def ratios(report: Report) -> dict[str, float | None]:
-        ours, theirs = report.benchmark, report.baseline_benchmark
-        pairs = [(run, theirs.find_run(run.workload.name)) for run in ours.runs] if ours and theirs else []
-        return {run.workload.name: _quotient(read(run), read(other)) for run, other in pairs if other}
+        return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
 
     return ratios
 
