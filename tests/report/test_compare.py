@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.errors import ReportError
-from quantkit.report import compare_reports, render_comparison, write_report
-from quantkit.report.compare import checkpoints_table, front
+from quantkit.report.compare import checkpoints_table, compare_reports, front, render_comparison
+from quantkit.report.files import write_report
 from quantkit.report.plots import grouped_labels
 from quantkit.results import Report
 from tests.report.synthetic import make_report

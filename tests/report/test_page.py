@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from quantkit.report import render_html
-from quantkit.report.html import keep_together
+from quantkit.report.html import keep_together, render_html
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
 from quantkit.report.sections import report_sections
 from quantkit.report.svg import COLOURS, new_figure, to_svg

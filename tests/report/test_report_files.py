@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from quantkit.errors import ReportError
-from quantkit.report import read_report, render_junit, render_markdown, write_report
-from quantkit.report.json import dumps, schema
+from quantkit.report.files import write_report
+from quantkit.report.json import dumps, read_report, schema
+from quantkit.report.junit import render_junit
+from quantkit.report.markdown import render_markdown
 from quantkit.results import ModelFacts, Report
 from tests.report.synthetic import make_report
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
 from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
-from quantkit.evaluate.verify.pair import Pair, check_pair
+from quantkit.evaluate.verify.pair import Pair
 from quantkit.results import EvaluationResult, Report
 from quantkit.results.gates.judge import evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
@@ -63,15 +63,6 @@ class VerifyOptions:
     sensitivity: bool | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Text:
-    """What distributions are compared on."""
-
-    name: str
-    content: str
-    note: str = ""
 
 
 def check_options(options: VerifyOptions) -> None:
@@ -123,23 +114,11 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
             pair,
             device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
             seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            text=text.content,
+            text=text,
             command=options.command,
             created=made,
         ),
     )
-
-
-def verify_checkpoint(
-    checkpoint: str | Path,
-    baseline: str | Path | None = None,
-    *,
-    gates: Iterable[str] | None = None,
-    options: VerifyOptions | None = None,
-    progress: Progress = lambda _: None,
-) -> Report:
-    """`check_pair` and `verify_pair`."""
-    return verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,18 +136,18 @@ class _Verification:
         plain = {name: value for name, value in engine.items() if name not in OF_THE_COMPRESSION}
         return (self.pair.path, engine), (self.pair.baseline, plain)
 
-    def answers(self) -> tuple[Report, _Text]:
-        """Tasks, perplexity, fidelity and sensitivity; no model outlives this."""
+    def answers(self) -> tuple[Report, str]:
+        """Tasks, perplexity, fidelity on the text returned, and sensitivity; no model outlives this."""
         pair, ((path, engine), (source, plain)) = self.pair, self.sides
         self.progress("loading the original")
         original = load_llm(str(source), **plain)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
         check_vocabulary(llm, original)
-        text = _find_text(original, self.options)
-        windows = fixed_windows(original, text.content)
-        self.progress(f"distributions on {text.name}, {sum(map(len, windows)):,} tokens")
-        distances = fidelity(llm, original, windows, data=text.name)
+        data, text, note = _find_text(original, self.options)
+        windows = fixed_windows(original, text)
+        self.progress(f"distributions on {data}, {sum(map(len, windows)):,} tokens")
+        distances = fidelity(llm, original, windows, data=data)
         baseline = self._evaluate(original, "original")
         ours = self._evaluate(llm, "checkpoint")
         noise = noise_fidelity = None
@@ -177,7 +156,7 @@ class _Verification:
             self.progress(f"noise: the original again, in {dtype}")
             other = load_llm(str(source), **{**plain, "dtype": dtype})
             noise = self._evaluate(other, f"original in {dtype}")
-            noise_fidelity = fidelity(other, original, windows, data=text.name)
+            noise_fidelity = fidelity(other, original, windows, data=data)
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
             baseline_model=baseline_facts(pair),
@@ -188,10 +167,10 @@ class _Verification:
             comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
             fidelity=distances,
             noise_fidelity=noise_fidelity,
-            notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
+            notes=(*pair.notes, *note, *llm.model.notes),
         )
         report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
-        return self._with_sensitivity(llm, original, windows, text, report), text
+        return self._with_sensitivity(llm, original, windows, report), text
 
     def _evaluate(self, llm: LLM, name: str) -> EvaluationResult | None:
         """The answers of one model; None when nothing is asked."""
@@ -200,15 +179,16 @@ class _Verification:
             return None
         return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
 
-    def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, text: _Text, report: Report) -> Report:
+    def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """The report with the sensitivity map, where one is asked for or needed, and can be made."""
         asked = self.options.sensitivity
         if not (failed_accuracy(report) if asked is None else asked):
             return report
-        goal, ignored = repair_goal(report), self.pair.ignored
+        assert report.fidelity is not None
+        data, goal, ignored = report.fidelity.data, repair_goal(report), self.pair.ignored
         try:
             measured = sensitivity_map(
-                llm, original, windows, data=text.name, goal=goal, ignored=ignored, progress=self.progress
+                llm, original, windows, data=data, goal=goal, ignored=ignored, progress=self.progress
             )
         except ModelError as error:
             if asked:
@@ -236,8 +216,8 @@ class _Verification:
         )
 
 
-def _find_text(original: LLM, options: VerifyOptions) -> _Text:
-    """The text for distributions: the one named, the evaluation's first, or one that is shipped."""
+def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
+    """Name, content and notes of the text for distributions: the one named, the evaluation's first, or one shipped."""
     asked = options.evaluation
     names = [options.text, *asked.texts]
     if asked.suite is not None:
@@ -245,7 +225,7 @@ def _find_text(original: LLM, options: VerifyOptions) -> _Text:
     name = next((name for name in names if name), "demo" if speaks_demo(original) else None)
     if name is not None:
         try:
-            return _Text(name=name, content=read_text(name, asked.data))
+            return name, read_text(name, asked.data), ()
         except DataError:
             if name in (options.text, *asked.texts):
                 raise
@@ -253,4 +233,4 @@ def _find_text(original: LLM, options: VerifyOptions) -> _Text:
         "Distributions are compared on quantkit's own calibration text, which the compression may have seen; "
         "give another with --text."
     )
-    return _Text(name="general.txt (calibration text)", content=GENERAL_TEXT.read_text(encoding="utf-8"), note=note)
+    return "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8"), (note,)

@@ -13,17 +13,11 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal
-from quantkit.evaluate.verify import (
-    VerifyOptions,
-    check_gates,
-    check_pair,
-    set_aside,
-    verify_checkpoint,
-    verify_pair,
-    write_files,
-)
+from quantkit.evaluate.verify.files import set_aside, write_files
 from quantkit.evaluate.verify.goals import repair_goal
-from quantkit.report import read_report
+from quantkit.evaluate.verify.pair import check_gates, check_pair
+from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.report.json import read_report
 from quantkit.results import Report
 from quantkit.results.gates.judge import evaluate_gates
 from tests.helpers import make_model
@@ -44,7 +38,7 @@ def options(models, **changes):
 @pytest.fixture(scope="module")
 def report(models, quick_ceilings):
     gates = ("kl<=0.0001", "memory_ratio<=0.9", "itl_ratio<=99")
-    return verify_checkpoint(models / "out", gates=gates, options=options(models, bench=BENCH))
+    return verify_pair(check_pair(models / "out", None, gates), options(models, bench=BENCH))
 
 
 def test_it_finds_the_original_and_fills_the_report(report, models):
