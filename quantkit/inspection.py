@@ -27,7 +27,7 @@ from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
 
-__all__ = ["compare", "inspect", "read_manifest"]
+__all__ = ["compare", "inspect", "read_manifest", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
@@ -177,12 +177,12 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / name} is not readable JSON ({first_line(error)}); copy it again, or delete it to go on without"
         ) from None
-    return _object(manifest)
+    return section({name: manifest}, name)
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...]]:
     """Recipe name and records of the layers."""
-    recipe, result = _object(manifest.get("recipe")), _object(manifest.get("result"))
+    recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
         with contextlib.suppress(ReportError):  # another version's manifest may lack fields
@@ -190,8 +190,10 @@ def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, 
     return recipe.get("name") or result.get("recipe"), tuple(records)
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An entry that should be an object; empty where it is not there, or something else."""
+    entry = data.get(name)
+    return entry if isinstance(entry, dict) else {}
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.demo import shipped
 from quantkit.errors import DataError, QuantkitError, first_line
@@ -21,7 +21,8 @@ from quantkit.evaluate.tasks import check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 from quantkit.runtime.llm import LLM
 
-EXTRA = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
+if TYPE_CHECKING:
+    from quantkit.evaluate.language_model import QuantkitLM
 
 Progress = Callable[[str], None]
 
@@ -128,17 +129,28 @@ def _long_context(llm: LLM, part: LongContext, seed: int, say: Progress) -> tupl
     return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
 
 
-def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+def import_language_model() -> type[QuantkitLM]:
+    """lm-eval's view of a model.
+
+    Raises:
+        DataError: lm-eval is missing; says what to install.
+    """
     try:
         from quantkit.evaluate.language_model import QuantkitLM
     except ImportError as error:
-        raise DataError(f"{EXTRA} ({first_line(error)})") from error
+        extra = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
+        raise DataError(f"{extra} ({first_line(error)})") from error
+    return QuantkitLM
+
+
+def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     from quantkit.evaluate.samples import task_results
 
+    language_model = import_language_model()
     say(f"reading the items of {len(asked.tasks)} tasks")
     with _quiet():
         loaded = load_tasks(asked.tasks, options)
-        model = QuantkitLM(llm, add_bos_token=options.add_bos)
+        model = language_model(llm, add_bos_token=options.add_bos)
         model.answered = _counter(say)
         results = _simple_evaluate(model, loaded, asked.limit, options, seed)
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))

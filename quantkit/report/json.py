@@ -83,9 +83,8 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
     described = _field_descriptions(cls)
     properties = {}
     for name, kind in field_types(cls).items():
-        properties[name] = _schema_of(kind, definitions)
-        if name in described:
-            properties[name] = {**properties[name], "description": described[name]}
+        description = {"description": described[name]} if name in described else {}
+        properties[name] = {**_schema_of(kind, definitions), **description}
     definitions[cls.__name__] = {
         "type": "object",
         "description": (cls.__doc__ or "").split("\n", 1)[0],

@@ -21,13 +21,12 @@ from quantkit.results import CompressionResult, Environment, ModelFacts
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
 
 
-def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
+def model_facts(path: Path, name: str) -> ModelFacts:
     """Sizes and number types of a model.
 
     Args:
         path: its directory.
-        name: as it should be printed.
-        hub_id: of the model on the hub, or None.
+        name: as it should be printed; the id on the hub where it is one.
     """
     summary = inspect(path)
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
@@ -41,15 +40,9 @@ def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
         bits_per_weight=summary.bits_per_weight,
         architecture=summary.architecture,
         scheme="" if largest is None else largest.stored_as,
-        hub_id=hub_id,
+        hub_id=name if "/" in name and not Path(name).exists() else None,
         license=_license(path),
     )
-
-
-def baseline_facts(pair: Pair) -> ModelFacts:
-    """Facts of the original."""
-    hub_id = pair.baseline_name if "/" in pair.baseline_name and not Path(pair.baseline_name).exists() else None
-    return model_facts(pair.baseline, pair.baseline_name, hub_id)
 
 
 def compression(pair: Pair) -> CompressionResult | None:

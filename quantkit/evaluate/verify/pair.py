@@ -16,7 +16,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
-from quantkit.inspection import read_manifest
+from quantkit.inspection import read_manifest, section
 from quantkit.results.gates.language import parse_gates
 
 RUN = "quantkit-run.json"
@@ -48,7 +48,7 @@ class Pair:
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns that the recipe ignores."""
-        patterns = _section(self.manifest, "recipe").get("ignore")
+        patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
 
@@ -109,11 +109,11 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
     Raises:
         CheckpointError: a file is not the one that was written.
     """
-    known = _section(manifest, "files")
+    known = section(manifest, "files")
     if not known:
         note = f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked."
         return {file.name: file_digest(file) for file in reader.files}, (note,)
-    return {file.name: _checked_digest(file, _section(known, file.name)) for file in reader.files}, ()
+    return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
 
 
 def _checked_digest(file: Path, written: Mapping[str, Any]) -> str:
@@ -159,11 +159,6 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
             "give the model that the checkpoint was made from"
         )
     check_same_language(str(reader.path), str(original.path))
-
-
-def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = data.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def check_output(path: Path) -> None:

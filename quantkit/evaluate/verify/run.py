@@ -25,10 +25,10 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import other_arithmetic
-from quantkit.evaluate.run import EXTRA, check_evaluation, evaluate
+from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
-from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
+from quantkit.evaluate.verify.facts import compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.results import EvaluationResult, Report
@@ -74,12 +74,8 @@ def check_options(options: VerifyOptions) -> None:
     check_evaluation(options.evaluation)
     if options.text is not None:
         read_text(options.text, options.evaluation.data)
-    if options.evaluation.suite is None and not options.evaluation.tasks:
-        return
-    try:
-        import quantkit.evaluate.language_model  # noqa: F401
-    except ImportError as error:
-        raise DataError(f"{EXTRA} ({first_line(error)})") from error
+    if options.evaluation.suite is not None or options.evaluation.tasks:
+        import_language_model()
 
 
 def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
@@ -159,7 +155,7 @@ class _Verification:
             noise_fidelity = fidelity(other, original, windows, data=data)
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
-            baseline_model=baseline_facts(pair),
+            baseline_model=model_facts(pair.baseline, pair.baseline_name),
             compression=compression(pair),
             evaluation=ours,
             baseline=baseline,
