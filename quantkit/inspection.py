@@ -58,10 +58,11 @@ def inspect(path: str | Path) -> CheckpointSummary:
         ModelError: not a model directory.
         CheckpointError: damaged, or quantized in a format that is not known.
     """
+    format_: Format = GGUF
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = ()
     if is_gguf(Path(path)):
-        file, format_ = read_gguf(Path(path)), GGUF
+        file = read_gguf(Path(path))
         architecture = str(file.metadata.get("general.architecture", "unknown"))
         modules = [_gguf_module(name, info) for name, info in file.tensors.items()]
     else:

@@ -69,7 +69,9 @@ def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure
         from matplotlib.figure import Figure
     except ImportError:
         raise ReportError(f"report.html needs matplotlib, which is not installed; {INSTALL}") from None
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "svg"}):
+    defaults: Any = matplotlib.rcParamsDefault
+    settings: Any = {**defaults, **STYLE, "backend": "svg"}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width, height))
         yield figure, figure.subplots()
 

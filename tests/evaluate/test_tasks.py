@@ -101,9 +101,9 @@ def test_templates_are_worded_as_in_lm_eval(name):
     upstream = {}
     for path in sorted(Path(lm_eval.tasks.__file__).parent.glob(f"**/{'default' if name == 'boolq' else name}.yaml")):
         text = path.read_text(encoding="utf-8").replace("!function", "")
-        found = yaml.safe_load(text)
-        if found.get("task") == name:
-            upstream = found
+        definition = yaml.safe_load(text)
+        if definition.get("task") == name:
+            upstream = definition
     if "include" in upstream:
         upstream = {**yaml.safe_load((path.parent / upstream["include"]).read_text()), **upstream}
     ours = yaml.safe_load((shipped("tasks") / "local" / f"local_{name}.yaml").read_text(encoding="utf-8"))

@@ -46,7 +46,7 @@ GROUPS = {
 
 def tasks(seed: int, lost: float, won: float) -> tuple[TaskResult, ...]:
     """Answers: the original's (lost = won = 0), or those with that share of right answers lost and wrong ones won."""
-    found = []
+    answered = []
     for name, (count, accuracy) in TASKS.items():
         original, change = random.Random(name), random.Random(f"{name} {seed}")
         samples = []
@@ -65,10 +65,10 @@ def tasks(seed: int, lost: float, won: float) -> tuple[TaskResult, ...]:
             )
         value = sum(s.scores["acc"] for s in samples) / count
         error = math.sqrt(value * (1 - value) / (count - 1))
-        found.append(
+        answered.append(
             TaskResult(task=name, metric="acc", value=value, stderr=error, num_samples=count, samples=tuple(samples))
         )
-    return tuple(found)
+    return tuple(answered)
 
 
 def perplexity(seed: int, shift: float, through: str = "prefill") -> PerplexityResult:

@@ -169,9 +169,9 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("found", "expected"), WORDS)
-def test_numbers_in_words(found, expected):
-    assert found == expected
+@pytest.mark.parametrize(("written", "expected"), WORDS)
+def test_numbers_in_words(written, expected):
+    assert written == expected
 
 
 def test_many_rows_come_with_a_warning_of_chance():

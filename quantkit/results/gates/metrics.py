@@ -101,7 +101,8 @@ def _memory_ratio(report: Report) -> dict[str, float | None]:
 
 
 def _size_ratio(report: Report) -> dict[str, float | None]:
-    return {"": _quotient(report.model.num_bytes, report.baseline_model and report.baseline_model.num_bytes)}
+    original = report.baseline_model
+    return {"": _quotient(report.model.num_bytes, original.num_bytes if original else None)}
 
 
 METRICS = {

@@ -99,17 +99,17 @@ def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
 def test_without_questions_only_distributions_are_compared(models):
     pair = check_pair(models / "out", None, ["kl<=50"])
     evaluation = EvaluationOptions()
-    found = verify_pair(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
-    assert (found.evaluation, found.comparisons) == (None, ())
-    assert found.fidelity.num_tokens > 100
-    assert found.held
+    verified = verify_pair(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
+    assert (verified.evaluation, verified.comparisons) == (None, ())
+    assert verified.fidelity.num_tokens > 100
+    assert verified.held
 
 
 def test_without_a_text_the_shipped_one_is_used_and_said_so(models):
-    found = verify_pair(
+    verified = verify_pair(
         check_pair(models / "out", None, []), options(models, evaluation=EvaluationOptions(), noise=False)
     )
-    assert any("calibration text" in note for note in found.notes)
+    assert any("calibration text" in note for note in verified.notes)
 
 
 def test_a_quantized_cache_belongs_to_the_checkpoint_only(models):
@@ -251,8 +251,8 @@ def test_what_a_repair_has_to_reach_follows_from_the_gates_that_failed():
     assert repair_goal(judged("kl<=9", "memory_ratio<=0.01")) is None  # held, and not about accuracy
     assert repair_goal(judged("kl<=0.01")) == Goal(kl=0.01)
     assert repair_goal(judged("top1>=0.95", "kl_p99<=0.1")) == Goal(top1=0.95, kl_p99=0.1)
-    found = next(c for c in judged().comparisons if c.subject == "all tasks")
-    limit = 100 - (100 - found.recovery) / 4
+    tasks = next(c for c in judged().comparisons if c.subject == "all tasks")
+    limit = 100 - (100 - tasks.recovery) / 4
     assert repair_goal(judged(f"recovery>={limit}")).kl == pytest.approx(total / 4, rel=1e-3)
     ratio = evaluate_gates(judged(), ["perplexity_ratio<=1"])[0].value
     assert repair_goal(judged(f"perplexity_ratio<={math.sqrt(ratio)}")).kl == pytest.approx(total / 2, rel=1e-3)

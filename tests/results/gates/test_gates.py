@@ -19,11 +19,6 @@ def report() -> Report:
     return make_report()
 
 
-@pytest.fixture(scope="module")
-def broken() -> Report:
-    return make_report(broken=True)
-
-
 READ = [
     ("recovery>=98.9", ("recovery", None, ">=", 98.9)),
     (" kl <= 0.02 ", ("kl", None, "<=", 0.02)),
@@ -66,19 +61,21 @@ def test_gates_are_judged_in_order(report):
     assert results[2].explanation == "kl is 0.0131, asked for <= 0.02"
 
 
-def test_failed_gates_name_the_modules_to_ignore(broken):
-    failed = [result for result in evaluate_gates(broken, GATES) if not result.held]
+def test_failed_gates_name_the_modules_to_ignore(broken_report):
+    failed = [result for result in evaluate_gates(broken_report, GATES) if not result.held]
     assert [result.metric for result in failed] == ["recovery", "perplexity_ratio", "kl", "top1"]
     for result in failed:
         assert result.remedy.startswith("ignore layer 23 down, layer 1 down (predicted KL")
         assert "--set 'ignore=[model.layers.23.mlp.down_proj, model.layers.1.mlp.down_proj]'" in result.remedy
 
 
-def test_without_a_proposal_the_worst_groups_are_named_then_the_worst_linears(broken):
-    no_proposal = dataclasses.replace(broken, sensitivity=dataclasses.replace(broken.sensitivity, proposal=None))
+def test_without_a_proposal_the_worst_groups_are_named_then_the_worst_linears(broken_report):
+    no_proposal = dataclasses.replace(
+        broken_report, sensitivity=dataclasses.replace(broken_report.sensitivity, proposal=None)
+    )
     assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the most sensitive parts are layer 23 down")
-    no_map = dataclasses.replace(broken, sensitivity=None)
-    worst = broken.compression.worst_linears(1)[0][0]
+    no_map = dataclasses.replace(broken_report, sensitivity=None)
+    worst = broken_report.compression.worst_linears(1)[0][0]
     assert f"the largest errors are in {worst}" in evaluate_gates(no_map, ["kl<=0.02"])[0].remedy
     nothing = dataclasses.replace(no_map, compression=None)
     assert "smaller groups" in evaluate_gates(nothing, ["kl<=0.02"])[0].remedy
@@ -94,8 +91,8 @@ def test_speed_and_memory_have_remedies_of_their_own(report):
 
 
 def test_a_limit_inside_the_interval_is_told(report):
-    found = report.find_comparison("all tasks")
-    gate = f"recovery>={(found.recovery_low + found.recovery) / 2:.2f}"
+    tasks = report.find_comparison("all tasks")
+    gate = f"recovery>={(tasks.recovery_low + tasks.recovery) / 2:.2f}"
     result = evaluate_gates(report, [gate])[0]
     assert result.held
     assert "includes the limit: more samples would tell" in result.explanation
@@ -142,10 +139,10 @@ def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(n
 
 
 def test_all_numbers_are_listed_by_the_names_gates_use(report):
-    found = gate_numbers(report)
-    assert found["recovery"] == found["recovery[all tasks]"]
-    assert found["memory_ratio"] == pytest.approx(331 / 988)
-    for name in found:
+    numbers = gate_numbers(report)
+    assert numbers["recovery"] == numbers["recovery[all tasks]"]
+    assert numbers["memory_ratio"] == pytest.approx(331 / 988)
+    for name in numbers:
         parse_gate(f"{name}>=50" if name.startswith("recovery") else f"{name}<=1")
 
 
