@@ -42,9 +42,7 @@ def evaluate(
     Raises:
         DataError: nothing is asked, a task or text does not exist or cannot be had, or lm-eval is missing.
     """
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in asked_for.items()
-    }
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked_for.items()}
     options = replace(options or EvaluationOptions(suite=None if given else "quick"), **given)
     say = progress or (lambda _: None)
     began = time.perf_counter()

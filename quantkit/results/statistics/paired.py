@@ -35,25 +35,25 @@ class PairedResult:
     """What a paired comparison says.
 
     Args:
+        method: names of interval and test.
+        num_samples: pairs.
         baseline, value: means over items (and then over tasks).
         difference, low, high: value - baseline and its 95 % interval.
-        p_value: two-sided, of no difference; like the interval None where no error is known.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None when baseline is 0.
-        num_samples: pairs.
-        method: names of interval and test.
+        p_value: two-sided, of no difference; like the interval None where no error is known.
     """
 
+    method: str
+    num_samples: int
     baseline: float
     value: float
     difference: float
     low: float | None
     high: float | None
-    p_value: float | None
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
-    num_samples: int
-    method: str
+    p_value: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
