@@ -18,7 +18,7 @@ from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
 from quantkit.benchmark.steps import decode_steps, fit_itl
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
-from quantkit.results.statistics import percentile
+from quantkit.results.statistics.summary import percentile
 
 _PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does

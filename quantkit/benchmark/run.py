@@ -20,7 +20,7 @@ from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_room, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
-from quantkit.devices import pick_device
+from quantkit.devices import pick_device, processor_name
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
@@ -238,10 +238,4 @@ def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return "CPU"
+    return processor_name() or "CPU"
