@@ -22,7 +22,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.formats.base import Format
 from quantkit.kernels.types import Linear
-from quantkit.models.family import LinearSet
+from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.scheme import Scheme
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.layers import MLP

@@ -21,12 +21,14 @@ _INDEXER = "self_attn.indexer"
 def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     """What one layer holds; see `ModelDescription.tensors`."""
     family = model.family
-    if family.block is not None:
-        return family.block(model.entries, index)
     vectors: Shapes = {}
     for norm in filter(None, norm_names(model)):
         vectors |= _norm(model, norm, model.hidden_size)
-    if model.latent is not None:
+    if family.block is not None:
+        own = family.block(model.entries, index)
+        matrices = list(own.matrices)
+        vectors |= own.vectors
+    elif model.latent is not None:
         matrices = list(_latent_matrices(model, model.latent))
         vectors |= _latent_norms(model.latent)
     else:

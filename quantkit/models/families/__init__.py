@@ -81,7 +81,7 @@ def find_compressible(config: Mapping[str, Any]) -> Family:
     Raises:
         ModelError: config.json names none, one that no file describes, or one that can be run but not compressed.
     """
-    found = find(config)
-    if found.not_compressible is not None:
-        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {found.not_compressible}")
-    return found
+    family = find(config)
+    if family.not_compressible is not None:
+        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {family.not_compressible}")
+    return family

@@ -2,18 +2,15 @@
 
 from quantkit.models.family import Family, Multipliers
 
+_CONSTANTS = {
+    "embedding": "embedding_multiplier",
+    "residual": "residual_multiplier",
+    "attention": "attention_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
 FAMILY = Family(
     hf_names=("GraniteForCausalLM",),
-    multipliers=Multipliers(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits_divisor="logits_scaling",
-    ),
-    defaults={
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    multipliers=Multipliers(**_CONSTANTS),
+    defaults=dict.fromkeys(_CONSTANTS.values(), 1.0),
 )
