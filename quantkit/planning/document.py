@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from quantkit.planning.estimate import CacheRow, DeviceRow, Estimate, WeightRow
@@ -58,9 +59,9 @@ def _weights(row: WeightRow) -> dict[str, Any]:
     return {
         "scheme": row.scheme.name,
         "bits_per_weight": row.size.bits_per_weight,
-        "memory_bytes": row.size.total,
-        "disk_bytes": row.size.disk,
-        "read_bytes_per_token": row.size.read,
+        "memory_bytes": row.size.memory_bytes,
+        "disk_bytes": row.size.disk_bytes,
+        "read_bytes_per_token": row.size.read_bytes,
         "problem": None,
     }
 
@@ -84,18 +85,10 @@ def _device(plan: Estimate) -> dict[str, Any] | None:
 
 
 def _fits(row: DeviceRow, batch: int) -> dict[str, Any]:
-    found = row.fit
     return {
         "weights": row.scheme.name,
         "kv_cache": None if row.form is None else row.form.name,
-        "weight_bytes": found.weights,
-        "activation_bytes": found.activations,
-        "reserve_bytes": found.reserve,
-        "cache_bytes": found.left,
-        "fits": found.left >= 0,
-        "largest_batch": found.batch,
-        "largest_context": found.context,
-        "limited_by_model": found.limited_by_model,
+        **asdict(row.fit),
         "decode_floor": _floor(row.decode, batch),
         "prefill_floor": _floor(row.prefill, 1),
     }
@@ -121,7 +114,5 @@ def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:
         "calibration_samples": recipe.samples,
         "calibration_tokens": recipe.num_tokens,
         "compression_bytes": plan.compression,
-        "loaders": [
-            {"name": reading.loader, "reads": reading.reads, "reason": reading.reason} for reading in plan.readings
-        ],
+        "loaders": [asdict(reading) for reading in plan.readings],
     }

@@ -27,14 +27,24 @@ class LoaderAnswer:
     """Whether one engine reads a checkpoint.
 
     Args:
-        loader: its name.
+        name: of the engine.
         reads: yes or no.
         reason: why not, or what it is read by and under which condition.
     """
 
-    loader: str
+    name: str
     reads: bool
     reason: str
+
+
+_ORDINARY = dict.fromkeys(LOADERS, (True, "an ordinary checkpoint, as large as the original"))
+_DENSE = {**_ORDINARY, "llama.cpp": (True, "after convert_hf_to_gguf.py")}
+_GGUF = {
+    **dict.fromkeys(("vLLM", "SGLang"), (True, "experimental, slower than its other formats")),
+    "transformers": (True, "decoded to 16 bits while loading"),
+    "llama.cpp": (True, "its own format"),
+    "TensorRT-LLM": (False, "it reads Hugging Face checkpoints only"),
+}
 
 
 def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) -> list[LoaderAnswer]:
@@ -46,40 +56,18 @@ def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) ->
         format_name: on-disk format.
     """
     family = format_name.replace("_", "-").partition("-v")[0]
-    answers = []
-    for loader in LOADERS:
-        if family == "dense" or not forms:
-            reads, reason = _dense(loader)
-        else:
-            reads, reason = _gguf(loader) if family == "gguf" else _answer(loader, family, shape, forms)
-        answers.append(LoaderAnswer(loader=loader, reads=reads, reason=reason))
-    return answers
-
-
-def _dense(loader: str) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return True, "after convert_hf_to_gguf.py"
-    return True, "an ordinary checkpoint, as large as the original"
-
-
-def _gguf(loader: str) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return True, "its own format"
-    if loader == "transformers":
-        return True, "decoded to 16 bits while loading"
-    if loader in ("vLLM", "SGLang"):
-        return True, "experimental, slower than its other formats"
-    return False, "it reads Hugging Face checkpoints only"
-
-
-def _answer(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return False, "it reads GGUF only"
-    if loader == "TensorRT-LLM":
-        return _tensorrt(family, forms)
-    if loader == "transformers":
-        return _transformers(family, forms)
-    return _server(family, shape, forms)
+    if family == "dense" or not forms:
+        answers = _DENSE
+    elif family == "gguf":
+        answers = _GGUF
+    else:
+        answers = {
+            **dict.fromkeys(("vLLM", "SGLang"), _server(family, shape, forms)),
+            "transformers": _transformers(family, forms),
+            "llama.cpp": (False, "it reads GGUF only"),
+            "TensorRT-LLM": _tensorrt(family, forms),
+        }
+    return [LoaderAnswer(name=name, reads=reads, reason=reason) for name, (reads, reason) in answers.items()]
 
 
 def _tensorrt(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
@@ -100,10 +88,8 @@ def _transformers(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
 
 def _server(family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     """vLLM and SGLang, which share kernels and most of their rules."""
-    for form in forms:
-        problem = _problem(form, family, shape)
-        if problem:
-            return False, problem
+    for problem in filter(None, (_problem(form, family, shape) for form in forms)):
+        return False, problem
     if any(form.compute == "fp4" for form in forms):
         return True, "fp4 products on Blackwell; before, weights only"
     if any(form.compute == "fp8" for form in forms):

@@ -160,10 +160,10 @@ def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama
     pipeline.quantize(str(tiny_llama), load(recipe, changes), tmp_path / "out", device="cpu")
     found = CheckpointReader(tmp_path / "out").num_bytes
     plan = estimate(tiny_llama, recipe=recipe, overrides=changes)
-    assert plan.weights[-1].size.disk == found
-    assert plan.weights[0].size.disk == CheckpointReader(tiny_llama).num_bytes
+    assert plan.weights[-1].size.disk_bytes == found
+    assert plan.weights[0].size.disk_bytes == CheckpointReader(tiny_llama).num_bytes
     again = estimate(tmp_path / "out")
-    assert [row.size.total for row in again.weights] == [found]
+    assert [row.size.memory_bytes for row in again.weights] == [found]
     assert again.shape.num_parameters == plan.shape.num_parameters
 
 
@@ -173,8 +173,8 @@ def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
     folder = make_model(tmp_path / "model", family)
     pipeline.quantize(str(folder), load(recipe), tmp_path / "out", device="cpu")
     found = CheckpointReader(tmp_path / "out").num_bytes
-    assert estimate(folder, recipe=recipe).weights[-1].size.disk == found
-    assert [row.size.total for row in estimate(tmp_path / "out").weights] == [found]
+    assert estimate(folder, recipe=recipe).weights[-1].size.disk_bytes == found
+    assert [row.size.memory_bytes for row in estimate(tmp_path / "out").weights] == [found]
 
 
 @pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "gptq-int4", "autoround-int4"])
@@ -197,7 +197,7 @@ def test_a_batch_reads_more_experts():
     assert 8 < experts_read(matrix, 4) < 32
     assert experts_read(matrix, 1000) == pytest.approx(128)
     moe = shape_of("qwen3-30b-a3b")
-    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
+    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read_bytes for batch in (1, 512))
     # One token reads all that it uses but the embedding; a large batch reads every expert.
     assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
     assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))
