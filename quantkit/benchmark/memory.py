@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from quantkit.benchmark.predict import Prediction, total_bytes
+from quantkit.benchmark.predict import Prediction
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.model import Model, NativeModel
@@ -133,10 +133,16 @@ def memory_records(
     parts = [record for record in parts if record.predicted_bytes or record.observed_bytes]
     peak = MemoryRecord(
         part="peak",
-        predicted_bytes=total_bytes(record.predicted_bytes for record in parts),
-        observed_bytes=total_bytes(record.observed_bytes for record in parts),
+        predicted_bytes=_total(record.predicted_bytes for record in parts),
+        observed_bytes=_total(record.observed_bytes for record in parts),
     )
     return (*parts, peak, _rest(peak, device))
+
+
+def _total(parts: Iterable[int | None]) -> int | None:
+    """Their sum; None when one is not known."""
+    known = list(parts)
+    return None if None in known else sum(part or 0 for part in known)
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
