@@ -13,7 +13,7 @@ from quantkit.benchmark.ceilings import Ceilings, measure_ceilings
 from quantkit.benchmark.compare import join_rounds, turns
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
-from quantkit.benchmark.memory import memory_records, observed_activation_bytes
+from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
@@ -24,7 +24,6 @@ from quantkit.devices import pick_device
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.types import SamplingParams
 
 Progress = Callable[[str], None]
 
@@ -104,41 +103,20 @@ def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
 
 
-def measure_model(
-    target: BenchmarkTarget, options: BenchmarkOptions, ceilings: Ceilings, progress: Progress = lambda _: None
-) -> BenchmarkResult:
-    """Measure one model.
-
-    Args:
-        target: loaded and idle.
-        options: what to measure.
-        ceilings: of the machine, measured just before.
-        progress: told what is going on.
-    """
-    return _measure_all([target], options, ceilings, progress)[0]
-
-
-def measure_against(
-    target: BenchmarkTarget,
-    baseline: BenchmarkTarget,
+def measure_targets(
+    targets: Sequence[BenchmarkTarget],
     options: BenchmarkOptions,
     ceilings: Ceilings,
     progress: Progress = lambda _: None,
-) -> tuple[BenchmarkResult, BenchmarkResult]:
-    """Measure two models in turns, the same requests for both; see `compare`.
+) -> list[BenchmarkResult]:
+    """Measure one model, or several in turns with the same requests for all; see `compare`.
 
     Args:
-        target, baseline: loaded and idle.
-        options: what to measure; its rounds are rounds of both.
-        ceilings, progress: see `measure_model`.
+        targets: loaded and idle.
+        options: what to measure; its rounds are rounds of all.
+        ceilings: of the machine, measured just before.
+        progress: called with what is going on.
     """
-    first, second = _measure_all([target, baseline], options, ceilings, progress)
-    return first, second
-
-
-def _measure_all(
-    targets: Sequence[BenchmarkTarget], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
-) -> list[BenchmarkResult]:
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
     workloads = options.workloads()
     for group in _twins(workloads):
@@ -183,38 +161,12 @@ def _finish(
     return BenchmarkResult(
         model=target.name,
         runs=runs,
-        memory=_memory(target, options),
+        memory=memory_records(target.llm, target.prediction, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,
         capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
-    )
-
-
-def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
-    """All parts, with activations from a step that is as large as a step gets."""
-    engine, count = target.llm.engine, max(options.concurrencies, default=1)
-
-    def largest_steps() -> None:
-        for _ in range(count):
-            engine.add([1] * options.prompt_tokens, SamplingParams(max_tokens=2, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
-
-    cache = engine.runner.cache
-    activations = observed_activation_bytes(largest_steps, target.llm.device)
-    tokens = min(engine.config.token_budget, count * options.prompt_tokens)
-    return memory_records(
-        target.llm.model,
-        cache,
-        target.prediction,
-        num_pages=engine.pool.num_pages,
-        max_sequences=engine.config.max_sequences,
-        page_size=engine.config.page_size,
-        step=(tokens, options.prompt_tokens, count),
-        activations=activations,
-        device=target.llm.device,
     )
 
 

@@ -13,7 +13,7 @@ from quantkit.benchmark.memory import (
 )
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import max_length, predict
-from quantkit.benchmark.run import find_ceilings, load_target, measure_model
+from quantkit.benchmark.run import find_ceilings, load_target, measure_targets
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -115,7 +115,7 @@ def test_the_whole_record(tiny_llama, which, kv_cache, quick_ceilings):
     # A pool of a few pages, so that the peak is not the pool alone.
     engine = {"kv_cache": kv_cache, "num_pages": 8, "threads": 1}
     target = load_target(None if which == "demo" else tiny_llama, options, engine)
-    result = measure_model(target, options, find_ceilings([target]))
+    (result,) = measure_targets([target], options, find_ceilings([target]))
     parts = {record.part: record for record in result.memory}
     for part in ("weights", "kv pool", *(["kv residuals"] if kv_cache == "int4" else [])):
         assert parts[part].predicted_bytes == parts[part].observed_bytes > 0

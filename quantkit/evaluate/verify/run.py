@@ -20,7 +20,7 @@ from quantkit.benchmark.run import (
     check_target,
     find_ceilings,
     load_target,
-    measure_against,
+    measure_targets,
 )
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
@@ -273,7 +273,7 @@ def _timed(pair: Pair, options: VerifyOptions, bench: BenchmarkOptions, report: 
     baseline = replace(original, name=pair.baseline_name)
     progress("measuring the ceilings of this machine")
     ceilings = find_ceilings([target, baseline])
-    ours, theirs = measure_against(target, baseline, bench, ceilings, progress)
+    ours, theirs = measure_targets([target, baseline], bench, ceilings, progress)
     own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
     return replace(
         report,
