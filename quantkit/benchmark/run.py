@@ -17,7 +17,7 @@ from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
-from quantkit.benchmark.workload import check_room, make_load, request_key
+from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
@@ -67,8 +67,9 @@ def check_target(
         head_dtype=settings.get("head_dtype"),
     )
     if prediction is not None:
-        room = min(prediction.config.max_length, settings.get("max_length") or prediction.config.max_length)
-        check_room(options.workloads(), room, f"the context of {_name(model)}")
+        longest = prediction.config.max_length
+        longest = min(longest, settings.get("max_length") or longest)
+        check_capacity(options.workloads(), longest, f"the context of {_name(model)}")
     return path, prediction
 
 
@@ -86,7 +87,7 @@ def load_target(
     """
     path, prediction = check_target(model, options, engine)
     llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
-    check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
+    check_capacity(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
     return BenchmarkTarget(name=_name(model), llm=llm, prediction=prediction, cost=cost)
