@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -163,7 +164,7 @@ class TuneOptions:
         Raises:
             InputError: an unknown name, or no such model.
         """
-        weights = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
+        weights: dict[str, Any] = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
         presets = [shapes_of_preset(name, **weights) for name in self.shapes or (() if self.model else ("8B",))]
         return presets if self.model is None else [shapes_of_model(resolve(self.model)), *presets]
 

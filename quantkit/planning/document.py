@@ -54,16 +54,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weights(row: WeightRow) -> dict[str, Any]:
-    if row.problem is not None:
-        return {"scheme": row.scheme.name, "problem": row.problem}
-    return {
-        "scheme": row.scheme.name,
-        "bits_per_weight": row.size.bits_per_weight,
-        "memory_bytes": row.size.memory_bytes,
-        "disk_bytes": row.size.disk_bytes,
-        "read_bytes_per_token": row.size.read_bytes,
-        "problem": None,
-    }
+    sizes = asdict(row.size) if row.problem is None else {}
+    return {"scheme": row.scheme.name, **sizes, "problem": row.problem}
 
 
 def _cache(row: CacheRow) -> dict[str, Any]:

@@ -97,22 +97,18 @@ class Estimate:
     @cached_property
     def weights(self) -> tuple[WeightRow, ...]:
         """Sizes of the weights by scheme."""
+        shape = self.shape
         return tuple(
-            WeightRow(
-                scheme=scheme, size=planned_weight_bytes(self.shape, scheme), problem=_problem(self.shape, scheme)
-            )
+            WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
             for scheme in self.schemes
         )
 
     @property
     def caches(self) -> tuple[CacheRow, ...]:
         """Sizes of the cache by form."""
+        shape, tokens = self.shape, self.context
         return tuple(
-            CacheRow(
-                form=form,
-                per_token=kv_bytes_per_token(self.shape, form),
-                per_sequence=kv_bytes(self.shape, self.context, form),
-            )
+            CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, tokens, form))
             for form in self.forms
         )
 
@@ -132,12 +128,12 @@ class Estimate:
 
     def _device_row(self, device: Device, scheme: WeightChoice, form: KVForm | None) -> DeviceRow:
         cache = form or find_kv_form("auto", self.shape.dtype)
-        numbers, sizes = (self.shape, scheme, cache), {"context": self.context, "batch": self.batch}
+        sizes: dict[str, Any] = {"context": self.context, "batch": self.batch}
         return DeviceRow(
             scheme=scheme,
             form=form,
-            fit=device_fit(*numbers, device.memory_bytes, **sizes),
-            decode=decode_floor(*numbers, device, **sizes) if device.bandwidth else None,
+            fit=device_fit(self.shape, scheme, cache, device.memory_bytes, **sizes),
+            decode=decode_floor(self.shape, scheme, cache, device, **sizes) if device.bandwidth else None,
             prefill=prefill_floor(self.shape, scheme, device, prompt=self.prompt) if device.peaks else None,
         )
 

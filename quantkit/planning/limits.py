@@ -145,7 +145,7 @@ def decode_floor(
 
 def step_bytes(shape: ModelShape, scheme: WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
     """Bytes that a decode step reads: weights once, the cache of every sequence."""
-    return planned_weight_bytes(shape, scheme, batch).read_bytes + batch * kv_read_bytes(shape, context, form)
+    return planned_weight_bytes(shape, scheme, batch).read_bytes_per_token + batch * kv_read_bytes(shape, context, form)
 
 
 def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, prompt: int) -> Floor:
@@ -159,7 +159,7 @@ def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, pr
     """
     products = {key: prompt * flops for key, flops in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
-    read = planned_weight_bytes(shape, scheme, prompt).read_bytes
+    read = planned_weight_bytes(shape, scheme, prompt).read_bytes_per_token
     return _floor(device, read, products, attention + 2 * shape.head_parameters)
 
 

@@ -20,6 +20,13 @@ from quantkit.planning.weights import WeightForm
 LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
 _MARLIN_GROUPS = (None, 32, 64, 128)
 _PACKED_BITS = (4, 8)
+# Which GPUs make products of a number type in vLLM and SGLang; of several the first counts.
+_PRODUCTS = {
+    "fp4": "fp4 products on Blackwell; before, weights only",
+    "fp8": "fp8 products from Ada and Hopper on; before, weights only",
+    "int8": "int8 products, from Turing on",
+    "bf16": "Marlin kernels, from Ampere on",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +97,8 @@ def _server(family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tupl
     """vLLM and SGLang, which share kernels and most of their rules."""
     for problem in filter(None, (_problem(form, family, shape) for form in forms)):
         return False, problem
-    if any(form.compute == "fp4" for form in forms):
-        return True, "fp4 products on Blackwell; before, weights only"
-    if any(form.compute == "fp8" for form in forms):
-        return True, "fp8 products from Ada and Hopper on; before, weights only"
-    if any(form.compute == "int8" for form in forms):
-        return True, "int8 products, from Turing on"
-    return True, "Marlin kernels, from Ampere on"
+    computes = {form.compute for form in forms}
+    return True, next(text for compute, text in _PRODUCTS.items() if compute in computes)
 
 
 def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:

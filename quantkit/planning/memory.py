@@ -62,13 +62,13 @@ class WeightBytes:
         bits_per_weight: of the linears that are quantized; of all weights where only their number is known.
         memory_bytes: of all weights.
         disk_bytes: in files, small tensors beside packed weights included.
-        read_bytes: by one decode step: no embedding rows, and of experts those that its tokens pick.
+        read_bytes_per_token: by one decode step: no embedding rows, and of experts those that its tokens pick.
     """
 
     bits_per_weight: float
     memory_bytes: int
     disk_bytes: int
-    read_bytes: float
+    read_bytes_per_token: float
 
 
 def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
@@ -89,7 +89,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
             bits_per_weight=8 * scale,
             memory_bytes=stored,
             disk_bytes=stored,
-            read_bytes=scale * _touched(shape, batch),
+            read_bytes_per_token=scale * _touched(shape, batch),
         )
     size = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes
     total = disk = quantized = codes = 0
@@ -117,7 +117,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
         memory_bytes=total + outside + head,
         disk_bytes=disk + outside + head + scheme.beside,
-        read_bytes=read + shape.other * size + head_read,
+        read_bytes_per_token=read + shape.other * size + head_read,
     )
 
 
@@ -190,7 +190,7 @@ def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
         bits_per_weight=bits,
         memory_bytes=total,
         disk_bytes=total,
-        read_bytes=shape.active_parameters * bits / 8,
+        read_bytes_per_token=shape.active_parameters * bits / 8,
     )
 
 

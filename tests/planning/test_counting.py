@@ -197,7 +197,7 @@ def test_a_batch_reads_more_experts():
     assert 8 < experts_read(matrix, 4) < 32
     assert experts_read(matrix, 1000) == pytest.approx(128)
     moe = shape_of("qwen3-30b-a3b")
-    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read_bytes for batch in (1, 512))
+    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read_bytes_per_token for batch in (1, 512))
     # One token reads all that it uses but the embedding; a large batch reads every expert.
     assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
     assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))

@@ -329,13 +329,13 @@ def test_the_head_may_be_quantized_when_it_is_loaded():
     assert plain.disk_bytes == small.disk_bytes
     assert (
         plain.memory_bytes - small.memory_bytes
-        == plain.read_bytes - small.read_bytes
+        == plain.read_bytes_per_token - small.read_bytes_per_token
         == LLAMA.head * 2 - LLAMA.head * 4.125 / 8
     )
     tied = shape_of("qwen3-0.6b")
     plain, small = (planned_weight_bytes(tied, everywhere(None, head)) for head in (None, INT4_WEIGHTS))
     assert small.memory_bytes > plain.memory_bytes  # the embedding stays, the head becomes a copy
-    assert small.read_bytes < plain.read_bytes
+    assert small.read_bytes_per_token < plain.read_bytes_per_token
 
 
 def test_the_document_is_plain_data_without_infinities():

@@ -166,7 +166,7 @@ def test_only_what_is_read_counts():
     assert linears == pytest.approx(6.98e9, rel=0.001)
     assert LLAMA.head == pytest.approx(0.525e9, rel=0.001)
     norms = 65 * 4096
-    assert planned_weight_bytes(LLAMA, STORED).read_bytes == 2 * (linears + LLAMA.head + norms)
+    assert planned_weight_bytes(LLAMA, STORED).read_bytes_per_token == 2 * (linears + LLAMA.head + norms)
 
 
 def both(bits, granularity="token", **scales):

@@ -2,15 +2,15 @@
 
 from quantkit.models.family import Family, Multipliers
 
-_CONSTANTS = {
-    "embedding": "embedding_multiplier",
-    "residual": "residual_multiplier",
-    "attention": "attention_multiplier",
-    "logits_divisor": "logits_scaling",
-}
-
 FAMILY = Family(
     hf_names=("GraniteForCausalLM",),
-    multipliers=Multipliers(**_CONSTANTS),
-    defaults=dict.fromkeys(_CONSTANTS.values(), 1.0),
+    multipliers=Multipliers(
+        embedding="embedding_multiplier",
+        residual="residual_multiplier",
+        attention="attention_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+    defaults=dict.fromkeys(
+        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+    ),
 )
