@@ -61,7 +61,7 @@ class Prediction:
         Args:
             tokens: new ones of the step, T.
             context: of its longest sequence, L.
-            rows: whose logits are wanted.
+            rows: whose logits are computed.
         """
         config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -61,12 +61,12 @@ def test_options_that_mean_nothing_are_refused(options, message):
 def test_one_model(tiny_llama):
     options = BenchmarkOptions(concurrencies=(1, 3), rates=(200.0,), static=True, rounds=2, **SMALL)
     target = load_target(tiny_llama, options, ENGINE)
-    told = []
-    (result,) = measure_targets([target], options, find_ceilings([target]), told.append)
+    messages = []
+    (result,) = measure_targets([target], options, find_ceilings([target]), messages.append)
     assert [run.workload.name for run in result.runs] == [
         *("closed-1", "closed-3", "static-1", "static-3", "poisson-200", "sweep")
     ]
-    assert len(told) == 6 * 2
+    assert len(messages) == 6 * 2
     for run in result.runs[:-1]:
         assert run.rounds == 2
         assert [timing.num_new_tokens for timing in run.requests] == [6] * 4
@@ -82,9 +82,9 @@ def test_one_model(tiny_llama):
 def test_static_batches_get_the_same_requests_in_turns(tiny_llama):
     options = BenchmarkOptions(concurrencies=(2,), static=True, spread=0.9, rounds=2, **{**SMALL, "num_requests": 6})
     target = load_target(tiny_llama, options, ENGINE)
-    told = []
-    (result,) = measure_targets([target], options, find_ceilings([target]), told.append)
-    assert [text.split(":")[0] for text in told] == ["closed-2", "static-2", "static-2", "closed-2"]
+    messages = []
+    (result,) = measure_targets([target], options, find_ceilings([target]), messages.append)
+    assert [text.split(":")[0] for text in messages] == ["closed-2", "static-2", "static-2", "closed-2"]
     closed, static = ([(t.prompt_tokens, t.num_new_tokens) for t in run.requests] for run in result.runs)
     assert closed == static
     assert len(set(closed)) > 3

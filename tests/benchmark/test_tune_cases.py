@@ -108,14 +108,14 @@ def test_page_reads_find_what_is_written_for_them(gpu, kv_cache):
 
 
 def test_presets():
-    found = shapes_of_preset("8B")
-    assert {(rows, width) for rows, width, _ in found.linears} == {
+    preset = shapes_of_preset("8B")
+    assert {(rows, width) for rows, width, _ in preset.linears} == {
         (6144, 4096),
         (4096, 4096),
         (28672, 4096),
         (4096, 14336),
     }
-    assert found.linears[0][2].describe() == "int4 g128"
+    assert preset.linears[0][2].describe() == "int4 g128"
     assert shapes_of_preset("70B", bits=8, group=None).linears[0][2].describe() == "int8 channel"
     assert shapes_of_preset("1B", symmetric=False).linears[0][2].describe() == "int4 g128 asym"
     with pytest.raises(InputError, match=r"unknown shapes '8b' .*8B.*there are: 1B, 8B, 70B"):
@@ -164,13 +164,15 @@ def test_a_checkpoint_is_read_by_its_headers(models, monkeypatch):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(CheckpointReader, "tensor", refuse)
-    found = shapes_of_model(models / "out")
-    assert {scheme.describe() for _, _, scheme in found.linears} == {"int4 g32"}
-    sizes = [rows * width for rows, width, _ in found.linears]
+    shapes = shapes_of_model(models / "out")
+    assert {scheme.describe() for _, _, scheme in shapes.linears} == {"int4 g32"}
+    sizes = [rows * width for rows, width, _ in shapes.linears]
     assert sizes == sorted(sizes, reverse=True)
-    assert len({(rows, width) for rows, width, _ in found.linears}) == len(sizes)
-    hidden = found.query_heads * found.head_dim
-    assert ((found.query_heads + 2 * found.kv_heads) * found.head_dim, hidden) in [size[:2] for size in found.linears]
+    assert len({(rows, width) for rows, width, _ in shapes.linears}) == len(sizes)
+    hidden = shapes.query_heads * shapes.head_dim
+    assert ((shapes.query_heads + 2 * shapes.kv_heads) * shapes.head_dim, hidden) in [
+        size[:2] for size in shapes.linears
+    ]
     assert shapes_of_model(models / "llama").linears == ()
 
 
@@ -206,10 +208,10 @@ def test_a_search_from_end_to_end():
     torch.manual_seed(0)
     case = find_cases([TINY])[0]
     with problems.opener(CPU, torch.float32)(case) as problem:
-        found = search(case, problem)
-    assert found.entry.microseconds > 0
-    assert found.dropped == {}
-    assert isinstance(found.entry.choice, Rows)
+        outcome = search(case, problem)
+    assert outcome.entry.microseconds > 0
+    assert outcome.dropped == {}
+    assert isinstance(outcome.entry.choice, Rows)
 
 
 def test_choices_that_spill_are_remembered_for_all_shapes_of_a_kind(monkeypatch):

@@ -43,27 +43,27 @@ STORED, W4 = everywhere(None), everywhere(INT4_WEIGHTS)
 @pytest.mark.parametrize("gib", [18, 24, 80])
 def test_the_largest_batch_and_context_fit_and_the_next_do_not(form, scheme, gib):
     memory = gib * GIB
-    found = device_fit(LLAMA, scheme, form, memory, context=3000, batch=4)
-    room = memory - round(RESERVE * memory) - planned_weight_bytes(LLAMA, scheme).memory_bytes
+    fit = device_fit(LLAMA, scheme, form, memory, context=3000, batch=4)
+    available = memory - round(RESERVE * memory) - planned_weight_bytes(LLAMA, scheme).memory_bytes
 
     def needed(batch, context):
         return batch * kv_allocated_bytes(LLAMA, context, form) + planned_activation_bytes(LLAMA, 512, batch)
 
-    assert needed(found.largest_batch, 3000) <= room < needed(found.largest_batch + 1, 3000)
-    assert needed(4, found.largest_context) <= room
-    assert found.limited_by_model or room < needed(4, found.largest_context + 1)
-    assert found.weight_bytes + found.activation_bytes + found.reserve_bytes + found.cache_bytes == memory
+    assert needed(fit.largest_batch, 3000) <= available < needed(fit.largest_batch + 1, 3000)
+    assert needed(4, fit.largest_context) <= available
+    assert fit.limited_by_model or available < needed(4, fit.largest_context + 1)
+    assert fit.weight_bytes + fit.activation_bytes + fit.reserve_bytes + fit.cache_bytes == memory
 
 
 def test_weights_that_do_not_fit_leave_less_than_nothing():
-    found = device_fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
-    assert found.cache_bytes < 0
-    assert (found.largest_batch, found.largest_context, found.limited_by_model) == (0, 0, False)
+    fit = device_fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
+    assert fit.cache_bytes < 0
+    assert (fit.largest_batch, fit.largest_context, fit.limited_by_model) == (0, 0, False)
 
 
 def test_the_model_limits_the_context():
-    found = device_fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
-    assert (found.largest_context, found.limited_by_model) == (2048, True)
+    fit = device_fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
+    assert (fit.largest_context, fit.limited_by_model) == (2048, True)
     unknown = device_fit(from_parameters("7B"), everywhere(BF16_WEIGHTS), BF16, 24 * GIB, context=128, batch=1)
     assert (unknown.largest_batch, unknown.largest_context, unknown.limited_by_model) == (None, None, False)
 
@@ -213,8 +213,10 @@ def test_mixed_schemes_are_added_up_layer_by_layer():
     half = recipe_of(ignore=["re:.*layers\\.(1[6-9]|2[0-9]|3[01])\\..*"])
     plan = plan_recipe(LLAMA, half)
     assert not plan.conflicts
-    found, all_of_it, none = (planned_weight_bytes(LLAMA, scheme).memory_bytes for scheme in (plan.scheme, W4, STORED))
-    assert found == (all_of_it + none) / 2
+    mixed_size, all_of_it, none = (
+        planned_weight_bytes(LLAMA, scheme).memory_bytes for scheme in (plan.scheme, W4, STORED)
+    )
+    assert mixed_size == (all_of_it + none) / 2
 
 
 def test_formats_take_different_bytes():

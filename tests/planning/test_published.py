@@ -210,8 +210,8 @@ def test_where_quantized_weights_and_caches_win(batch, context, ratios):
     def read(scheme, form):
         return step_bytes(LLAMA, scheme, form, context=context * 1024, batch=batch)
 
-    found = [read(STORED, BF16) / read(everywhere(INT4_WEIGHTS), form) for form in forms]
-    assert found == [pytest.approx(ratio, abs=0.011) for ratio in ratios]
+    step_ratios = [read(STORED, BF16) / read(everywhere(INT4_WEIGHTS), form) for form in forms]
+    assert step_ratios == [pytest.approx(ratio, abs=0.011) for ratio in ratios]
 
 
 def test_a_thousand_tokens_of_cache_take_0_03_ms():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,8 +25,8 @@ from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats.base import Format
-from quantkit.models.families import Family, LinearSet, split_experts
-from quantkit.models.linear_sets import WIDEN, fused_conflicts
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import WIDEN, LinearSet, fused_conflicts, split_experts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
