@@ -106,23 +106,23 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
         pairs = [(ours, theirs) for ours, theirs in ((read(a), read(b)) for a, b in rounds) if ours and theirs]
         if not (value and other and pairs):
             continue
-        low, high = min(a / b for a, b in pairs), max(a / b for a, b in pairs)
+        rates = [a / b for a, b in pairs]
         noise = max(_spread([a for a, _ in pairs]), _spread([b for _, b in pairs]))
+        is_above = min(rates) > 1
         verdict: Verdict = "noise"
-        if (low > 1 or high < 1) and abs(value / other - 1) > noise:
-            verdict = "faster" if (low > 1) == more_is_faster else "slower"
-        ratios.append(
-            Ratio(
-                workload=run.workload.name,
-                metric=metric,
-                value=value,
-                baseline=other,
-                low=low,
-                high=high,
-                noise=noise,
-                verdict=verdict,
-            )
+        if (is_above or max(rates) < 1) and abs(value / other - 1) > noise:
+            verdict = "faster" if is_above == more_is_faster else "slower"
+        ratio = Ratio(
+            workload=run.workload.name,
+            metric=metric,
+            value=value,
+            baseline=other,
+            low=min(rates),
+            high=max(rates),
+            noise=noise,
+            verdict=verdict,
         )
+        ratios.append(ratio)
     return ratios
 
 

@@ -61,12 +61,11 @@ def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if not runs:
         return Diagnosis()
-    decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
     facts = _Facts(
         result=result,
         cost=cost,
         alone=min(runs, key=lambda run: run.workload.concurrency or 1_000_000),
-        decode=tuple(decode),
+        decode=tuple(sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)),
         prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
     )
     return Diagnosis(findings=tuple(_findings(facts, runs)))
@@ -89,13 +88,10 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
             f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {as_percent(ratio.noise)}"
             f"{_allowed(result, baseline, ratio)}"
         )
+        factor = times(1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio)
+        statement = f"In {ratio.workload} {result.model} {verb}s {factor} {ratio.verdict} than {baseline.model}."
         if ratio.verdict == "noise":
             statement = f"In {ratio.workload} both {verb} alike, within the noise."
-        else:
-            factor = 1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio
-            statement = (
-                f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
-            )
         findings.append(Finding(statement=statement, evidence=evidence))
     return Diagnosis(findings=tuple(findings))
 

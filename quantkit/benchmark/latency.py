@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
@@ -110,7 +110,7 @@ class Driver:
                 f"request {request.number} ended with {completion.finish_reason!r} after {len(request.token_s)} tokens "
                 "instead of at its length; its time would mislead"
             )
-        times = {"arrived_s": request.arrived_s, "token_s": tuple(request.token_s), "finished_s": now}
+        times: dict[str, Any] = {"arrived_s": request.arrived_s, "token_s": tuple(request.token_s), "finished_s": now}
         self.finished.append(dataclasses.replace(completion.timing, **times))
 
 

@@ -23,6 +23,7 @@ from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import kv_dtype, page_bytes, residual_bytes
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.models.families import find
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -85,7 +86,7 @@ def predict(
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
     kv_cache: str = "auto",
-    page_size: int = 64,
+    page_size: int = DEFAULT_PAGE_SIZE,
     head_dtype: str | None = None,
 ) -> Prediction | None:
     """What a model directory will take when it is loaded like this; nothing but headers is read.

@@ -21,7 +21,6 @@ from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
-from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
 
@@ -58,14 +57,8 @@ def check_target(
     """
     settings = engine or {}
     path = DEMO_MODEL if model is None else resolve(str(model))
-    prediction = predict(
-        path,
-        dtype=settings.get("dtype", "auto"),
-        device=pick_device(settings.get("device", "auto")),
-        kv_cache=settings.get("kv_cache", "auto"),
-        page_size=settings.get("page_size", DEFAULT_PAGE_SIZE),
-        head_dtype=settings.get("head_dtype"),
-    )
+    known = {name: settings[name] for name in ("dtype", "kv_cache", "page_size", "head_dtype") if name in settings}
+    prediction = predict(path, device=pick_device(settings.get("device", "auto")), **known)
     if prediction is not None:
         longest = prediction.config.max_length
         longest = min(longest, settings.get("max_length") or longest)

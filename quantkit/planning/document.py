@@ -89,13 +89,8 @@ def _fits(row: DeviceRow, batch: int) -> dict[str, Any]:
 def _floor(floor: Floor | None, batch: int) -> dict[str, Any] | None:
     if floor is None:
         return None
-    return {
-        "seconds": floor.seconds,
-        "bound_by": floor.bound_by,
-        "bytes_read": floor.bytes_read,
-        "flops": floor.flops,
-        "tokens_per_s": batch / floor.seconds if floor.seconds else None,
-    }
+    figures = {name: getattr(floor, name) for name in ("seconds", "bound_by", "bytes_read", "flops")}
+    return {**figures, "tokens_per_s": batch / floor.seconds if floor.seconds else None}
 
 
 def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:

@@ -85,12 +85,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         stored = shape.stored_bytes or 0
         unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)
         scale = (stored - unread) / max(1, shape.num_parameters - (shape.embedding if shape.head else 0))
-        return WeightBytes(
-            bits_per_weight=8 * scale,
-            memory_bytes=stored,
-            disk_bytes=stored,
-            read_bytes_per_token=scale * _touched(shape, batch),
-        )
+        return _alike(stored, 8 * scale, _touched(shape, batch))
     size = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes
     total = disk = quantized = codes = 0
     read = 0.0
@@ -185,13 +180,12 @@ def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
     """Where only a number of parameters is known, all of them are stored alike."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
-    total = round(shape.num_parameters * bits / 8)
-    return WeightBytes(
-        bits_per_weight=bits,
-        memory_bytes=total,
-        disk_bytes=total,
-        read_bytes_per_token=shape.active_parameters * bits / 8,
-    )
+    return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)
+
+
+def _alike(total: int, bits: float, read: float) -> WeightBytes:
+    """Weights that all take as many bits; `read` of them by a step."""
+    return WeightBytes(bits_per_weight=bits, memory_bytes=total, disk_bytes=total, read_bytes_per_token=read * bits / 8)
 
 
 def _touched(shape: ModelShape, batch: int) -> float:
