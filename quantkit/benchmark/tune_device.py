@@ -70,8 +70,8 @@ def tune_device(
     fresh = tuned.Table(
         device=name, capability=chip, versions=versions(), entries=(), path=output or tuned.user_file(name)
     )
+    cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
-        cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
         tuning = tune(cases, problems, fresh, seconds=seconds, again=again, report=report)
     configs.forget()
     return tuning
