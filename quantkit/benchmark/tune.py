@@ -73,7 +73,7 @@ class Problem(Protocol):
 
 
 Open = Callable[[Case], AbstractContextManager[Problem]]
-Report = Callable[["Outcome | None", int, int], None]
+CaseReport = Callable[["Outcome | None", int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ def tune(
     *,
     seconds: float,
     again: bool = False,
-    report: Report = lambda outcome, number, total: None,
+    report: CaseReport = lambda outcome, number, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuning:
     """Search the choices for all cases and write them, one by one.

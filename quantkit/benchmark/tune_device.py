@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.benchmark.tune import Report, Tuning, tune
+from quantkit.benchmark.tune import CaseReport, Tuning, tune
 from quantkit.benchmark.tune_cases import TuneOptions, cases_of
 from quantkit.benchmark.tune_problems import opener
 from quantkit.devices import pick_device
@@ -51,7 +51,7 @@ def tune_device(
     seconds: float = 300.0,
     again: bool = False,
     output: Path | None = None,
-    report: Report = lambda outcome, number, total: None,
+    report: CaseReport = lambda outcome, number, total: None,
 ) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 

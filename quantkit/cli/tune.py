@@ -13,7 +13,7 @@ from quantkit.cli._output import Output, output_options
 from quantkit.runtime.config import KV_TYPES
 
 if TYPE_CHECKING:
-    from quantkit.benchmark.tune import Outcome, Report, Tuning
+    from quantkit.benchmark.tune import CaseReport, Outcome, Tuning
     from quantkit.benchmark.tune_device import TunedFile
     from quantkit.report.table import Table
 
@@ -126,7 +126,7 @@ def tune(
     output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
-def _progress(output_to: Output) -> Report:
+def _progress(output_to: Output) -> CaseReport:
     def report(outcome: Outcome | None, number: int, total: int) -> None:
         if output_to.shows_progress and outcome is not None:
             click.echo(f"{number}/{total} {outcome.case.label}: {_told(outcome)}", err=True)
