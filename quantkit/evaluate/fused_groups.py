@@ -21,7 +21,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.inspection import read_manifest
 from quantkit.kernels.types import Linear
-from quantkit.models.family import LinearSet
+from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantkit.benchmark.diagnosis import diagnose, diagnose_against
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_against
+from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, ModelError, first_line
@@ -202,7 +202,7 @@ class _Verification:
         )
         self.progress("measuring the ceilings of this machine")
         ceilings = find_ceilings([target, baseline])
-        ours, theirs = measure_against(target, baseline, bench, ceilings, self.progress)
+        ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
         return replace(
             report,
