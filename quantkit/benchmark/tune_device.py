@@ -5,19 +5,16 @@ The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quantkit.benchmark.options import TuneOptions
-from quantkit.benchmark.tune import Outcome, Tuning, tune
-from quantkit.benchmark.tune_cases import Shapes, cases_of, shapes_of_model, shapes_of_preset
+from quantkit.benchmark.tune import CaseReport, Tuning, tune
+from quantkit.benchmark.tune_cases import cases_of, read_shapes
 from quantkit.benchmark.tune_problems import opener
-from quantkit.checkpoints.source import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
@@ -51,7 +48,7 @@ class TunedFile:
 def tune_device(
     options: TuneOptions,
     *,
-    report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
+    report: CaseReport = lambda outcome, number, total: None,
 ) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 
@@ -66,41 +63,12 @@ def tune_device(
     shapes = read_shapes(options)
     name, chip = torch.cuda.get_device_name(gpu_device), gpu.capability(gpu_device)
     path = options.output or tuned.user_file(name)
-    cases = cases_of(
-        shapes,
-        rows=options.rows,
-        batches=options.batches,
-        context=options.context,
-        kv_types=options.kv_types,
-        chip=chip,
-    )
+    fresh = tuned.Table(device=name, capability=chip, versions=versions(), entries=(), path=path)
+    cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
-        tuning = tune(
-            cases,
-            opener(gpu_device, torch.bfloat16),
-            tuned.Table(device=name, capability=chip, versions=versions(), entries=(), path=path),
-            seconds=options.seconds,
-            again=options.again,
-            report=report,
-        )
+        tuning = tune(cases, problems, fresh, seconds=options.seconds, again=options.again, report=report)
     configs.forget()
     return tuning
-
-
-def read_shapes(options: TuneOptions) -> list[Shapes]:
-    """Shapes of the model, from its headers, and of the names.
-
-    Raises:
-        InputError: an unknown name, or no such model.
-    """
-    names = options.shapes or (() if options.model else ("8B",))
-    of_model = [] if options.model is None else [shapes_of_model(resolve(options.model))]
-    weights: dict[str, Any] = {
-        "bits": options.bits,
-        "group": options.group or None,
-        "symmetric": not options.asymmetric,
-    }
-    return of_model + [shapes_of_preset(name, **weights) for name in names]
 
 
 def find_gpu(name: str) -> torch.device:

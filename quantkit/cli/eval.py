@@ -86,7 +86,7 @@ def _compare(
 ) -> None:
     """A model beside its original, which `again` is in another arithmetic."""
     from quantkit.report.tables import comparison_table
-    from quantkit.results.statistics import compare_evaluations
+    from quantkit.results.statistics.comparison import compare_evaluations
 
     compared = compare_evaluations(result, original, again)
     rows = [comparison.to_dict() for comparison in compared]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +16,7 @@ from quantkit.quantities import elapsed
 from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
-    from quantkit.benchmark.tune import Outcome, Tuning
+    from quantkit.benchmark.tune import CaseReport, Outcome, Tuning
     from quantkit.benchmark.tune_device import TunedFile
 
 
@@ -47,7 +47,7 @@ def tune_command(output_to: Output, *, model: str | None, listing: bool, setting
     output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
-def _progress(output_to: Output) -> Callable[[Outcome | None, int, int], None]:
+def _progress(output_to: Output) -> CaseReport:
     def report(outcome: Outcome | None, number: int, total: int) -> None:
         if outcome is not None:
             output_to.tell(f"{number}/{total} {outcome.case.label}: {_sentence(outcome)}")

@@ -57,8 +57,9 @@ def verify_command(
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
-    from quantkit.evaluate.verify import check_options, check_pair, verify_pair, write_files
-    from quantkit.evaluate.verify.pair import check_output
+    from quantkit.evaluate.verify.files import write_files
+    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.run import check_options, verify_pair
 
     options = _verify.verify_options(**what)
     check_options(options)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.benchmark import tune_device
+from quantkit.benchmark import tune_cases, tune_device
 from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import Case, Outcome
 from quantkit.cli import main
@@ -172,10 +172,10 @@ def test_usage(run, words):
 
 def test_which_shapes_are_meant(monkeypatch, models):
     names = []
-    monkeypatch.setattr(tune_device, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
-    tune_device.read_shapes(TuneOptions())
-    tune_device.read_shapes(TuneOptions(shapes=("1B", "70B"), bits=8, group=0))
-    (shapes,) = tune_device.read_shapes(TuneOptions(model=str(models / "out")))
+    monkeypatch.setattr(tune_cases, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
+    tune_cases.read_shapes(TuneOptions())
+    tune_cases.read_shapes(TuneOptions(shapes=("1B", "70B"), bits=8, group=0))
+    (shapes,) = tune_cases.read_shapes(TuneOptions(model=str(models / "out")))
     assert [name for name, _ in names] == ["8B", "1B", "70B"]
     assert names[-1][1] == {"bits": 8, "group": None, "symmetric": True}
     assert shapes.linears
