@@ -30,8 +30,8 @@ class Registry:
     def names(self) -> list[str]:
         """Sorted names of all members, without importing them; `base` and private modules are none."""
         path = importlib.import_module(self.package).__path__
-        found = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name.replace("_", "-") for name in found if name != "base" and not name.startswith("_"))
+        modules = (module.name for module in pkgutil.iter_modules(path))
+        return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
     def load(self, name: str) -> Any:
         """The member called `name`; hyphens and underscores are the same.

@@ -23,7 +23,7 @@ from quantkit.errors import GateError, RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates.language import parse_gates
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
@@ -36,7 +36,9 @@ class _NoUseOfDataError(RecipeError):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {path.stem: path for path in sorted(demo.shipped("recipes").glob("*.yaml"), key=lambda path: path.stem)}
+    return {
+        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
+    }
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
