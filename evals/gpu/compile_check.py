@@ -258,7 +258,9 @@ def _experts_of(
     """Experts without memory."""
     _, bits, group, zeros, fields, scales = kind
     groups = 1 if group == 0 else width // group
-    packing = Packing(bits=bits, span=min(32, (group or 64) // 2), group=group, has_zero=zeros, kind=fields, scales=scales)
+    packing = Packing(
+        bits=bits, span=min(32, (group or 64) // 2), group=group, has_zero=zeros, kind=fields, scales=scales
+    )
     if bits == 16:
         words = meta(count, rows, width, dtype=dtype)
         return ExpertWeights(words=words, scale=None, zero=None, shape=(rows, width), packing=packing)

@@ -254,5 +254,7 @@ def tile_rows(dense: bool) -> tuple[int, ...]:
 def _tile(rows: int, weight: ExpertWeights) -> Tile:
     """The smallest tile that holds this many rows, which an expert has on average; else the largest."""
     if weight.scale is not None:
-        return default_tile(min(rows, MOST_TILE_ROWS), capability(weight.words.device))
+        chip = capability(weight.words.device)
+        # Before Hopper the gathered rows of 64 need more registers than there are.
+        return default_tile(min(rows, 32 if 0 < chip < 90 else MOST_TILE_ROWS), chip)
     return next((choice for choice in _DENSE_TILES if rows <= choice.block_m), _DENSE_TILES[-1])
