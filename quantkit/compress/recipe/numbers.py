@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection
-from quantkit.errors import RecipeError, SchemeError
+from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection, located
+from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 
@@ -38,49 +38,45 @@ def activation_fields(activations: ActivationsSection) -> dict[str, Any]:
     return {**fields, "group_size": fields["group_size"] or find_dtype(fields["dtype"]).group}
 
 
-def weight_scheme(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
+def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     """The scheme of a weight.
 
     Args:
         fields: plain data, as the functions of this module give it.
-        where, path: the file and the place in it, for messages.
+        path: the place in the file, for messages.
     Raises:
         RecipeError: no such scheme.
     """
     size, rows = fields["group_size"], 1
     if isinstance(size, str) and "x" in size:
         rows, size = map(int, size.split("x"))
-    try:
+    with located(path):
         return WeightScheme(
             dtype=find_dtype(fields["dtype"]),
             group_size=size if isinstance(size, int) else None,
             symmetric=fields["symmetric"],
             block_rows=None if size == "tensor" else rows,
         )
-    except SchemeError as error:
-        raise RecipeError(f"{where}: {path}: {error}") from None
 
 
-def activation_scheme(activations: ActivationsSection | None, where: str) -> ActivationScheme | None:
-    """The scheme of inputs; None when they are not quantized.
+def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
+    """The scheme of inputs.
 
+    Args:
+        fields: plain data, as `activation_fields` gives it.
     Raises:
         RecipeError: no such scheme.
     """
-    if activations is None:
-        return None
-    fields = activation_fields(activations)
-    try:
+    dynamic = fields["dynamic"]
+    with located("activations"):
         scheme = ActivationScheme(
             dtype=find_dtype(fields["dtype"]),
-            granularity="token" if fields["dynamic"] else "tensor",
-            dynamic=fields["dynamic"],
+            granularity="token" if dynamic else "tensor",
+            dynamic=dynamic,
             group_size=fields["group_size"],
         )
-    except SchemeError as error:
-        raise RecipeError(f"{where}: activations: {error}") from None
-    if fields["clip"] != "absmax" and scheme.dynamic:
-        raise RecipeError(f"{where}: activations.clip: only static scales are clipped; set activations.dynamic=false")
+    if fields["clip"] != "absmax" and dynamic:
+        raise RecipeError("activations.clip: only static scales are clipped; set activations.dynamic=false")
     return scheme
 
 
