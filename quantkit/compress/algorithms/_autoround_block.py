@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -21,8 +22,6 @@ from quantkit.numerics.scheme import ActivationScheme
 
 # Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
 _LOSS_SCALE = 1024.0
-# Shapes of batches whose arguments are kept.
-_MOST_SHAPES = 64
 
 
 class Examples:
@@ -74,8 +73,7 @@ class TunedBlock:
     """
 
     def __init__(self, layer: LayerContext, linears: tuple[str, ...]) -> None:
-        self._layer, self._arguments = layer, dict[tuple[int, int], dict[str, Any]]()
-        self.weights = {name: layer.linear(name).weight for name in linears}
+        self._layer, self.weights = layer, {name: layer.linear(name).weight for name in linears}
 
     def backward(self, hidden: Tensor, target: Tensor) -> float:
         """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
@@ -96,12 +94,9 @@ class TunedBlock:
         return wrong / total if total > 0 else 0.0
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        shape = (hidden.shape[0], hidden.shape[1])
-        if shape not in self._arguments:
-            if len(self._arguments) >= _MOST_SHAPES:
-                self._arguments.clear()
-            self._arguments[shape] = _ordinary(self._layer.arguments(hidden))
-        return hidden_states(self._layer.block(hidden, **self._arguments[shape]))
+        # Copies, since autograd refuses tensors that inference mode has made.
+        arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
+        return hidden_states(self._layer.block(hidden, **arguments))
 
 
 @contextmanager
@@ -114,13 +109,13 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
     Yields:
         The block, and the (N, K) weights of these linears as they were.
     """
-    kept, buffers = dict(layer.block.named_parameters()), dict(layer.block.named_buffers())
+    kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
     tuned = {f"{name}.weight" for name in linears}
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
         for name, value in kept.items():
-            _register(layer.block, name, nn.Parameter(value.detach().clone(), requires_grad=name in tuned))
-        for name, buffer in buffers.items():
-            _set_buffer(layer.block, name, buffer.clone())
+            copy = value.detach().clone()
+            is_parameter = isinstance(value, nn.Parameter)
+            _put(layer.block, name, nn.Parameter(copy, requires_grad=name in tuned) if is_parameter else copy)
         for name, scheme in layer.schemes.items():
             # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
             if scheme.activation is not None and not scheme.activation.is_calibrated:
@@ -129,9 +124,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
             yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
         finally:
             for name, value in kept.items():
-                _register(layer.block, name, value)
-            for name, buffer in buffers.items():
-                _set_buffer(layer.block, name, buffer)
+                _put(layer.block, name, value)
 
 
 class _QuantizedInputs(torch.autograd.Function):
@@ -151,22 +144,11 @@ def _quantized(values: Tensor, scheme: ActivationScheme) -> Tensor:
     return inputs
 
 
-def _register(block: nn.Module, name: str, value: nn.Parameter) -> None:
+def _put(block: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or a buffer in the place of the one of this name."""
     owner, _, leaf = name.rpartition(".")
-    block.get_submodule(owner).register_parameter(leaf, value)
-
-
-def _set_buffer(block: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    block.get_submodule(owner)._buffers[leaf] = value
-
-
-def _ordinary(value: Any) -> Any:
-    """`value` with every tensor in it copied to one that autograd takes."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _ordinary(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_ordinary(item) for item in value)
-    return value
+    module = block.get_submodule(owner)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module._buffers[leaf] = value

@@ -84,7 +84,8 @@ class AutoRoundStep:
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> None:
         examples = Examples(layer)
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
-        _decode(block, tuned)
+        for name, weight in block.weights.items():
+            tuned[name].decode(weight.data)
         before = block.error(examples, judged)
         after = math.nan
         if self._descend(layer, block, tuned, examples):
@@ -93,13 +94,13 @@ class AutoRoundStep:
             layer.chosen.notes.append(
                 f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
             )
-            for weight in tuned.values():
-                weight.reset()
+            for rounding in tuned.values():
+                rounding.reset()
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
         """All steps; False when the error is no number."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
-        sequences = _shuffled(examples.sequences, _seed(layer))
+        sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
             for _ in range(self.batch_size):
                 if not math.isfinite(block.backward(*examples.sample(next(sequences)))):
@@ -141,22 +142,13 @@ def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -
     )
 
 
-def _decode(block: TunedBlock, tuned: Tuned) -> None:
-    for name, weight in block.weights.items():
-        tuned[name].decode(weight.data)
-
-
-def _seed(layer: LayerContext) -> int:
-    """Of this layer's draws: the run's seed and the layer's name decide, not what happened before."""
-    return int.from_bytes(hashlib.sha256(f"{layer.seed}/{layer.name}".encode()).digest()[:6], "big")
-
-
-def _shuffled(sequences: list[tuple[int, int]], seed: int) -> Iterator[tuple[int, int]]:
-    """All sequences in random order, again and again."""
-    generator = torch.Generator().manual_seed(seed)
+def _shuffled(sequences: list[tuple[int, int]], seed: str) -> Iterator[tuple[int, int]]:
+    """All sequences in random order, again and again, drawn by the run's seed and the layer alone."""
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
+    generator = torch.Generator().manual_seed(number)
     while True:
-        for number in torch.randperm(len(sequences), generator=generator).tolist():
-            yield sequences[number]
+        for position in torch.randperm(len(sequences), generator=generator).tolist():
+            yield sequences[position]
 
 
 STEP = AutoRoundStep

@@ -34,19 +34,16 @@ class SmoothQuantStep:
     def apply(self, layer: LayerContext) -> None:
         """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""
         sets = [group for group, _ in layer.pending() if _follows_norm(layer, group) and can_fold(layer, group)]
-        observers = {
-            group.linears[0]: Magnitude(layer.weight(group.linears[0]).shape[1], layer.device) for group in sets
-        }
+        names = [group.linears[0] for group in sets]
+        observers = {name: Magnitude(layer.weight(name).shape[1], layer.device) for name in names}
         if not observers:
             layer.chosen.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
             return
         layer.observe(observers)
         for group in sets:
-            largest = shared_by_heads(layer, group, observers[group.linears[0]].largest)
-            fold(layer, group, self._scales(largest, largest_weight(layer, group)))
-
-    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
-        return spread(inputs.clamp_min(1e-5) ** self.alpha / weights.clamp_min(1e-5) ** (1 - self.alpha))
+            inputs = shared_by_heads(layer, group, observers[group.linears[0]].largest).clamp_min(1e-5)
+            weights = largest_weight(layer, group).clamp_min(1e-5)
+            fold(layer, group, spread(inputs**self.alpha / weights ** (1 - self.alpha)))
 
 
 def largest_weight(layer: LayerContext, group: LinearSet) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.expert_inputs import probe
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.compress.calibration.observers import PairObserver
+from quantkit.compress.calibration.observers import CrossGram
 
 
-def observe_asymmetric(layer: LayerContext, observers: Mapping[str, PairObserver]) -> None:
+def observe_asymmetric(layer: LayerContext, observers: Mapping[str, CrossGram]) -> None:
     """Run all calibration data through a layer and the original one, each with the states of its own model.
 
     Args:

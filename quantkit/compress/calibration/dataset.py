@@ -74,12 +74,12 @@ def load_samples(
     return Samples(token_ids=tuple(map(tuple, token_ids)), warnings=warnings, digest=digest)
 
 
-def lint(samples: list[list[int]], wanted: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
+def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
     """What a careful engineer would notice about calibration samples.
 
     Args:
         samples: token ids per sample.
-        wanted: samples asked for.
+        asked: samples asked for.
         sequence_length: tokens asked for per sample.
         tokenizer: for its BOS and unknown ids.
     Returns:
@@ -90,8 +90,8 @@ def lint(samples: list[list[int]], wanted: int, sequence_length: int, tokenizer:
     without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
     if without:
         warnings.append(f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do")
-    if count < wanted:
-        warnings.append(f"only {count} samples where {wanted} were asked for; statistics will be noisier")
+    if count < asked:
+        warnings.append(f"only {count} samples where {asked} were asked for; statistics will be noisier")
     short = sum(1 for sample in samples if len(sample) < sequence_length / 2)
     if short > count / 4:
         warnings.append(f"{short} of {count} samples are shorter than half of {sequence_length} tokens")
@@ -165,10 +165,7 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
 
 
 def _read_text(path: Path) -> list[str]:
-    documents = [part.strip() for part in _read_file(path).split("\n\n")]
-    if not any(documents):
-        raise DataError(f"calibration file {path} is empty; give one with text in it")
-    return documents
+    return [part.strip() for part in _read_file(path).split("\n\n")]
 
 
 def _read_jsonl(path: Path, field: str) -> list[Any]:
@@ -183,8 +180,6 @@ def _read_jsonl(path: Path, field: str) -> list[Any]:
                 f"{path}:{number}: not valid JSON ({error.msg}); one JSON object per line is needed"
             ) from None
         records.append(_content(record, field, f"{path}:{number}"))
-    if not records:
-        raise DataError(f"calibration file {path} is empty; give one with text in it")
     return records
 
 
@@ -198,10 +193,8 @@ def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
     except DataError:
         raise
     except Exception as error:  # the hub client raises many kinds; the user needs one line
-        reason = first_line(error)
-        raise DataError(
-            f"calibration data {name!r} is neither a file nor a hub data set that can be read: {reason}"
-        ) from error
+        what = f"calibration data {name!r} is neither a file nor a hub data set that can be read"
+        raise DataError(f"{what}: {first_line(error)}") from error
 
 
 def _content(record: Any, field: str, where: str) -> Any:
@@ -217,8 +210,11 @@ def _content(record: Any, field: str, where: str) -> Any:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"calibration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"calibration file {path} cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise DataError(f"calibration file {path} is empty; give one with text in it")
+    return text

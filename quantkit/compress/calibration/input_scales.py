@@ -87,7 +87,6 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
             )
         for name in names:
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
-            layer.chosen.input_scales[name] = scale
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
 
 

@@ -26,15 +26,8 @@ from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.families import LinearSet, find_expert
-from quantkit.numerics.affine import (
-    WeightGrid,
-    from_codes,
-    largest_magnitude,
-    minmax_parameters,
-    round_to_nearest,
-    search_parameters,
-    to_codes,
-)
+from quantkit.numerics import affine
+from quantkit.numerics.affine import Ranges, WeightGrid
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -194,8 +187,8 @@ class LayerContext:
     def round(self, name: str) -> None:
         """Give a linear its nearest codes, in the ranges that a step has left, else in the best that a search gives."""
         weight, grid = self.weight(name), self.grid(name)
-        ranges = self.chosen.ranges.get(name) or search_parameters(weight, grid)
-        self.commit(name, round_to_nearest(weight, grid, ranges))
+        ranges = self.chosen.ranges.get(name) or affine.search_parameters(weight, grid)
+        self.commit(name, affine.round_to_nearest(weight, grid, ranges))
 
     def finish(self) -> None:
         """Round what no step has quantized."""
@@ -238,14 +231,12 @@ class LayerContext:
         current, divisor = self.weight(name), self.data.divisors.get(self.set_key(name))
         before = current if divisor is None else current / divisor
         if divisor is not None:
-            grid = replace(grid, tensor_largest=None)  # that of the folded weights
-        scale, zero = minmax_parameters(before, grid)
+            grid = replace(grid, tensor_largest=None).completed(before)  # that of the folded weights is another one
+        scale, zero = affine.minmax_parameters(before, grid)
 
         def rounded(rows: slice) -> Tensor:
-            groups = before[rows].float().view(-1, scale.shape[1], before.shape[1] // scale.shape[1])
-            step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
-            codes = to_codes(groups, step, offset, grid.scheme.dtype)
-            values = from_codes(codes, step, offset).view(-1, before.shape[1])
+            ranges = Ranges(scale[rows], None if zero is None else zero[rows])
+            values = affine.round_to_nearest(before[rows], grid, ranges).dequantize()
             return values if divisor is None else values * divisor
 
         return rounded
@@ -261,7 +252,7 @@ class LayerContext:
         known = self.chosen.tensor_largest.get(sharing[0])
         if known is not None:
             return known
-        return torch.cat([largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
+        return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def _sharing(self, name: str) -> list[str]:
         """Linears that share tensor-wide scales: those of a set and module with equal numbers, which engines fuse."""
@@ -294,8 +285,8 @@ class LayerContext:
         Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
         """
         with ExitStack() as hooks:
-            for name in self.chosen.quantized:
-                scheme, scale = self.schemes[name].activation, self.chosen.input_scales.get(name)
+            for name, weight in self.chosen.quantized.items():
+                scheme, scale = self.schemes[name].activation, weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
                     quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
                     hooks.callback(hook_inputs(self.linear(name), quantize))

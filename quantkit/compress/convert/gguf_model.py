@@ -31,6 +31,7 @@ class ExportedTensor:
         module: full module name in the checkpoint.
         local: "weight" or "bias".
         shape: as it is written, outermost first.
+        is_quantized: the weight of a linear whose codes are carried over.
         is_norm: a norm's weight, to which the family's offset is added.
         is_layer: part of a decoder layer.
         interleave: heads whose rows are reordered, 0 = as they are.
@@ -41,10 +42,16 @@ class ExportedTensor:
     module: str
     local: str
     shape: tuple[int, ...]
+    is_quantized: bool
     is_norm: bool
     is_layer: bool
     interleave: int
     transposed: bool
+
+    @property
+    def stored_name(self) -> str:
+        """In the checkpoint."""
+        return f"{self.module}.{self.local}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +70,13 @@ class GGUFModel:
     outer: Mapping[str, str]
 
 
-def find_gguf_model(config: Mapping[str, Any], where: str) -> GGUFModel:
-    """The model of a config.json, as llama.cpp calls its parts.
+def find_gguf_model(source: Source) -> GGUFModel:
+    """The model of a checkpoint, as llama.cpp calls its parts.
 
     Raises:
         ModelError: GGUF names of it are not known here, or it needs what a GGUF file made here cannot say.
     """
+    config, where = source.reader.config, str(source.reader.path)
     classes = config.get("architectures") or []
     known = {name: family for name, family in supported().items() if family.gguf is not None}
     family = next((known[name] for name in classes if name in known), None)
@@ -158,19 +166,21 @@ def list_tensors(source: Source, gguf: GGUFModel) -> list[ExportedTensor]:
         name, relative = _gguf_name(gguf, full)
         if name is None:
             raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {gguf.names.name}")
-        shape = source.shape(module) if module in source.linears else None
+        own = source.shape(module) if module in source.linears else None  # codes are not stored under `weight`
         for local in ("weight", "bias"):
-            if local not in locals_ and not (local == "weight" and shape):
+            is_weight = local == "weight"
+            if not (local in locals_ or (is_weight and own)):
                 continue
-            found = shape if local == "weight" and shape else source.reader.info(f"{module}.{local}").shape
-            transposed = relative in family.transposed and len(found) == 2
+            shape = own if is_weight and own else source.reader.info(f"{module}.{local}").shape
+            transposed = relative in family.transposed and len(shape) == 2
             tensors.append(
                 ExportedTensor(
                     name=f"{name}.{local}",
                     module=module,
                     local=local,
-                    shape=tuple(reversed(found)) if transposed else tuple(found),
-                    is_norm=relative in norms and local == "weight",
+                    shape=tuple(reversed(shape)) if transposed else tuple(shape),
+                    is_quantized=is_weight and module in source.linears,
+                    is_norm=is_weight and relative in norms,
                     is_layer=relative != full,
                     interleave=_heads(gguf, relative),
                     transposed=transposed,

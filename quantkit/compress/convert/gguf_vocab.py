@@ -76,24 +76,26 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """Text and type of every row of the embedding."""
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
-    for token, number in vocab.items():
+    rows = [(number, token, _vocab_type(token, byte_tokens)) for token, number in vocab.items()]
+    rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
+    for number, token, kind in rows:
         if not 0 <= number < num_rows:
             raise ModelError(
                 f"{folder}/tokenizer.json gives {token!r} the id {number}, the embedding has {num_rows} rows"
             )
-        tokens[number] = token
-        is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        types[number] = _BYTE if is_byte else _NORMAL
-    for number, entry in added.items():
-        if not 0 <= number < num_rows:
-            raise ModelError(
-                f"{folder}/tokenizer.json adds a token with id {number}, the embedding has {num_rows} rows"
-            )
-        tokens[number] = entry["content"]
-        types[number] = _CONTROL if entry.get("special") else _USER
-        if byte_tokens and entry["content"] == "<unk>":
-            types[number] = _UNKNOWN
+        tokens[number], types[number] = token, kind
     return tokens, types
+
+
+def _vocab_type(token: str, byte_tokens: bool) -> int:
+    is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return _BYTE if is_byte else _NORMAL
+
+
+def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
+    if byte_tokens and entry["content"] == "<unk>":
+        return _UNKNOWN
+    return _CONTROL if entry.get("special") else _USER
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError
@@ -41,6 +38,10 @@ class Source:
     linears: dict[str, LinearScheme]
     modules: dict[str, list[str]]
 
+    def names(self, module: str) -> list[str]:
+        """Full names of a module's tensors."""
+        return [f"{module}.{local}" if module else local for local in self.modules[module]]
+
     def shape(self, module: str) -> tuple[int, int] | None:
         """(N, K) of a quantized linear from headers; None when they do not tell."""
         shapes = {local: self.reader.info(f"{module}.{local}").shape for local in self.modules[module]}
@@ -58,19 +59,10 @@ class Source:
         except QuantkitError as error:
             raise type(error)(f"{self.reader.path}: {module}: {error}") from error
 
-    def scale(self, module: str) -> Tensor | None:
-        """The stored scales of a quantized linear in whatever shape; None when they have no tensor of their own."""
-        return self._tensor(module, self.format.scale_name)
-
-    def scale_dtype(self, module: str) -> torch.dtype | None:
-        """Dtype of `scale`, from the header."""
-        name = self.format.scale_name
-        return self.reader.info(f"{module}.{name}").dtype if name in self.modules[module] else None
-
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""
-        index = self._tensor(module, self.format.order_name)
-        return index is not None and bool((index.diff() < 0).any())
+        name = self.format.order_name
+        return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
         """Modules by what is converted at once: one entry per decoder layer, then the others under ""."""
@@ -81,9 +73,6 @@ class Source:
         rest = layers.pop("", [])
         yield from layers.items()
         yield "", rest
-
-    def _tensor(self, module: str, name: str) -> Tensor | None:
-        return self.reader.tensor(f"{module}.{name}") if name in self.modules[module] else None
 
 
 def open_source(path: Path) -> Source:

@@ -131,7 +131,7 @@ def _row_bytes(rows: Tensor | None) -> list[bytes]:
 
 def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alone: dict[str, str]) -> None:
     """Experts that no token of the run went to are treated as those that some did."""
-    made: dict[tuple[str, tuple[str, ...]], Draft] = {}
+    added: dict[tuple[str, tuple[str, ...]], Draft] = {}
     for name in [name for name, reason in alone.items() if reason == NOT_CALLED and template(name) != name]:
         like = next((draft for draft in drafts if template(name) in draft.key), None)
         if like is None:
@@ -141,11 +141,11 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
             like.linears.append(name)
             continue
         key = (expert(name), like.key)
-        if key not in made:
+        if key not in added:
             empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
-            made[key] = Draft(linears=[], rows=empty, order=like.order)
-            drafts.append(made[key])
-        made[key].linears.append(name)
+            added[key] = Draft(linears=[], rows=empty, order=like.order)
+            drafts.append(added[key])
+        added[key].linears.append(name)
 
 
 def expert(name: str) -> str:
@@ -156,9 +156,9 @@ def expert(name: str) -> str:
 
 def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
     """Modules with a weight (N, K) of their own that read these rows."""
-    readers = []
-    for name, what in seen.modules.items():
-        weight = dict(block.get_submodule(name).named_parameters(recurse=False)).get("weight")
-        if weight is not None and weight.dim() == 2 and weight.shape[1] == rows.shape[-1] and same(what.rows, rows):
-            readers.append(name)
-    return readers
+    weights = {name: module._parameters.get("weight") for name, module in block.named_modules()}
+    return [
+        name
+        for name, what in seen.modules.items()
+        if (w := weights[name]) is not None and w.dim() == 2 and w.shape[1] == rows.shape[-1] and same(what.rows, rows)
+    ]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
+from quantkit.checkpoints.model_reader import expert_parts
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.models.families import Experts
@@ -72,22 +72,21 @@ def _first_that_works(name: str, module: nn.Module, options: list[Experts]) -> E
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
     generator = torch.Generator().manual_seed(0)
-    for key, parameter in list(fused.named_parameters(recurse=False)):
-        values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-        set_parameter(fused, key, values)
+    fill_randomly(fused, generator)
     for data in options:
         wide, width = (up[2], down[1]) if data.transposed else (up[1], down[2])
         hidden = up[1] if data.transposed else up[2]
-        if wide == 2 * width and down[2 if data.transposed else 1] == hidden and _same(fused, data, hidden):
+        if wide == 2 * width and down[2 if data.transposed else 1] == hidden and _same(name, fused, data, hidden):
             return data
     raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
 
 
-def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
-    """Whether experts of plain linears compute what the module computes."""
+def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
+    """Whether experts of plain linears compute what the module of this name computes."""
     apart = LinearExperts(fused, data)
-    for name, value in _apart(fused, data):
-        set_parameter(apart, name, value)
+    for key, parameter in fused.named_parameters(recurse=False):
+        for linear, part in expert_parts(key, f"{name}.{key}", tuple(parameter.shape), data):
+            set_parameter(apart, linear.removeprefix(f"{name}."), part.of(parameter.data[part.expert]).contiguous())
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]
@@ -100,18 +99,12 @@ def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
         return torch.allclose(apart(states, chosen, weights), expected, rtol=1e-4, atol=1e-5)
 
 
-def _apart(fused: nn.Module, data: Experts) -> Iterator[tuple[str, Tensor]]:
-    gate, up, down = (name.rpartition(".")[2] for name in (*data.up, data.down))
-    parameters = dict(fused.named_parameters(recurse=False))
-    for kind, suffix in (("weight", ""), ("bias", "_bias")):
-        if f"gate_up_proj{suffix}" not in parameters:
-            continue
-        both, one = parameters[f"gate_up_proj{suffix}"].data, parameters[f"down_proj{suffix}"].data
-        if data.transposed and kind == "weight":
-            both, one = both.mT, one.mT
-        half = both.shape[1] // 2
-        parts = (both[:, ::2], both[:, 1::2]) if data.interleaved else (both[:, :half], both[:, half:])
-        for expert in range(both.shape[0]):
-            yield f"{expert}.{gate}.{kind}", parts[0][expert].contiguous()
-            yield f"{expert}.{up}.{kind}", parts[1][expert].contiguous()
-            yield f"{expert}.{down}.{kind}", one[expert].contiguous()
+def fill_randomly(module: nn.Module, generator: torch.Generator) -> None:
+    """Random weights: matrices that keep the size of what passes through, norms near one, small biases."""
+    for name, parameter in list(module.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            values /= parameter.shape[-1] ** 0.5
+        else:
+            values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
+        set_parameter(module, name, values)

@@ -28,7 +28,7 @@ def write_file(
     output: str | Path | None,
     *,
     overwrite: bool,
-    run: Callable[..., CompressionResult],
+    to_directory: Callable[[Path], CompressionResult],
 ) -> CompressionResult:
     """Compress a model to one file.
 
@@ -37,7 +37,7 @@ def write_file(
         recipe: what to do; its format is one file.
         output: the file; None = `<model>-<recipe>` with the format's suffix in the current directory.
         overwrite: replace an existing file.
-        run: compresses to a directory.
+        to_directory: compresses the model to this one.
     Raises:
         QuantkitError: as `quantkit.compress.pipeline.quantize`; whatever can be refused is, before any work.
     """
@@ -49,7 +49,7 @@ def write_file(
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
-        result = run(model, recipe, codes, overwrite=True)
+        result = to_directory(codes)
         written = convert(codes, recipe.format, whole, overwrite=True)
         stage.promote(whole)
     return dataclasses.replace(result, output=str(file), output_bytes=written.output_bytes)

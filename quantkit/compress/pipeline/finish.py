@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +22,34 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.results import CompressionResult
 
 
-def finish_checkpoint(plan: Plan, state: RunState) -> int:
-    """Write what is not a decoder layer, and check everything.
+def finish_run(
+    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], started: float
+) -> CompressionResult:
+    """Write what is not a decoder layer, check everything, and say what was done.
 
     Args:
         plan: of the run.
         state: with all layers done; the last shard is added to it.
-    Returns:
-        bytes of all tensors.
+        resumed: layers that an earlier run had done.
+        warnings: of the plan and the data.
+        started: when the run was, by `time.perf_counter`.
     Raises:
         AuditError: the checkpoint is not what was planned.
     """
+    finishing = time.perf_counter()
+    size = _write_rest(plan, state)
+    phases = Counter[str]()
+    for record in state.records[resumed:]:
+        phases.update(record.seconds)
+    phases["prepare"] = finishing - started - sum(phases.values())
+    phases["finish"] = time.perf_counter() - finishing
+    result = _describe(plan, state, resumed, warnings, size, phases)
+    _write_manifest(plan, state, result)
+    return result
+
+
+def _write_rest(plan: Plan, state: RunState) -> int:
+    """All that is not a decoder layer, checked with the layers; bytes of all tensors."""
     folder, stored = state.checkpoint, plan.reader.stored_name
     shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
@@ -47,46 +66,32 @@ def finish_checkpoint(plan: Plan, state: RunState) -> int:
     return size
 
 
-def describe_run(
-    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], seconds: Mapping[str, float], size: int
+def _describe(
+    plan: Plan, state: RunState, resumed: int, warnings: tuple[str, ...], size: int, seconds: Mapping[str, float]
 ) -> CompressionResult:
-    """What was done.
-
-    Args:
-        plan: of the run.
-        state: with all layers done.
-        resumed: layers that an earlier run had done.
-        warnings: of the plan and the data.
-        seconds: beside the layers, by phase.
-        size: bytes of all tensors.
-    """
-    records = tuple(state.records)
-    linears = [linear for record in records for linear in record.linears]
-    weights = sum(linear.shape[0] * linear.shape[1] for linear in linears)
-    bits = sum(linear.bits_per_weight * linear.shape[0] * linear.shape[1] for linear in linears)
-    phases = Counter[str](seconds)
-    for record in records[resumed:]:
-        phases.update(record.seconds)
+    linears = [linear for record in state.records for linear in record.linears]
+    weights = sum(math.prod(linear.shape) for linear in linears)
+    bits = sum(linear.bits_per_weight * math.prod(linear.shape) for linear in linears)
     return CompressionResult(
         model=plan.model,
         output=str(plan.output),
         recipe=plan.recipe.name,
         format=plan.recipe.format,
-        num_layers=len(records),
+        num_layers=len(state.records),
         num_quantized=len(linears),
         ignored=plan.ignored,
         bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
         source_bytes=plan.reader.num_bytes,
         output_bytes=size,
-        layers=records,
+        layers=tuple(state.records),
         warnings=warnings,
-        seconds={phase: round(value, 3) for phase, value in phases.items()},
+        seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
         resumed_layers=resumed,
     )
 
 
-def write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
+def _write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
     """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
     folder = state.checkpoint
     write_json(folder / "quantkit-run.json", result.to_dict())

@@ -24,12 +24,10 @@ from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
-from quantkit.formats.base import Format
+from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.families import Family, LinearSet, split_experts
 from quantkit.models.linear_sets import WIDEN, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
-
-FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +38,7 @@ class Plan:
         model: as given, "demo" for the bundled model.
         reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
+        linears: the same of all layers by full name.
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
@@ -57,6 +56,7 @@ class Plan:
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
+    linears: dict[str, LinearScheme]
     ignored: tuple[str, ...]
     scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
@@ -65,15 +65,6 @@ class Plan:
     device: torch.device
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
-
-    @property
-    def linears(self) -> dict[str, LinearScheme]:
-        """Scheme of each linear to quantize by full name."""
-        return {
-            f"{self.skeleton.layer_name(index)}.{name}": scheme
-            for index, schemes in enumerate(self.layers)
-            for name, scheme in schemes.items()
-        }
 
     @property
     def all_tokens(self) -> bool:
@@ -134,13 +125,13 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     skeleton = Skeleton(reader, family, compute, target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
+    linears = {f"{skeleton.layer_name(i)}.{n}": scheme for i, layer in enumerate(layers) for n, scheme in layer.items()}
     format_ = FORMATS.load(recipe.format)
-    _check_format(skeleton, layers, format_)
+    _check_format(skeleton, linears, format_)
     warnings = (*format_.check_model(family, layers), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
-    full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
     return Plan(
         model=name,
         reader=reader,
@@ -149,8 +140,9 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         recipe=recipe,
         format=format_,
         layers=layers,
+        linears=linears,
         ignored=ignored,
-        scale_dtype={linear: scale_dtype_of(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
+        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         source_dtype=dtype,
         compute_dtype=compute,
         output=target,
@@ -170,7 +162,7 @@ def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> Mod
     return ModelReader(path, family)
 
 
-def scale_dtype_of(source: torch.dtype, format_: Format) -> torch.dtype:
+def _scale_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
     """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
     return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
@@ -193,7 +185,7 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     if not names:
         raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
     for name in names:
-        if reader.info(name).dtype not in FLOAT_SOURCES:
+        if reader.info(name).dtype not in FLOAT_DTYPES:
             raise ModelError(
                 f"{reader.path}: tensor {name} is {reader.info(name).dtype}; "
                 "weights must be float32, bfloat16 or float16 to be compressed"
@@ -222,25 +214,26 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
     return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
 
 
-def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:
-    checked: set[tuple[LinearScheme, tuple[int, int]]] = set()
-    for index, schemes in enumerate(layers):
-        shapes = skeleton.linear_shapes(index)
-        for name, scheme in schemes.items():
-            if (scheme, shapes[name]) in checked:
-                continue
-            try:
-                format_.check(scheme, shapes[name])
-            except SchemeError as error:
-                hint = _common_group(skeleton, layers, scheme.weight)
-                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}{hint}") from None
-            checked.add((scheme, shapes[name]))
-    format_.config({f"{skeleton.layer_name(i)}.{n}": s for i, ss in enumerate(layers) for n, s in ss.items()}, ())
+def _check_format(skeleton: Skeleton, linears: dict[str, LinearScheme], format_: Format) -> None:
+    shapes = {
+        f"{skeleton.layer_name(index)}.{name}": shape
+        for index in range(skeleton.num_layers)
+        for name, shape in skeleton.linear_shapes(index).items()
+    }
+    alike: dict[tuple[LinearScheme, tuple[int, int]], str] = {}  # thousands of linears have a few schemes and shapes
+    for name, scheme in linears.items():
+        alike.setdefault((scheme, shapes[name]), name)
+    for (scheme, shape), name in alike.items():
+        try:
+            format_.check(scheme, shape)
+        except SchemeError as error:
+            hint = _common_group({shapes[linear][1] for linear in linears}, scheme.weight)
+            raise SchemeError(f"{name}: {error}{hint}") from None
+    format_.config(linears, ())
 
 
-def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], asked: WeightScheme) -> str:
+def _common_group(widths: set[int], asked: WeightScheme) -> str:
     """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
-    widths = {skeleton.linear_shapes(i)[name][1] for i, schemes in enumerate(layers) for name in schemes}
     common, size = math.gcd(*widths), asked.group_size
     if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
         return ""
