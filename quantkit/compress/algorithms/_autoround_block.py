@@ -30,6 +30,8 @@ class Examples:
     Args:
         layer: with the hidden states of both models. Outputs are computed once where hidden states are kept in memory,
             else whenever they are needed.
+    Attributes:
+        sequences: batch and row of each.
     """
 
     def __init__(self, layer: LayerContext) -> None:
@@ -38,30 +40,22 @@ class Examples:
         )
         self._layer, self._store, self._original = layer, layer.data.store, layer.data.original_store
         self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
-        self.sequences = [(number, row) for number, batch in enumerate(self._store) for row in range(batch.shape[0])]
+        self.sequences = [
+            (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
+        ]
 
     def __len__(self) -> int:
         """Number of batches."""
         return len(self._store)
 
-    def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Inputs and outputs (B, T, D) of one batch of the store."""
-        target = self._target(number) if self._targets is None else self._targets[number]
-        return self._on_device(self._store[number]), self._on_device(target)
-
-    def sample(self, sequence: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Input and output (1, T, D) of one sequence, given by batch and row; see `sequences`."""
-        number, row = sequence
-        rows = slice(row, row + 1)
+    def batch(self, number: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
         target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
-        return self._on_device(self._store[number][rows]), self._on_device(target)
+        device = self._layer.device
+        return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
         return self._layer.original_forward(self._original[number][rows])
-
-    def _on_device(self, hidden: Tensor) -> Tensor:
-        """As an ordinary tensor on the layer's device."""
-        return hidden.to(self._layer.device, copy=True)
 
 
 class TunedBlock:
@@ -119,7 +113,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
         for name, scheme in layer.schemes.items():
             # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
             if scheme.activation is not None and not scheme.activation.is_calibrated:
-                hooks.callback(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
+                hooks.enter_context(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
         try:
             yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
         finally:

@@ -103,7 +103,7 @@ class AutoRoundStep:
         sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
             for _ in range(self.batch_size):
-                if not math.isfinite(block.backward(*examples.sample(next(sequences)))):
+                if not math.isfinite(block.backward(*examples.batch(*next(sequences)))):
                     return False
             rate = first * (1 - iteration / self.iterations)
             for name, weight in block.weights.items():
@@ -142,7 +142,7 @@ def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -
     )
 
 
-def _shuffled(sequences: list[tuple[int, int]], seed: str) -> Iterator[tuple[int, int]]:
+def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
     """All sequences in random order, again and again, drawn by the run's seed and the layer alone."""
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(number)

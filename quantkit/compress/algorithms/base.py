@@ -89,6 +89,11 @@ def needs_original(steps: Sequence[Step]) -> bool:
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
+def reorders_groups(steps: Sequence[Step]) -> bool:
+    """Whether some step forms groups in another order than that of the inputs."""
+    return any(getattr(step, "reorders_groups", False) for step in steps)
+
+
 def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -64,10 +65,15 @@ def probe_until(
 
 def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
     """Run until a hook has enough, and remove the hooks."""
-    try:
+    with removed_after(handles), suppress(_Enough):
         run()
-    except _Enough:
-        pass
+
+
+@contextmanager
+def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """While open, these hooks are in place."""
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -97,12 +103,9 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: Callable[
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         tokens = args[0].reshape(-1, args[0].shape[-1])
         for expert in experts:
-            handles = hook_modules(block, [name for name in modules if name.startswith(f"{expert}.")], on_call)
-            try:
+            inside = [name for name in modules if name.startswith(f"{expert}.")]
+            with removed_after(hook_modules(block, inside, on_call)):
                 block.get_submodule(expert)(tokens)
-            finally:
-                for handle in handles:
-                    handle.remove()
 
     return block.get_submodule(first.owner).register_forward_pre_hook(before)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.errors import relative_error
@@ -289,13 +290,13 @@ class LayerContext:
                 scheme, scale = self.schemes[name].activation, weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
                     quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
-                    hooks.callback(hook_inputs(self.linear(name), quantize))
+                    hooks.enter_context(hook_inputs(self.linear(name), quantize))
             yield
 
 
-def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Have a module see its first argument changed; what removes the hook again."""
-    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
+def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Have a module see its first argument changed, until the handle is removed or left."""
+    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 
 
 def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -28,7 +28,7 @@ from quantkit.compress.convert.gguf_model import (
 )
 from quantkit.compress.convert.source import Source
 from quantkit.compress.convert.target import kv_cache_scheme, refuse_reordered, unfit
-from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.errors import AuditError, ModelError, SchemeError, located
 from quantkit.formats._gguf_blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
 from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
@@ -159,11 +159,12 @@ def _check_source(source: Source, type_name: str | None) -> None:
     for module, scheme in source.linears.items():
         shape = source.shape(module)
         try:
-            if shape is not None:
-                FORMAT.check(scheme, shape)
-            refuse_reordered(source, module, FORMAT)
+            with located(module):
+                if shape is not None:
+                    FORMAT.check(scheme, shape)
+                refuse_reordered(source, module, FORMAT)
         except SchemeError as error:
-            raise unfit(source, FORMAT, SchemeError(f"{module}: {error}")) from None
+            raise unfit(source, FORMAT, error) from None
 
 
 def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
@@ -222,10 +223,8 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
         scale=weight.scale[rows],
         zero_point=None if weight.zero_point is None else weight.zero_point[rows],
     )
-    try:
+    with located(tensor.module):
         block, data = FORMAT.blocks(weight)
-    except SchemeError as error:
-        raise SchemeError(f"{tensor.module}: {error}") from None
     # Read by the gguf package, which had no part in making them.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
         raise AuditError(f"{tensor.module}: {block.name} blocks hold other values than the source")

@@ -24,7 +24,7 @@ from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
 from quantkit.compress.output import Shard, write_rest
-from quantkit.errors import SchemeError
+from quantkit.errors import SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.results import SCHEMA_VERSION
@@ -146,16 +146,14 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         if module not in target.linears:
             shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
             continue
-        scheme = target.linears[module]
-        try:
-            weight = as_written(source.weight(module), scheme, target.format)
+        scheme, decoded = target.linears[module], source.weight(module)
+        with located(module):
+            weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
             if target.format.keeps_codes:
                 encoded = target.format.encode(weight, scheme)
             else:  # a value is a code times a scale: exact in float32, rounded once to the model's own dtype
                 encoded = {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
-        except SchemeError as error:
-            raise SchemeError(f"{module}: {error}") from None
         if "bias" in source.modules[module]:
             encoded["bias"] = source.reader.tensor(f"{module}.bias")
         shard.add_linear(module, weight, scheme, encoded)

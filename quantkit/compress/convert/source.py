@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, located
 from quantkit.formats import recognise
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
@@ -54,10 +54,8 @@ class Source:
             QuantkitError: it cannot be decoded; the message starts with the module's name.
         """
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
-        try:
+        with located(f"{self.reader.path}: {module}"):
             return self.format.decode(tensors, self.linears[module])
-        except QuantkitError as error:
-            raise type(error)(f"{self.reader.path}: {module}: {error}") from error
 
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.convert.source import Source
-from quantkit.errors import ModelError, SchemeError
+from quantkit.errors import ModelError, SchemeError, located
 from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format
 from quantkit.models.families import find
@@ -99,15 +99,13 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
 def _check(source: Source, format_: Format) -> Target:
     linears, reordered = {}, False
     for module, scheme in source.linears.items():
-        try:
+        with located(module):
             linears[module] = _adapt(scheme, source.shape(module), format_)
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 _storable(source.reader.tensor(scale), format_)
-        except SchemeError as error:
-            raise SchemeError(f"{module}: {error}") from None
     _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and format_ is not source.format:
         raise SchemeError(

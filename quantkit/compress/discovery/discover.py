@@ -25,7 +25,7 @@ from quantkit.compress.discovery.fused_sets import Gates
 from quantkit.compress.discovery.layout import find_model_layout
 from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts
 from quantkit.compress.discovery.survey import Survey, survey
-from quantkit.errors import ModelError, first_line
+from quantkit.errors import ModelError, first_line, located
 from quantkit.models.families import Family
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
@@ -94,10 +94,8 @@ def discover(reader: CheckpointReader) -> Discovery:
     """
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
-    try:
+    with located(str(reader.path)):
         layout = find_model_layout(model)
-    except ModelError as error:
-        raise ModelError(f"{reader.path}: {error}") from error
     config = model.config.get_text_config()
     gates = Gates(
         most=int(getattr(config, "num_attention_heads", 0) or 0),

@@ -15,6 +15,7 @@ from torch import nn
 
 from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.passing import pass_through
+from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
 from quantkit.models.families import Family
 
@@ -122,14 +123,11 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[
     """
     called: set[nn.Module] = set()
     handles = [m.register_forward_hook(lambda m, args, out: called.add(m)) for m in model.modules()]
-    try:
+    with removed_after(handles):
         by_ids = pass_through(model, backbone, layers, input_ids=_IDS)[0].hidden
         with torch.inference_mode():
             hidden = table(_IDS)
         by_hidden = pass_through(model, backbone, layers, inputs_embeds=hidden)[0].hidden
-    finally:
-        for handle in handles:
-            handle.remove()
     if by_ids is None or by_hidden is None or by_ids.shape != by_hidden.shape or not torch.allclose(by_ids, by_hidden):
         raise ModelError("its layers see more of the token ids than their embeddings")
     return called

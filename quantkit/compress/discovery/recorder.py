@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.compress.calibration.expert_inputs import hook_modules
+from quantkit.compress.calibration.expert_inputs import hook_modules, removed_after
 
 # What turns the outputs of a linear into weights of something else: a router's choice, not features.
 _CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # which softmax is seen depends on gradients
@@ -62,12 +62,8 @@ def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
     modules = dict(block.named_modules())
     handles = hook_modules(block, list(modules), partial(_enter, recording))
     handles += [module.register_forward_hook(partial(_leave, recording, name)) for name, module in modules.items()]
-    try:
-        with _Choices(recording):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removed_after(handles), _Choices(recording):
+        run()
     return recording
 
 

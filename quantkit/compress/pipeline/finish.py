@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.writer import copy_tensors, write_json
+from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import identity_digest
@@ -56,7 +57,7 @@ def _write_rest(plan: Plan, state: RunState) -> int:
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
         *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
-        group_order=plan.group_order,
+        group_order=reorders_groups(plan.recipe.steps),
         decode_at_load=plan.family.decode_at_load,
     )
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)

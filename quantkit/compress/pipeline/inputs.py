@@ -10,11 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import Samples, load_samples
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import RunState
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 from quantkit.errors import ModelError, first_line
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
@@ -37,15 +39,13 @@ def read_samples(plan: Plan) -> Samples | None:
         tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
         raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
     samples = load_samples(
-        plan.bundled_text if calibration.data == "bundled" else calibration.data,
+        bundled if calibration.data == "bundled" else calibration.data,
         tokenizer,
-        samples=calibration.samples,
-        sequence_length=calibration.sequence_length,
         vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
         seed=plan.recipe.seed,
-        field=calibration.field,
-        split=calibration.split,
+        **calibration.model_dump(include={"samples", "sequence_length", "field", "split"}),
     )
     limit = plan.reader.config.get("max_position_embeddings")
     if limit is None or calibration.sequence_length <= limit:
@@ -103,7 +103,7 @@ class HiddenStates:
 
 
 def _open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode) -> Iterator[ActivationStore]:
-    names = ["activations", *(["activations-original"] if plan.needs_original else [])]
+    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps) else [])]
     layer, size = len(state.records), len(state.activations) // len(names)
     for number, name in enumerate(names if layer < plan.skeleton.num_layers else ()):
         folder = state.folder / name

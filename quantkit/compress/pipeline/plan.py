@@ -14,12 +14,12 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
+from quantkit.compress.algorithms.base import LayerSizes, Opener, reorders_groups, steps_bytes
 from quantkit.compress.discovery.discover import Discovery
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
+from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
@@ -42,9 +42,7 @@ class Plan:
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
-        compute_dtype: of the layer under compression and the hidden states.
         output: directory of the finished checkpoint.
-        device: where layers are computed.
         warnings: what loaders will not do with the result; one sentence each.
         discovery: what was found of a model that no file describes.
     """
@@ -60,9 +58,7 @@ class Plan:
     ignored: tuple[str, ...]
     scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
-    compute_dtype: torch.dtype
     output: Path
-    device: torch.device
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
 
@@ -77,27 +73,10 @@ class Plan:
         return sets if self.all_tokens else split_experts(sets)
 
     @property
-    def group_order(self) -> bool:
-        """Whether some step forms groups in another order than that of the inputs."""
-        return _reorders_groups(self.recipe)
-
-    @property
-    def needs_original(self) -> bool:
-        """Whether some step compares with the original model, whose hidden states are then kept too."""
-        return needs_original(self.recipe.steps)
-
-    @property
     def rest(self) -> list[str]:
         """Names of the tensors outside the decoder layers, which are copied as they are."""
         prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
         return [name for name in self.reader.names if not name.startswith(prefixes)]
-
-    @property
-    def bundled_text(self) -> Path:
-        """The text that `calibration.data: bundled` means for this model."""
-        if self.reader.path.resolve() == DEMO_MODEL.resolve():
-            return DEMO_TEXT
-        return GENERAL_TEXT
 
 
 def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
@@ -121,8 +100,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     reader = _open(source.path, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
-    compute = pick_compute_dtype(dtype, target_device)
-    skeleton = Skeleton(reader, family, compute, target_device)
+    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
     linears = {f"{skeleton.layer_name(i)}.{n}": scheme for i, layer in enumerate(layers) for n, scheme in layer.items()}
@@ -144,9 +122,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         ignored=ignored,
         scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         source_dtype=dtype,
-        compute_dtype=compute,
         output=target,
-        device=target_device,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
@@ -241,12 +217,8 @@ def _common_group(widths: set[int], asked: WeightScheme) -> str:
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
-def _reorders_groups(recipe: Recipe) -> bool:
-    return any(getattr(step, "reorders_groups", False) for step in recipe.steps)
-
-
 def _check_steps(recipe: Recipe, format_: Format) -> None:
-    if not format_.holds_group_index and _reorders_groups(recipe):
+    if not format_.holds_group_index and reorders_groups(recipe.steps):
         raise SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
@@ -260,7 +232,7 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         plan: the run.
         num_tokens: calibration tokens whose hidden states are kept in memory.
     """
-    size = plan.compute_dtype.itemsize
+    size = plan.skeleton.dtype.itemsize
     shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
     sizes = LayerSizes(
         weights=max(sum(n * k for n, k in layer.values()) for layer in shapes),

@@ -17,6 +17,7 @@ import torch
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import translate_os_error
+from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
@@ -210,7 +211,7 @@ class _Run:
             data=LayerData(
                 store=self.states.quantized,
                 original_store=self.states.original,
-                original=copy.deepcopy(block) if plan.needs_original else None,
+                original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
                 all_tokens=plan.all_tokens,
             ),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from quantkit.compress.recipe.schema import CacheSide, KVCacheSection, located
+from quantkit.compress.recipe.schema import CacheSide, KVCacheSection, as_recipe_error
 from quantkit.errors import RecipeError
 from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
 from quantkit.numerics.scheme import CacheScheme, KVScheme
@@ -53,5 +53,5 @@ def _side(section: KVCacheSection, name: Literal["keys", "values"]) -> CacheSche
     dtype, usual = given.dtype or section.dtype, "token"
     if section.rotation == "none" or name == "values":  # a rotation is of all channels of a token
         usual = _GRANULARITY.get((name, dtype), usual)
-    with located(f"kv_cache.{name}"):
+    with as_recipe_error(f"kv_cache.{name}"):
         return find_cache_scheme(name, dtype, given.granularity or section.granularity or usual)

@@ -18,7 +18,7 @@ from quantkit.compress.recipe.numbers import (
     weight_scheme,
 )
 from quantkit.compress.recipe.override import Overrides, patched
-from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, located, validate
+from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
@@ -82,7 +82,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
     Raises:
         RecipeError: as `load`.
     """
-    with located(where):
+    with as_recipe_error(where):
         document = validate(Document, data)
         _check_parts(document)
         steps = build_steps(document.steps)
@@ -92,7 +92,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.model_dump()
-        with located("gates"):
+        with as_recipe_error("gates"):
             gates = tuple(gate.text for gate in parse_gates(document.gates))
         return Recipe(
             name=document.name,
@@ -156,7 +156,7 @@ def _locate(name: str) -> Path:
 
 def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that decides the bits as plain data, defaults filled in; None for what the recipe does not have."""
-    with located("format"):
+    with as_recipe_error("format"):
         format_ = FORMATS.find(document.format)
     weights, activations, cache = document.weights, document.activations, document.kv_cache
     return {

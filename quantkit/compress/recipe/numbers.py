@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection, located
+from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection, as_recipe_error
 from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -50,7 +50,7 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     size, rows = fields["group_size"], 1
     if isinstance(size, str) and "x" in size:
         rows, size = map(int, size.split("x"))
-    with located(path):
+    with as_recipe_error(path):
         return WeightScheme(
             dtype=find_dtype(fields["dtype"]),
             group_size=size if isinstance(size, int) else None,
@@ -68,7 +68,7 @@ def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
         RecipeError: no such scheme.
     """
     dynamic = fields["dynamic"]
-    with located("activations"):
+    with as_recipe_error("activations"):
         scheme = ActivationScheme(
             dtype=find_dtype(fields["dtype"]),
             granularity="token" if dynamic else "tensor",

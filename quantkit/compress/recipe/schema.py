@@ -217,7 +217,7 @@ _EXPECTED = {
 
 
 @contextmanager
-def located(path: str) -> Iterator[None]:
+def as_recipe_error(path: str) -> Iterator[None]:
     """While open, what is refused is a RecipeError whose message begins with `path`: the file, or a place in it."""
     try:
         yield

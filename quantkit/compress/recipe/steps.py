@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from quantkit.compress.algorithms import REGISTRY
-from quantkit.compress.recipe.schema import RecipeSection, located, validate
+from quantkit.compress.recipe.schema import RecipeSection, as_recipe_error, validate
 from quantkit.errors import InputError, RecipeError
 from quantkit.untrusted import shorten
 
@@ -24,7 +24,7 @@ def build_steps(items: list[Any]) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     for position, item in enumerate(items):
         path = f"steps[{position}]"
-        with located(path):
+        with as_recipe_error(path):
             name = step_name(item)
             if name is None:
                 raise RecipeError(f"expected a step such as 'gptq' or 'gptq: {{damping: 0.01}}', found {shorten(item)}")
@@ -32,7 +32,7 @@ def build_steps(items: list[Any]) -> dict[str, Any]:
             if name in steps:
                 raise RecipeError(f"step {name!r} is given twice; remove one of them")
         options = validate(_options_model(kind), step_options(item), f"{path}.{name}")
-        with located(f"{path}.{name}"):
+        with as_recipe_error(f"{path}.{name}"):
             steps[name] = kind(**options.model_dump())
     return steps
 
