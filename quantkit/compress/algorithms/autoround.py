@@ -21,6 +21,7 @@ from torch import Tensor
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms._autoround_block import Examples, TunedBlock, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
+from quantkit.compress.algorithms._options import Positive, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
@@ -46,15 +47,9 @@ class AutoRoundStep:
             0 = 4 / iterations, at most 0.005.
     """
 
-    iterations: int = 1600
-    batch_size: int = 1
-    learning_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1 or self.batch_size < 1:
-            raise ValueError(f"iterations {self.iterations} and batch_size {self.batch_size} must be positive numbers")
-        if not 0 <= self.learning_rate <= 1:
-            raise ValueError(f"learning_rate {self.learning_rate} is not in [0, 1]")
+    iterations: Positive = 1600
+    batch_size: Positive = 1
+    learning_rate: Share = 0.0
 
     @property
     def needs_original(self) -> bool:

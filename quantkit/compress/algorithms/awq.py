@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.compress.algorithms._ranges import InputStatistics, search_range
+from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.algorithms.rtn import InputStatistics, search_range
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
 from quantkit.models.families import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
@@ -32,14 +33,10 @@ class AwqStep:
         max_tokens: calibration tokens on which the parent's output error is measured.
     """
 
-    grid: int = 20
+    grid: Positive = 20
     duo_scaling: bool = True
     clip: bool = True
-    max_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        if self.grid < 1 or self.max_tokens < 1:
-            raise ValueError(f"grid {self.grid} and max_tokens {self.max_tokens} must be positive numbers")
+    max_tokens: Positive = 2048
 
     def apply(self, layer: LayerContext) -> None:
         """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
-from quantkit.compress.calibration.asymmetric import observe_asymmetric
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.errors import ModelError
@@ -81,23 +81,13 @@ class GptqStep:
             chosen again; each time costs one more run of the loop.
     """
 
-    block_size: int = 128
-    damping: float = 0.01
+    block_size: Positive = 128
+    damping: PositiveShare = 0.01
     act_order: ActOrder = "weight"
     scale_search: bool = True
     true_sequential: bool = False
-    refit: int = 1
-    asymmetric_calibration: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size {self.block_size} is not a positive number")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"damping {self.damping} is not in (0, 1]")
-        if self.refit < 0:
-            raise ValueError(f"refit {self.refit} is negative")
-        if not 0 <= self.asymmetric_calibration <= 1:
-            raise ValueError(f"asymmetric_calibration {self.asymmetric_calibration} is not in [0, 1]")
+    refit: NotNegative = 1
+    asymmetric_calibration: Share = 0.0
 
     @property
     def reorders_groups(self) -> bool:
@@ -133,7 +123,7 @@ class GptqStep:
             name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
         }
         if errors:
-            observe_asymmetric(layer, errors)
+            layer.observe_asymmetric(errors)
         return errors
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:

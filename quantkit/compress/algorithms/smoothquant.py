@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.compress.algorithms._options import Share
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
@@ -25,11 +26,7 @@ class SmoothQuantStep:
         alpha: 0 leaves all difficulty to the activations, 1 moves all of it into the weights.
     """
 
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha {self.alpha} is not in [0, 1]")
+    alpha: Share = 0.5
 
     def apply(self, layer: LayerContext) -> None:
         """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""

@@ -33,6 +33,7 @@ from quantkit.results import CacheRecord
 MOST_NOISE = 0.1
 """Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
 
+# What layers call their cache.
 _ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
@@ -94,9 +95,9 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
             statistics.update(key_states, value_states)
             raise _Seen
 
-    assert layer.data.store is not None, "this recipe has no calibration data"
-    argument = _argument(layer)
-    for hidden in layer.data.store:
+    known = inspect.signature(layer.block.forward).parameters
+    argument = next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
+    for hidden in layer.batches():
         try:
             layer.forward(hidden, **{argument: Recorder()})
         except _Seen:
@@ -159,12 +160,6 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
         if noise(statistics, remedy, rotated=False) <= MOST_NOISE:
             return KVScheme(key=remedy, value=goal.scheme.value)
     return KVScheme(value=goal.scheme.value)
-
-
-def _argument(layer: LayerContext) -> str:
-    """What the layer calls its cache."""
-    known = inspect.signature(layer.block.forward).parameters
-    return next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
 
 
 def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> Scales:

@@ -24,7 +24,7 @@ from quantkit.compress.calibration.expert_inputs import (
     probe_until,
 )
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import Observer, Sample
+from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.models.families import LinearSet, find_expert
 from quantkit.numerics import affine
@@ -109,7 +109,7 @@ class LayerContext:
         def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
-        for hidden in self._hidden_states():
+        for hidden in self.batches():
             probe_until(self.block, list(names), experts[0].owner, count, partial(self.forward, hidden))
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
@@ -127,7 +127,7 @@ class LayerContext:
             observers[name].update(inputs)
             samples[name].update(inputs)
 
-        for hidden in self._hidden_states():
+        for hidden in self.batches():
             run = partial(self.forward, hidden)
             probe(self.block, tuple(observers), update, run, all_tokens=self.data.all_tokens)
         release_freed_memory()
@@ -135,6 +135,24 @@ class LayerContext:
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
             self.data.samples[self.set_key(name)] = sample.rows
+
+    def observe_asymmetric(self, observers: Mapping[str, CrossGram]) -> None:
+        """Run all calibration data through the layer and the original one, each with the states of its own model.
+
+        Args:
+            observers: by relative name of a linear that sees every token; each is shown the linear's inputs and,
+                divided by what has been folded into their source since, those of the original model.
+        Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration.
+        """
+        data, names = self.data, tuple(observers)
+        assert data.original_store is not None, "no step of the recipe has asked for the original model"
+        assert data.original is not None, "no step of the recipe has asked for the original layer"
+        for hidden, original in zip(self.batches(), data.original_store, strict=True):
+            inputs = _inputs(self.block, names, partial(self.forward, hidden))
+            targets = _inputs(data.original, names, partial(self.original_forward, original))
+            for name, observer in observers.items():
+                observer.update(inputs[name], targets[name] / data.divisors.get(self.set_key(name), 1.0))
+        release_freed_memory()
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
         """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
@@ -151,7 +169,7 @@ class LayerContext:
         def keep(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
-        for hidden in self._hidden_states():
+        for hidden in self.batches():
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
@@ -275,7 +293,8 @@ class LayerContext:
     def _set(self, name: str) -> LinearSet:
         return next(group for group in self.sets if name in group.linears)
 
-    def _hidden_states(self) -> Iterator[Tensor]:
+    def batches(self) -> Iterator[Tensor]:
+        """Hidden states before the layer, each (B, T, D)."""
         assert self.data.store is not None, "this recipe has no calibration data"
         return iter(self.data.store)
 
@@ -297,6 +316,17 @@ class LayerContext:
 def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Have a module see its first argument changed, until the handle is removed or left."""
     return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+
+
+def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
+        inputs[name] = args[0].reshape(-1, args[0].shape[-1])
+
+    probe(block, names, keep, run)
+    return inputs
 
 
 def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -52,7 +52,8 @@ _FILE_TYPES = {block: number for number, block, _ in TYPES.values()} | {
 _CHUNK_VALUES = 1 << 22
 
 
-Plan = list[tuple[ExportedTensor, Block]]
+Typed = list[tuple[ExportedTensor, Block]]
+"""Tensors with their types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ def check_model(source: Source) -> None:
     list_tensors(source, gguf)
 
 
-def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
+def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
     """What the file does not say of the checkpoint, and what it says with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
@@ -243,7 +244,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
             raise AuditError(f"{path.name}: tensor {name} differs from what was written")
 
 
-def _file_type(plan: Plan) -> FileType:
+def _file_type(plan: Typed) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
     common = Counter(block for tensor, block in plan if tensor.is_layer and len(tensor.shape) == 2).most_common(1)
     return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32

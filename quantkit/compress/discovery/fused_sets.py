@@ -76,7 +76,12 @@ def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Dr
     for name in called:
         rows = seen.modules[name].rows
         assert rows is not None
-        _add(drafts, name, _whole_input(seen, name, called, rows), seen.modules[name].order)
+        rows = _whole_input(seen, name, called, rows)
+        alike = next((draft for draft in drafts if same(draft.rows, rows)), None)
+        if alike is None:
+            drafts.append(Draft(linears=[name], rows=rows, order=seen.modules[name].order))
+        else:
+            alike.linears.append(name)
     _add_unseen_experts(linears, drafts, alone)
     for draft in drafts:
         draft.beside = [name for name in _readers(block, seen, draft.rows) if name not in draft.linears]
@@ -101,14 +106,6 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
     if any(same(given, None if calls.output is None else calls.output.float()) for given in weighs):
         return "a router: its outputs are chosen from"
     return None
-
-
-def _add(drafts: list[Draft], name: str, rows: Tensor, order: int) -> None:
-    for draft in drafts:
-        if same(draft.rows, rows):
-            draft.linears.append(name)
-            return
-    drafts.append(Draft(linears=[name], rows=rows, order=order))
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import identity_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
-from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CompressionResult
 
 
@@ -56,7 +56,7 @@ def _write_rest(plan: Plan, state: RunState) -> int:
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
-        *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
+        *_with_stored_names(plan),
         group_order=reorders_groups(plan.recipe.steps),
         decode_at_load=plan.family.decode_at_load,
     )
@@ -65,6 +65,25 @@ def _write_rest(plan: Plan, state: RunState) -> int:
     audit_checkpoint(folder, plan, state.records)
     check_cache_written(folder, plan.recipe, config, state.records)
     return size
+
+
+def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
+    """What config.json says of which module, for loaders that go by module names and those that go by tensor names.
+
+    transformers and what copies its modules look for the names of modules; files keep the names that wrappers had when
+    they were published. Where both are the same, nothing is added.
+
+    Returns:
+        scheme of each quantized linear, and the other linears, both with the names of the files added.
+    """
+    reader = plan.reader
+    schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
+    others = [*plan.ignored, *(reader.stored_name(f"{name}.")[:-1] for name in plan.ignored)]
+    for name in reader.names:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and len(reader.info(name).shape) == 2 and not plan.skeleton.has_parameter(name):
+            others.append(module)  # of a part that is called otherwise in the model, e.g. a vision tower
+    return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
 
 
 def _describe(

@@ -15,9 +15,8 @@ from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.algorithms.base import LayerSizes, Opener, reorders_groups, steps_bytes
-from quantkit.compress.discovery.discover import Discovery
+from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
@@ -25,7 +24,7 @@ from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats.base import FLOAT_DTYPES, Format
-from quantkit.models.families import Family, LinearSet, split_experts
+from quantkit.models.families import Family, LinearSet, find_compressible, split_experts, supported
 from quantkit.models.linear_sets import WIDEN, fused_conflicts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
@@ -126,6 +125,23 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
+
+
+def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
+    """What a checkpoint's model is made of.
+
+    Args:
+        reader: of the checkpoint.
+    Returns:
+        the description of its family, or what was found where there is none.
+    Raises:
+        ModelError: config.json names no class, or the model cannot be compressed; one line says why.
+    """
+    names = reader.config.get("architectures")
+    if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
+        discovery = discover(reader)
+        return discovery.family, discovery
+    return find_compressible(reader.config), None
 
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:

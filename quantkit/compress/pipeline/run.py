@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
+from quantkit.checkpoints.replaceable import check_apart, check_gguf
+from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import translate_os_error
 from quantkit.compress.algorithms.base import needs_original
@@ -24,8 +26,10 @@ from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_state import LayerData
+from quantkit.compress.convert import convert
+from quantkit.compress.convert.gguf import check_model
+from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.events import SILENT, Listener
-from quantkit.compress.pipeline.file import write_file
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
 from quantkit.compress.pipeline.inputs import HiddenStates, read_samples
@@ -34,6 +38,7 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.demo import DEMO_MODEL
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
 
@@ -70,12 +75,20 @@ def quantize(
     )
     if not FORMATS.load(recipe.format).suffix:
         return compress(build_plan(model, recipe, output, device), overwrite=overwrite)
+    # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
-
-    def to_directory(codes: Path) -> CompressionResult:
-        return compress(build_plan(model, recipe, codes, device), overwrite=True)
-
-    return write_file(model, recipe, output, overwrite=overwrite, to_directory=to_directory)
+    folder = DEMO_MODEL if model is None else resolve(model)
+    name = "demo" if model is None else Path(model).name
+    file = Path(output) if output else Path(f"{name}-{recipe.name}{FORMATS.load(recipe.format).suffix}")
+    check_apart(file, folder)
+    kind = f"quantize --format {recipe.format}"
+    with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
+        check_model(open_source(folder))
+        codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
+        result = compress(build_plan(model, recipe, codes, device), overwrite=True)
+        written = convert(codes, recipe.format, whole, overwrite=True)
+        stage.promote(whole)
+    return replace(result, output=str(file), output_bytes=written.output_bytes)
 
 
 def _compress(

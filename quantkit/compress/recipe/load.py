@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import demo
+from quantkit.compress.recipe import numbers
 from quantkit.compress.recipe.base import Recipe
-from quantkit.compress.recipe.kv_cache import build_cache, cache_fields
-from quantkit.compress.recipe.numbers import (
-    activation_fields,
-    activation_scheme,
-    changed_weights,
-    weight_fields,
-    weight_scheme,
-)
 from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
 from quantkit.compress.recipe.steps import build_steps
@@ -87,7 +80,10 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         _check_parts(document)
         steps = build_steps(document.steps)
         source = _source(document, steps)
-        scheme, kv_cache = _scheme(source), None if document.kv_cache is None else build_cache(document.kv_cache)
+        scheme, kv_cache = (
+            _scheme(source),
+            None if document.kv_cache is None else numbers.build_cache(document.kv_cache),
+        )
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
@@ -161,9 +157,9 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
     weights, activations, cache = document.weights, document.activations, document.kv_cache
     return {
         "name": document.name,
-        "weights": None if weights is None else weight_fields(weights),
-        "activations": None if activations is None else activation_fields(activations),
-        "kv_cache": None if cache is None else cache_fields(cache),
+        "weights": None if weights is None else numbers.weight_fields(weights),
+        "activations": None if activations is None else numbers.activation_fields(activations),
+        "kv_cache": None if cache is None else numbers.cache_fields(cache),
         "ignore": list(document.ignore),
         "overrides": [_completed(document, override, index) for index, override in enumerate(document.overrides)],
         "steps": [{name: asdict(step)} for name, step in steps.items()],
@@ -182,15 +178,19 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
         return {"modules": modules, "skip": True}
     if document.weights is None:
         raise RecipeError(f"overrides[{index}].weights: changes 'weights', which the recipe does not have")
-    return {"modules": modules, "weights": changed_weights(document.weights, override.weights)}
+    return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights)}
 
 
 def _scheme(source: Mapping[str, Any]) -> Scheme:
     fields = source["activations"]
-    activation = None if fields is None else activation_scheme(fields)
+    activation = None if fields is None else numbers.activation_scheme(fields)
 
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
-        return None if weights is None else LinearScheme(weight=weight_scheme(weights, path), activation=activation)
+        return (
+            None
+            if weights is None
+            else LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
+        )
 
     default = linear(source["weights"], "weights")
     rules: list[Rule] = []

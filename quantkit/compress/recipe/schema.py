@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -61,10 +62,6 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
-def _gates(value: Any) -> tuple[str, ...]:
-    return _texts(value, "a gate such as 'recovery>=98.9'")
-
-
 def _data(value: str) -> str:
     if value == "bundled" or value.endswith((".txt", ".jsonl")) or (value.startswith("hub:") and len(value) > 4):
         return value
@@ -82,7 +79,7 @@ def _name(value: str) -> str:
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 GroupSize = Annotated[int | str, PlainValidator(_group_size)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
-Gates = Annotated[tuple[str, ...], PlainValidator(_gates)]
+Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
 Positive = Annotated[int, Field(gt=0)]
 
 

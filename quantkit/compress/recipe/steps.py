@@ -32,8 +32,7 @@ def build_steps(items: list[Any]) -> dict[str, Any]:
             if name in steps:
                 raise RecipeError(f"step {name!r} is given twice; remove one of them")
         options = validate(_options_model(kind), step_options(item), f"{path}.{name}")
-        with as_recipe_error(f"{path}.{name}"):
-            steps[name] = kind(**options.model_dump())
+        steps[name] = kind(**options.model_dump())
     return steps
 
 
@@ -59,6 +58,6 @@ def option_names(name: str) -> list[str]:
 
 def _options_model(kind: Any) -> type[RecipeSection]:
     """A strict model with the fields of a step's dataclass."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
     return create_model(kind.__name__, __base__=RecipeSection, **fields)

@@ -13,6 +13,8 @@ from quantkit.compress.algorithms._autoround_block import Examples, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
 from quantkit.compress.algorithms.autoround import STEP, AutoRoundStep
 from quantkit.compress.calibration.activations import ActivationStore
+from quantkit.compress.recipe.load import build
+from quantkit.errors import RecipeError
 from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -228,5 +230,7 @@ def test_a_killed_run_resumes_bit_for_bit(tiny_llama, text_file, tmp_path, first
 
 @pytest.mark.parametrize("options", [{"iterations": 0}, {"batch_size": 0}, {"learning_rate": 2.0}])
 def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} {next(iter(options.values()))} "):
-        AutoRoundStep(**options)
+    ((name, value),) = options.items()
+    recipe = {"name": "x", "weights": {"dtype": "int4"}, "steps": [{"autoround": options}]}
+    with pytest.raises(RecipeError, match=rf"x: steps\[0\]\.autoround\.{name}: input should be .*, found {value}"):
+        build(recipe, "x")

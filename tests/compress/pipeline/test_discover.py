@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline.model import find_model
+from quantkit.compress.pipeline.plan import find_model
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.inputs import fake_quantize_inputs
