@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # planning asks steps for their memory, without torch
-    from pathlib import Path
-
-    from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +52,8 @@ class Step(Protocol):
     those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
     twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
     inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
-    none. One step of a recipe may also be an `Opener`.
+    none. A method `open(path: Path, family: Family) -> ModelReader` of one step of a recipe makes another model of the
+    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
     """
 
     def apply(self, layer: LayerContext) -> None:
@@ -64,22 +61,6 @@ class Step(Protocol):
 
         Args:
             layer: modified: either its weights (SmoothQuant, AWQ) or, by `layer.commit`, its codes (GPTQ).
-        """
-        ...
-
-
-@runtime_checkable
-class Opener(Protocol):
-    """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
-
-    def open(self, path: Path, family: Family) -> ModelReader:
-        """The checkpoint as that model.
-
-        Args:
-            path: of the checkpoint.
-            family: its family.
-        Raises:
-            ModelError: it cannot be done with this model; says why.
         """
         ...
 

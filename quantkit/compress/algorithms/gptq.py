@@ -128,7 +128,9 @@ class GptqStep:
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
-        order = self._order(hessian.diagonal())
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        if self.act_order == "none":
+            order = torch.arange(len(order), device=order.device)
         factor = cholesky_factor(hessian, order, self.damping)
         del hessian  # used up; for wide inputs it is the largest thing in memory
         if factor.raised:
@@ -152,12 +154,6 @@ class GptqStep:
             grids = [layer.grid(name) for name in members]
             for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
                 layer.commit(name, solved)
-
-    def _order(self, importance: Tensor) -> Tensor:
-        """(K,) column indices in the order in which they are settled."""
-        if self.act_order == "none":
-            return torch.arange(importance.shape[0], device=importance.device)
-        return torch.argsort(importance, descending=True, stable=True)
 
     def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""

@@ -85,25 +85,20 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
     Returns:
         One sentence per finding.
     """
-    warnings, count = [], len(samples)
-    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    count, tokens, bos = len(samples), [token for sample in samples for token in sample], tokenizer.bos_token_id
     without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
-    if without:
-        warnings.append(f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do")
-    if count < asked:
-        warnings.append(f"only {count} samples where {asked} were asked for; statistics will be noisier")
     short = sum(1 for sample in samples if len(sample) < sequence_length / 2)
-    if short > count / 4:
-        warnings.append(f"{short} of {count} samples are shorter than half of {sequence_length} tokens")
     repeated = count - len({tuple(sample) for sample in samples})
-    if repeated:
-        warnings.append(f"{repeated} of {count} samples are duplicates")
-    tokens = [token for sample in samples for token in sample]
-    if unknown is not None and tokens.count(unknown) > 0.01 * len(tokens):
-        warnings.append(f"{tokens.count(unknown) / len(tokens):.0%} of the tokens are unknown to the tokenizer")
-    if len(tokens) < 4096:
-        warnings.append(f"{len(tokens)} tokens in all are few; 16,000 or more are usual")
-    return tuple(warnings)
+    unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # a tokenizer that has no such token makes none
+    findings = (
+        (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do"),
+        (count < asked, f"only {count} samples where {asked} were asked for; statistics will be noisier"),
+        (short > count / 4, f"{short} of {count} samples are shorter than half of {sequence_length} tokens"),
+        (repeated > 0, f"{repeated} of {count} samples are duplicates"),
+        (unknown > 0.01, f"{unknown:.0%} of the tokens are unknown to the tokenizer"),
+        (len(tokens) < 4096, f"{len(tokens)} tokens in all are few; 16,000 or more are usual"),
+    )
+    return tuple(text for holds, text in findings if holds)
 
 
 def _tokenize(
@@ -155,11 +150,10 @@ def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> lis
 def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> None:
     if not all(isinstance(token, int) for sample in samples for token in sample):
         raise DataError(f"calibration data {where}: input_ids must be whole numbers")
-    largest, smallest = max(map(max, samples)), min(map(min, samples))
-    if largest >= vocab_size or smallest < 0:
-        bad = largest if largest >= vocab_size else smallest
+    outside = [token for sample in samples for token in sample if not 0 <= token < vocab_size]
+    if outside:
         raise DataError(
-            f"token id {bad} is outside the model's vocabulary of {vocab_size}: "
+            f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}: "
             f"the tokenizer or the ids in {where} belong to another model"
         )
 

@@ -48,23 +48,6 @@ def probe(
     handles = hook_modules(block, [name for name in modules if name not in inside], seen)
     if inside:
         handles.append(show_all_tokens(block, inside, seen))
-    _run(run, handles)
-
-
-def probe_until(
-    block: nn.Module, modules: Sequence[str], last: str, on_call: Callable[..., None], run: Callable[[], object]
-) -> None:
-    """Call `on_call(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        raise _Enough
-
-    handles = hook_modules(block, modules, on_call)
-    _run(run, [*handles, block.get_submodule(last).register_forward_hook(after)])
-
-
-def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
-    """Run until a hook has enough, and remove the hooks."""
     with removed_after(handles), suppress(_Enough):
         run()
 

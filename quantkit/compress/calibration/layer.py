@@ -20,8 +20,9 @@ from quantkit.compress.calibration.errors import relative_error
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     describe_under_calibrated,
+    hook_modules,
     probe,
-    probe_until,
+    removed_after,
 )
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
@@ -110,7 +111,8 @@ class LayerContext:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
         for hidden in self.batches():
-            probe_until(self.block, list(names), experts[0].owner, count, partial(self.forward, hidden))
+            with removed_after(hook_modules(self.block, list(names), count)):
+                self.forward(hidden)
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 

@@ -104,24 +104,15 @@ def discover(reader: CheckpointReader) -> Discovery:
     bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
-    kinds, firsts = _kinds(skeleton)
-    surveys = tuple(_survey_layer(skeleton, index, gates) for index in firsts)
+    signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
+    distinct = list(dict.fromkeys(signatures))
+    kinds = tuple(map(distinct.index, signatures))
+    surveys = tuple(_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(surveys[kind].sets for kind in kinds)
     family = replace(bare, linear_sets=sets[0], layer_sets=sets)
     return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
-
-
-def _kinds(skeleton: Skeleton) -> tuple[tuple[int, ...], list[int]]:
-    """Number of its kind for each layer, and the first layer of each kind."""
-    kinds: list[int] = []
-    firsts: dict[str, int] = {}
-    for index in range(skeleton.num_layers):
-        signature = _signature(skeleton.blank_layer(index))
-        firsts.setdefault(signature, index)
-        kinds.append(list(firsts).index(signature))
-    return tuple(kinds), list(firsts.values())
 
 
 def _signature(layer: nn.Module) -> str:
@@ -194,26 +185,24 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
     transposed = {
         key for layer in layers.children() for key, m in layer.named_modules() if type(m).__name__ == "Conv1D"
     }
-    stored_prefix = _stored_prefix(reader, layout, layers)
     own = f"{layout.backbone}." if layout.backbone else ""
-    prefix = own if stored_prefix is None else stored_prefix
+    local = layout.layers.removeprefix(own)
+    prefix = _stored_prefix(reader, own, local, layers)
     return replace(
         layout,
-        stored_prefix=stored_prefix,
+        stored_prefix=None if prefix == own else prefix,
         stored_head=_stored_head(reader, layout.head),
         linear_sets=(),
         transposed=tuple(sorted(transposed)),
-        experts=find_experts(reader, f"{prefix}{layout.layers.removeprefix(own)}.", layers),
+        experts=find_experts(reader, f"{prefix}{local}.", layers),
     )
 
 
-def _stored_prefix(reader: CheckpointReader, layout: Family, layers: nn.Module) -> str | None:
-    """What the files have in front of the names of the backbone's tensors; None = the backbone's name and a dot.
+def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
+    """What the files have in front of the names of the backbone's tensors: `own`, unless another fits more of them.
 
     transformers has moved language models inside their wrappers more than once; files keep the names of their day.
     """
-    own = f"{layout.backbone}." if layout.backbone else ""
-    local = layout.layers.removeprefix(own)
     expected = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
     votes: Counter[str] = Counter()
     for name in reader.names:
@@ -221,9 +210,7 @@ def _stored_prefix(reader: CheckpointReader, layout: Family, layers: nn.Module) 
         prefix, rest = name[: max(start, 0)], name[max(start, 0) :]
         if (not prefix or prefix.endswith(".")) and reader.info(name).shape == expected.get(rest):
             votes[prefix] += 1
-    if not votes or votes[own] == max(votes.values()):
-        return None
-    return votes.most_common(1)[0][0]
+    return own if not votes or votes[own] == max(votes.values()) else votes.most_common(1)[0][0]
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:

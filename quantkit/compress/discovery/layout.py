@@ -66,7 +66,8 @@ def find_model_layout(model: Any) -> Family:
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+    names: list[str] = [name for name, module in model.named_modules() if module is part]
+    return names[0]
 
 
 def owners(name: str) -> Iterator[str]:

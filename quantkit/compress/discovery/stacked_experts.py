@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +40,13 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
             if is_stacked(module):
                 gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
                 own = f"{name}.{{expert}}"
-                data = [
-                    Experts(
-                        up=(f"{own}.{gate}", f"{own}.{up}"),
-                        down=f"{own}.{down}",
-                        stacked_up=f"{name}.gate_up_proj",
-                        stacked_down=f"{name}.down_proj",
-                        transposed=transposed,
-                        interleaved=interleaved,
-                    )
-                    for transposed, interleaved in itertools.product((False, True), repeat=2)
-                ]
-                return _first_that_works(name, module, data)
+                data = Experts(
+                    up=(f"{own}.{gate}", f"{own}.{up}"),
+                    down=f"{own}.{down}",
+                    stacked_up=f"{name}.gate_up_proj",
+                    stacked_down=f"{name}.down_proj",
+                )
+                return _with_order(name, module, data)
     return None
 
 
@@ -68,16 +64,16 @@ def _stored_names(reader: CheckpointReader, owner: str) -> tuple[str, str, str]:
     )
 
 
-def _first_that_works(name: str, module: nn.Module, options: list[Experts]) -> Experts:
+def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
+    """With the order of the stacked numbers in which plain linears compute what the module computes."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
-    generator = torch.Generator().manual_seed(0)
-    fill_randomly(fused, generator)
-    for data in options:
-        wide, width = (up[2], down[1]) if data.transposed else (up[1], down[2])
-        hidden = up[1] if data.transposed else up[2]
-        if wide == 2 * width and down[2 if data.transposed else 1] == hidden and _same(name, fused, data, hidden):
-            return data
+    fill_randomly(fused, torch.Generator().manual_seed(0))
+    for transposed, interleaved in itertools.product((False, True), repeat=2):
+        option = replace(data, transposed=transposed, interleaved=interleaved)
+        (hidden, wide), (width, other) = (up[1:], down[1:]) if transposed else (up[:0:-1], down[:0:-1])
+        if wide == 2 * width and other == hidden and _same(name, fused, option, hidden):
+            return option
     raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
 
 

@@ -112,15 +112,16 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
         around = seen.modules[owner].output if owner in seen.modules else None
         if not owner or same(own, around):
             return linears[0]
-    around = [name for name in (owner, *owners(owner)) if name and name in seen.modules]
-    whole = next((name for name in around if _is_hidden(seen.modules[name].output, hidden)), "")
-    return whole or (linears[0] if alone else "")
+    for name in (owner, *owners(owner)):
+        if name in seen.modules and _is_hidden(seen.modules[name].output, hidden):
+            return name
+    return linears[0] if alone else ""
 
 
 def _common_owner(names: Sequence[str]) -> str:
     """The innermost module that contains all of them; empty for the layer itself."""
-    owners = [name.split(".")[:-1] for name in names]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    paths = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(parts[0] for parts in common)
 
 

@@ -31,7 +31,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
     """What a format has made of a weight takes what it takes densely packed, and little more.
 
-    More are words that are not filled, an order of the inputs, and zero points that are stored though they are constant.
+    More are words that are not filled, an order of the inputs, and zero points stored though they are constant.
     """
     (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
     planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
@@ -53,10 +53,10 @@ def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
     reader = ModelReader(folder, plan.family)
     _check_targets(plan, reader, records)
     for name in plan.ignored:
-        source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
-        kept = reader.info(f"{name}.weight") if f"{name}.weight" in reader else None
-        if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
-            raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
+        weight = f"{name}.weight"
+        source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
+        if source != kept:
+            raise AuditError(f"{name} was to be ignored, but its weight is {kept}")
     _check_tied(plan, reader)
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +38,9 @@ def finish_run(
     """
     finishing = time.perf_counter()
     size = _write_rest(plan, state)
-    phases = Counter[str]()
-    for record in state.records[resumed:]:
-        phases.update(record.seconds)
+    phases: dict[str, float] = {}
+    for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
+        phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
     result = _describe(plan, state, resumed, warnings, size, phases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -14,7 +15,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, reorders_groups, steps_bytes
+from quantkit.compress.algorithms.base import LayerSizes, reorders_groups, steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
@@ -147,10 +148,11 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for step, name in zip(recipe.steps, recipe.step_names, strict=True):
-        if isinstance(step, Opener):
+        make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
+        if make_reader is not None:
             if not described:
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return step.open(path, family)
+            return make_reader(path, family)
     return ModelReader(path, family)
 
 

@@ -1,26 +1,64 @@
-"""From a name or a file to a Recipe: everything that can be wrong with a recipe alone fails here."""
+"""From a name or a file to a Recipe, with every name resolved, every default filled in and every step built.
+
+Everything that can be wrong with a recipe alone fails here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantkit import demo
+from quantkit.compress.algorithms.base import Step
 from quantkit.compress.recipe import numbers
-from quantkit.compress.recipe.base import Recipe
 from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.results.gates import parse_gates
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to compress a model.
+
+    Args:
+        name: short name, also part of the default output directory.
+        description: what it does, when to use it, what it costs.
+        scheme: which numbers each linear is stored in.
+        kv_cache: what keys and values are stored in; None = nothing is said about them.
+        steps: how well the numbers are chosen, in running order; none = plain rounding.
+        step_names: of `steps`, as written in the file.
+        calibration: None when nothing looks at data.
+        format: on-disk format.
+        seed: of everything that draws random numbers.
+        source: the same as plain data with every default filled in, without description and gates; two recipes with
+            equal sources give equal checkpoints. Loading it gives this recipe again.
+        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
+        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
+    """
+
+    name: str
+    description: str
+    scheme: Scheme
+    steps: tuple[Step, ...]
+    step_names: tuple[str, ...]
+    calibration: CalibrationSection | None
+    format: str
+    seed: int
+    source: dict[str, Any]
+    input_clip: Literal["absmax", "mse"] = "absmax"
+    gates: tuple[str, ...] = ()
+    kv_cache: CacheGoal | None = None
 
 
 class _NoUseOfDataError(RecipeError):
@@ -42,7 +80,11 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
     """
     path = _locate(str(name_or_path))
-    data = _parse(read_text(path, RecipeError), path.name)
+    data = parse_yaml(read_text(path, RecipeError), path.name, RecipeError)
+    if data is None:
+        raise RecipeError(f"{path.name}: the file is empty; a recipe needs at least 'weights'")
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path.name}: expected keys such as 'weights: ...', found {shorten(data)}")
     data.setdefault("name", path.stem)
     if data["name"] != path.stem and str(data["name"]) in shipped():
         data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
@@ -55,15 +97,6 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
             f"recipe {data['name']!r} looks at no data, so there is no calibration to change; leave --samples, "
             "--calibration, --sequence-length and calibration.* out, or take a recipe with steps such as gptq-int4"
         ) from None
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    data = parse_yaml(text, where, RecipeError)
-    if data is None:
-        raise RecipeError(f"{where}: the file is empty; a recipe needs at least 'weights'")
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where}: expected keys such as 'weights: ...', found {shorten(data)}")
-    return data
 
 
 def build(data: Mapping[str, Any], where: str) -> Recipe:
