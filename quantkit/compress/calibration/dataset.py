@@ -61,8 +61,10 @@ def load_samples(
     """
     generator = random.Random(seed)
     path = Path(data)
-    if path.suffix in (".txt", ".jsonl") or path.exists():
-        records: Iterable[Any] = _read_text(path) if path.suffix == ".txt" else _read_jsonl(path, field)
+    if path.suffix == ".txt":
+        records: Iterable[Any] = [part.strip() for part in _read_file(path).split("\n\n")]
+    elif path.suffix == ".jsonl" or path.exists():
+        records = _read_jsonl(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
     token_ids = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
@@ -156,10 +158,6 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
             f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}: "
             f"the tokenizer or the ids in {where} belong to another model"
         )
-
-
-def _read_text(path: Path) -> list[str]:
-    return [part.strip() for part in _read_file(path).split("\n\n")]
 
 
 def _read_jsonl(path: Path, field: str) -> list[Any]:

@@ -19,13 +19,12 @@ class _Enough(Exception):
     """Raised inside a forward pass once there is nothing more to see."""
 
 
+OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Told of a module's call: its relative name, arguments, keyword arguments."""
+
+
 def probe(
-    block: nn.Module,
-    modules: Sequence[str],
-    on_call: Callable[..., None],
-    run: Callable[[], object],
-    *,
-    all_tokens: bool = False,
+    block: nn.Module, modules: Sequence[str], on_call: OnCall, run: Callable[[], object], *, all_tokens: bool = False
 ) -> None:
     """Call `on_call(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
 
@@ -62,7 +61,7 @@ def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
-def hook_modules(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> list[RemovableHandle]:
+def hook_modules(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> list[RemovableHandle]:
     """Have `on_call(name, args, kwargs)` called before each of these modules; the caller removes the hooks."""
 
     def hook(name: str) -> Callable[..., None]:
@@ -71,7 +70,7 @@ def hook_modules(block: nn.Module, modules: Sequence[str], on_call: Callable[...
     return [block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules]
 
 
-def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> RemovableHandle:
+def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> RemovableHandle:
     """Have experts look at every token, just before tokens are routed to some of them.
 
     Args:

@@ -114,16 +114,16 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         model=name,
         reader=reader,
         skeleton=skeleton,
+        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         family=family,
         recipe=recipe,
         format=format_,
+        warnings=warnings if discovery is None else (discovery.summary, *warnings),
         layers=layers,
         linears=linears,
-        ignored=ignored,
-        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
+        ignored=tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), family.head))),
         source_dtype=dtype,
         output=target,
-        warnings=warnings if discovery is None else (discovery.summary, *warnings),
         discovery=discovery,
     )
 
@@ -187,8 +187,8 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     return reduce(torch.promote_types, (reader.info(name).dtype for name in names))
 
 
-def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
-    """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
+def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], list[str]]:
+    """Scheme of every linear of every layer, and those without; fused sets must agree, every rule match something."""
     scheme, every = recipe.scheme, list[str]()
     layers: list[dict[str, LinearScheme]] = []
     ignored: list[str] = []
@@ -205,7 +205,7 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
         raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
+    return tuple(layers), ignored
 
 
 def _check_format(skeleton: Skeleton, linears: dict[str, LinearScheme], format_: Format) -> None:

@@ -179,7 +179,7 @@ class _Run:
             linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
             output_snr_db=snr,
             notes=tuple(layer.chosen.notes),
-            seconds={phase: round(value, 3) for phase, value in seconds.items()},
+            seconds={label: round(value, 3) for label, value in seconds.items()},
             peak_bytes=peak_bytes(),
             kv_cache=cache,
             tokens_per_expert=layer.data.tokens_per_expert,
@@ -207,6 +207,7 @@ class _Run:
 
     def _context(self, index: int) -> LayerContext:
         plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)
+        stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
         return LayerContext(
             name=name,
             block=block,
@@ -215,11 +216,7 @@ class _Run:
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.skeleton.head_dim,
             arguments=partial(plan.skeleton.arguments, index),
-            stored_dtype={
-                key.removeprefix(f"{name}."): plan.reader.info(key).dtype
-                for key in plan.reader.names
-                if key.startswith(f"{name}.")
-            },
+            stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
             seed=plan.recipe.seed,
             data=LayerData(
                 store=self.states.quantized,

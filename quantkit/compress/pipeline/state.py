@@ -79,7 +79,21 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         state = RunState(folder=work.path, identity=identity)
         state.save()
         return state
-    return _read(path, identity)
+    try:
+        saved = json.loads(path.read_text())
+        saved["records"] = [LayerRecord.from_dict(record) for record in saved["records"]]
+        changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
+        state = RunState(folder=work.path, **{**saved, "identity": identity})
+    except (ValueError, KeyError, TypeError, ReportError) as error:
+        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
+    if changes:
+        raise ResumeError(
+            f"the interrupted run in {work.path} was started from something else ({'; '.join(changes[:3])}); "
+            "run the old command, or start over with --no-resume"
+        )
+    for name, digest in state.shards.items():
+        check_saved(state.checkpoint / name, digest)
+    return state
 
 
 def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
@@ -97,22 +111,3 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(made_from == json.loads(json.dumps(identity)))
-
-
-def _read(path: Path, identity: dict[str, Any]) -> RunState:
-    folder = path.parent
-    try:
-        saved = json.loads(path.read_text())
-        saved["records"] = [LayerRecord.from_dict(record) for record in saved["records"]]
-        changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
-        state = RunState(folder=folder, **{**saved, "identity": identity})
-    except (ValueError, KeyError, TypeError, ReportError) as error:
-        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
-    if changes:
-        raise ResumeError(
-            f"the interrupted run in {folder} was started from something else ({'; '.join(changes[:3])}); "
-            "run the old command, or start over with --no-resume"
-        )
-    for name, digest in state.shards.items():
-        check_saved(state.checkpoint / name, digest)
-    return state

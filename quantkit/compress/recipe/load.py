@@ -33,6 +33,7 @@ class Recipe:
 
     Args:
         name: short name, also part of the default output directory.
+        seed: of everything that draws random numbers.
         description: what it does, when to use it, what it costs.
         scheme: which numbers each linear is stored in.
         kv_cache: what keys and values are stored in; None = nothing is said about them.
@@ -40,7 +41,6 @@ class Recipe:
         step_names: of `steps`, as written in the file.
         calibration: None when nothing looks at data.
         format: on-disk format.
-        seed: of everything that draws random numbers.
         source: the same as plain data with every default filled in, without description and gates; two recipes with
             equal sources give equal checkpoints. Loading it gives this recipe again.
         input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
@@ -48,13 +48,13 @@ class Recipe:
     """
 
     name: str
+    seed: int
     description: str
     scheme: Scheme
     steps: tuple[Step, ...]
     step_names: tuple[str, ...]
     calibration: CalibrationSection | None
     format: str
-    seed: int
     source: dict[str, Any]
     input_clip: Literal["absmax", "mse"] = "absmax"
     gates: tuple[str, ...] = ()

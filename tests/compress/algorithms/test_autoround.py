@@ -18,6 +18,7 @@ from quantkit.errors import RecipeError
 from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from tests.compress.pipeline.killer import KillAfterFirst, Killed
 
 QUICK = {"iterations": 24, "learning_rate": 0.03}
 RECIPE = """
@@ -209,27 +210,13 @@ def test_states_on_disk_give_the_same_codes(layer_of, tmp_path):
         assert torch.equal(weight.codes, layers[1].chosen.quantized[name].codes)
 
 
-class _Killed(Exception):
-    pass
-
-
-class _KillAfterFirst:
-    """A listener that dies once the first layer is on disk."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: None
-
-    def layer_finished(self, record):
-        raise _Killed
-
-
 @pytest.mark.parametrize("first", ["", "awq, "])
 def test_a_killed_run_resumes_bit_for_bit(tiny_llama, text_file, tmp_path, first):
     recipe, whole, resumed = tmp_path / "recipe.yaml", tmp_path / "whole", tmp_path / "resumed"
     recipe.write_text(RECIPE.replace("STEPS", first).replace("TEXT", str(text_file)))
     quantkit.quantize(tiny_llama, recipe, whole)
-    with pytest.raises(_Killed):
-        quantkit.quantize(tiny_llama, recipe, resumed, listener=_KillAfterFirst())
+    with pytest.raises(Killed):
+        quantkit.quantize(tiny_llama, recipe, resumed, listener=KillAfterFirst())
     result = quantkit.quantize(tiny_llama, recipe, resumed)
     assert result.resumed_layers == 1
     for path in sorted(whole.glob("*.safetensors")):

@@ -13,8 +13,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.plan import find_model
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.numerics.inputs import fake_quantize_inputs
-from tests.compress.pipeline.test_quantize import IDS, run
+from tests.compress.pipeline.test_quantize import IDS, decode_linears, run
 from tests.helpers import edit_config, known_to_transformers, load_tensors, make_model, one_of_each, transformers_logits
 from tests.undescribed import IMAGE_TOKEN, MIXTURES, UNDESCRIBED, WRAPPERS, make_undescribed, make_wrapper
 
@@ -37,17 +36,7 @@ def decode_into(model, source, output):
     reader = ModelReader(output, family)
     format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
     scheme = format_.recognise(reader.config)
-    for name, module in model.named_modules():
-        linear = scheme.find(name) if isinstance(module, torch.nn.Linear) else None
-        if linear is not None:
-            local = {n.removeprefix(f"{name}."): reader.tensor(n) for n in reader.names if n.startswith(f"{name}.")}
-            decoded = format_.decode(local, linear)
-            asked = torch.float32 if linear.weight.symmetric else decoded.scale.dtype
-            module.weight.data = decoded.dequantize(asked).float()
-            if linear.activation is not None:
-                module.register_forward_pre_hook(
-                    lambda module, args, scheme=linear.activation: (fake_quantize_inputs(args[0], scheme),)
-                )
+    decode_linears(model, reader, format_, scheme)
     for name, parameter in model.named_parameters():  # norms and biases that took a scale
         quantized = scheme.find(name.removesuffix(".weight")) is not None and parameter.dim() == 2
         if name in reader and name.startswith(f"{family.layers}.") and not quantized:

@@ -15,7 +15,7 @@ from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.errors import InputError, OutputError, ResumeError
 from tests import forked
-from tests.compress.pipeline.killer import compress, renames_file
+from tests.compress.pipeline.killer import KillAfterFirst, Killed, compress, renames_file
 from tests.helpers import edit_tensors, load_tensors, make_model
 
 
@@ -91,19 +91,8 @@ def test_killed_by_the_clock(tmp_path, text_file):
 
 def interrupted(model, output, text, **options):
     """Leave a run behind that was killed after its first layer."""
-
-    class Stop(Exception):
-        pass
-
-    class Listener:
-        def __getattr__(self, name):
-            return lambda *args: None
-
-        def layer_finished(self, record):
-            raise Stop
-
-    with pytest.raises(Stop):
-        quantize(model, output, text, listener=Listener(), **options)
+    with pytest.raises(Killed):
+        quantize(model, output, text, listener=KillAfterFirst(), **options)
 
 
 def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):
