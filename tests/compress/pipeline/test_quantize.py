@@ -34,7 +34,7 @@ def run(model, recipe, output, text_file=None, **options):
 
 
 def decode_linears(model, reader, format_, scheme):
-    """Give linears of a model the weights that we decode from a checkpoint, and the quantized inputs of their scheme."""
+    """Give linears of a model the weights that we decode from a checkpoint, and inputs quantized by their scheme."""
     names = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for name, module in names.items():
         linear = scheme.find(name)
