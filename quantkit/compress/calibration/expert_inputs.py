@@ -75,7 +75,7 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -
 
     Args:
         block: the layer; what it computes stays the same.
-        modules: linears of experts whose inputs are wanted.
+        modules: linears of experts.
         on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
     """
     first = find_expert(modules[0])

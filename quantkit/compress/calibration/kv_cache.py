@@ -124,7 +124,7 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     Args:
         statistics: of one layer.
         scheme: of the keys.
-        rotated: whether they are rotated before rounding; None = as the statistics were asked to look.
+        rotated: whether they are rotated before rounding; None = where the statistics have them so.
     """
     if scheme.dtype is None:
         return 0.0

@@ -96,9 +96,9 @@ def convert(
     check = check_gguf if format_.suffix else check_checkpoint
     with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
         try:
-            made = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
-            written = write(made)
-            stage.promote(made)
+            draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
+            written = write(draft)
+            stage.promote(draft)
         except OSError as error:
             raise translate_os_error(error, stage.work.path) from error
     return Conversion(
