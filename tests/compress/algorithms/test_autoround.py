@@ -32,12 +32,12 @@ calibration: {data: TEXT, samples: 8, sequence_length: 24}
 def layer_of(make_layer):
     """A layer with the original beside it, as the pipeline hands it to a step that needs it."""
 
-    def make(family="llama", **arguments):
+    def fresh(family="llama", **arguments):
         layer = make_layer(family, **arguments)
         layer.data.original, layer.data.original_store = copy.deepcopy(layer.block), layer.data.store
         return layer
 
-    return make
+    return fresh
 
 
 def problem(dtype="int3", group_size=8, symmetric=True, seed=0):
@@ -54,8 +54,8 @@ def round_through(values):
 def plain_formula(weight, scheme, offset, scale, zero):
     """(N, G, g) values, from what autograd differentiates."""
     raw = round_through(weight.view(*scale.shape, -1) / scale.unsqueeze(-1) + offset.view(*scale.shape, -1))
-    place = 0.0 if zero is None else round_through(zero).unsqueeze(-1)
-    return ((raw + place).clamp(scheme.dtype.minimum, scheme.dtype.maximum) - place) * scale.unsqueeze(-1)
+    shift = 0.0 if zero is None else round_through(zero).unsqueeze(-1)
+    return ((raw + shift).clamp(scheme.dtype.minimum, scheme.dtype.maximum) - shift) * scale.unsqueeze(-1)
 
 
 def gradients(tuned, gradient):
@@ -82,8 +82,8 @@ def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
     decoded = torch.empty_like(weight)
     tuned.decode(decoded)
     torch.testing.assert_close(decoded, values.detach().view_as(weight))
-    for found, leaf in zip(gradients(tuned, gradient), leaves, strict=False):
-        torch.testing.assert_close(found, leaf.grad, rtol=1e-4, atol=1e-5)
+    for actual, leaf in zip(gradients(tuned, gradient), leaves, strict=False):
+        torch.testing.assert_close(actual, leaf.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

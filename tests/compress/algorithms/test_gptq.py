@@ -28,13 +28,13 @@ def textbook(weight, hessian, order, scale, zero, group):
     matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(order))
     upper = torch.linalg.cholesky(torch.linalg.inv(matrix[order][:, order]), upper=True)
     open_, codes = weight.double()[:, order].clone(), torch.empty_like(weight)
-    for place, column in enumerate(order.tolist()):
+    for position, column in enumerate(order.tolist()):
         step = scale[:, column // group].double()
         offset = 0 if zero is None else zero[:, column // group].double()
-        code = (open_[:, place] / step + offset).round().clamp(-8, 7)
+        code = (open_[:, position] / step + offset).round().clamp(-8, 7)
         codes[:, column] = code.float()
-        error = (open_[:, place] - (code - offset) * step) / upper[place, place]
-        open_[:, place + 1 :] -= error[:, None] * upper[place, place + 1 :]
+        error = (open_[:, position] - (code - offset) * step) / upper[position, position]
+        open_[:, position + 1 :] -= error[:, None] * upper[position, position + 1 :]
     return codes
 
 
@@ -164,8 +164,8 @@ def test_the_corrected_target_is_the_least_squares_solution():
     factor = cholesky_factor(hessian.clone(), order, 0.01)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
-    found = corrected(weight, error, factor, 0.5)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    actual = corrected(weight, error, factor, 0.5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def gptaq(weight, hessian, error, scale):
@@ -218,12 +218,12 @@ def with_original(layer, noise):
 def test_upstream_errors_are_made_up_for(make_layer, options):
     def run(asymmetric_calibration):
         layer = with_original(make_layer(), noise=0.2)
-        wanted = [layer.original_forward(hidden) for hidden in layer.data.original_store]
+        targets = [layer.original_forward(hidden) for hidden in layer.data.original_store]
         with torch.inference_mode():
             GptqStep(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
-        found = [layer.forward(hidden) for hidden in layer.data.store]
+        actual = [layer.forward(hidden) for hidden in layer.data.store]
         # The residual stream carries the error on; the layer can only mend what it adds.
-        added = zip(found, layer.data.store, wanted, layer.data.original_store, strict=True)
+        added = zip(actual, layer.data.store, targets, layer.data.original_store, strict=True)
         return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
 
     assert run(1.0) < 0.8 * run(0.0)

@@ -37,22 +37,22 @@ def states(*, outlier: float = 1.0, heads=2, tokens=128, width=64, seed=0) -> to
 
 
 def seen(keys: torch.Tensor, rotate=False) -> CacheStatistics:
-    found = CacheStatistics(rotate=rotate)
-    found.update(keys[:2], 2 * keys[:2])
-    found.update(keys[2:], 2 * keys[2:])
-    return found
+    statistics = CacheStatistics(rotate=rotate)
+    statistics.update(keys[:2], 2 * keys[:2])
+    statistics.update(keys[2:], 2 * keys[2:])
+    return statistics
 
 
 def test_statistics_are_what_they_are_called():
     keys = states(outlier=9)
-    found = seen(keys).keys
-    assert found.num_tokens == 3 * 128
-    assert torch.equal(found.peak, keys.abs().amax((0, 2, 3)))
-    assert torch.equal(found.channel_peak, keys.abs().amax((0, 2)))
-    torch.testing.assert_close(found.mean_square(), keys.double().square().mean((0, 2)))
+    statistics = seen(keys).keys
+    assert statistics.num_tokens == 3 * 128
+    assert torch.equal(statistics.peak, keys.abs().amax((0, 2, 3)))
+    assert torch.equal(statistics.channel_peak, keys.abs().amax((0, 2)))
+    torch.testing.assert_close(statistics.mean_square(), keys.double().square().mean((0, 2)))
     ranges = (keys.amax(-1) - keys.amin(-1)).double().square().mean((0, 2))
-    torch.testing.assert_close(found.mean_square_range(), ranges)
-    torch.testing.assert_close(found.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
+    torch.testing.assert_close(statistics.mean_square_range(), ranges)
+    torch.testing.assert_close(statistics.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
 
 
 @pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TOKEN, FP8_TENSOR], ids=str)
@@ -69,12 +69,12 @@ def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier)
 
 def test_rotated_noise_is_that_of_rotated_keys():
     keys = states(outlier=20)
-    found = seen(keys, rotate=True)
+    statistics = seen(keys, rotate=True)
     turned = keys @ hadamard(64)
     decoded = dequantize(*quantize(turned, INT4_TOKEN), INT4_TOKEN, torch.float32) @ hadamard(64)
     wrong = (decoded - keys).square().mean((0, 2)) / keys.square().mean((0, 2))
-    assert noise(found, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
-    assert noise(found, INT4_TOKEN) < noise(found, INT4_TOKEN, rotated=False) / 3
+    assert noise(statistics, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
+    assert noise(statistics, INT4_TOKEN) < noise(statistics, INT4_TOKEN, rotated=False) / 3
 
 
 REMEDIES = [
@@ -95,11 +95,11 @@ REMEDIES = [
 @pytest.mark.parametrize(("asked", "remedy", "outlier", "expected"), REMEDIES)
 def test_the_first_remedy_that_helps(asked, remedy, outlier, expected):
     goal = CacheGoal(scheme=KVScheme(key=asked, value=INT8_TOKEN), remedy=remedy)
-    found = seen(states(outlier=outlier))
-    scheme = choose_scheme(found, goal)
+    statistics = seen(states(outlier=outlier))
+    scheme = choose_scheme(statistics, goal)
     assert scheme == KVScheme(key=expected, value=INT8_TOKEN)
-    assert noise(found, scheme.key) <= MOST_NOISE
-    assert choose_scheme(found, dataclasses.replace(goal, outliers=False)).key == asked
+    assert noise(statistics, scheme.key) <= MOST_NOISE
+    assert choose_scheme(statistics, dataclasses.replace(goal, outliers=False)).key == asked
 
 
 def test_a_remedy_takes_the_rotation_away():

@@ -89,12 +89,12 @@ def test_every_family_comes_back_through_transformers(models, tmp_path, text_fil
     model = models(family)
     result = run(model, recipe, tmp_path / "out", text_file, overrides=changes)
     assert all(layer.linears for layer in result.layers)
-    found = transformers_logits(tmp_path / "out", IDS)
+    actual = transformers_logits(tmp_path / "out", IDS)
     folder, scheme = decoded_copy(model, tmp_path / "out", tmp_path / "decoded")
     expected = expected_logits(folder, scheme, quantize_inputs=family not in DECODED_AT_LOAD)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     original = transformers_logits(model, IDS)
-    assert 0 < (found - original).norm() / original.norm() < 0.7
+    assert 0 < (actual - original).norm() / original.norm() < 0.7
 
 
 @pytest.mark.parametrize("recipe", ["gptq-int4", "awq-int4", "rtn-int8"])

@@ -79,12 +79,12 @@ def loads_in_float32(name: str) -> bool:
 def test_every_shipped_recipe_loads_in_transformers(tiny_llama, tmp_path, text_file, recipe):
     changes = {"steps.autoround.iterations": 20} if recipe == "autoround-int4" else {}
     result = run(tiny_llama, recipe, tmp_path / "out", text_file, overrides=changes)
-    found = transformers_logits(tmp_path / "out", IDS)
-    torch.testing.assert_close(found, decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4)
+    actual = transformers_logits(tmp_path / "out", IDS)
+    torch.testing.assert_close(actual, decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4)
     assert result.num_quantized == 14
     assert result.output_bytes < result.source_bytes
     original = transformers_logits(tiny_llama, IDS)
-    assert 0 < (found - original).norm() / original.norm() < 0.6
+    assert 0 < (actual - original).norm() / original.norm() < 0.6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

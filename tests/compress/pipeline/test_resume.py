@@ -47,11 +47,11 @@ def undisturbed(tiny_llama, tmp_path_factory, text_file):
     return hashes(output), int(renames_file(output).read_text())
 
 
-@pytest.mark.parametrize("place", range(10))
-def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, place):
+@pytest.mark.parametrize("tenth", range(10))
+def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, tenth):
     expected, renames = undisturbed
-    moment = 1 + place * (renames - 1) // 9
-    when, output = "after" if place % 2 else "before", tmp_path / "out"
+    moment = 1 + tenth * (renames - 1) // 9
+    when, output = "after" if tenth % 2 else "before", tmp_path / "out"
     assert forked.run(compress, moment, when, tiny_llama, output, text_file) == -signal.SIGKILL
     result = quantize(tiny_llama, output, text_file)
     assert hashes(output) == expected

@@ -195,9 +195,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text.replace(INT4_G32, "").replace("\n", "; ")[:50])
 def test_every_mistake_is_one_line_with_file_path_and_value(write, text):
-    found = message(write(text))
-    assert found.startswith("mine.yaml: ")
-    assert MISTAKES[text] in found
+    said = message(write(text))
+    assert said.startswith("mine.yaml: ")
+    assert MISTAKES[text] in said
 
 
 def test_a_file_that_is_not_text(tmp_path):
