@@ -107,7 +107,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
     tuned = {f"{name}.weight" for name in linears}
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
         for name, value in kept.items():
-            copy = value.detach().clone()
+            copy = value.detach().clone()  # made outside inference mode: an ordinary tensor
             is_parameter = isinstance(value, nn.Parameter)
             _put(layer.block, name, nn.Parameter(copy, requires_grad=name in tuned) if is_parameter else copy)
         for name, scheme in layer.schemes.items():

@@ -64,6 +64,7 @@ class AwqStep:
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
         calls = layer.capture(group.parent, self.max_tokens)
         reference = [_output(layer, group.parent, call) for call in calls]
+        # Linears are rounded in place while scales are tried, so the layer must be put back after the search.
         originals = {name: layer.weight(name).clone() for name in group.linears}
 
         def error(scales: Tensor, final: bool) -> float:

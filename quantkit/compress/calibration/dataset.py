@@ -135,6 +135,7 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
         stream += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= samples * step * _SURPLUS:
             break
+    # Windows of all the surplus, not of its beginning: neighbours in a text are alike.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)
     windows = [prefix + stream[start : start + step] for start in starts[:samples]]

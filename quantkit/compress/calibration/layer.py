@@ -111,6 +111,7 @@ class LayerContext:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
         for hidden in self.batches():
+            # Hooks of the experts themselves: only the layer's own router says how many tokens each is called with.
             with removed_after(hook_modules(self.block, list(names), count)):
                 self.forward(hidden)
         self.data.tokens_per_expert = tuple(counts.values())
@@ -150,6 +151,7 @@ class LayerContext:
         assert data.original_store is not None, "no step of the recipe has asked for the original model"
         assert data.original is not None, "no step of the recipe has asked for the original layer"
         for hidden, original in zip(self.batches(), data.original_store, strict=True):
+            # Two runs at a time, so that only one batch of inputs of both models is held.
             inputs = _inputs(self.block, names, partial(self.forward, hidden))
             targets = _inputs(data.original, names, partial(self.original_forward, original))
             for name, observer in observers.items():
@@ -245,7 +247,7 @@ class LayerContext:
             measure="weight" if sample is None else "output",
         )
         self.chosen.quantized[name] = weight
-        current.copy_(decoded)
+        current.copy_(decoded)  # what is measured from here on is what is written
 
     def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""

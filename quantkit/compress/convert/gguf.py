@@ -202,6 +202,7 @@ def _bytes(
         yield _encode(source, tensor)[1].view(-1).numpy().data
         return
     whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
+    # Rows cannot be taken one chunk at a time where they are reordered over the whole matrix.
     step = tensor.shape[0] if whole else max(1, _CHUNK_VALUES // max(1, tensor.shape[-1]))
     for row in range(0, tensor.shape[0], step):
         if whole:

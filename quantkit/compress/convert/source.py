@@ -68,7 +68,7 @@ class Source:
         for module in self.modules:
             match = _LAYER.match(f"{module}.")
             layers.setdefault(match.group(0).rstrip(".") if match else "", []).append(module)
-        rest = layers.pop("", [])
+        rest = layers.pop("", [])  # embedding and head come last, as in a run of `quantize`
         yield from layers.items()
         yield "", rest
 

@@ -105,7 +105,7 @@ def discover(reader: CheckpointReader) -> Discovery:
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
-    distinct = list(dict.fromkeys(signatures))
+    distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
     kinds = tuple(map(distinct.index, signatures))
     surveys = tuple(_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct)
     if not any(item.sets for item in surveys):

@@ -71,6 +71,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
     fill_randomly(fused, torch.Generator().manual_seed(0))
     for transposed, interleaved in itertools.product((False, True), repeat=2):
         option = replace(data, transposed=transposed, interleaved=interleaved)
+        # Shapes rule most orders out before anything is computed.
         (hidden, wide), (width, other) = (up[1:], down[1:]) if transposed else (up[:0:-1], down[:0:-1])
         if wide == 2 * width and other == hidden and _same(name, fused, option, hidden):
             return option

@@ -39,6 +39,7 @@ def finish_run(
     finishing = time.perf_counter()
     size = _write_rest(plan, state)
     phases: dict[str, float] = {}
+    # What resumed layers took belongs to the run before.
     for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
@@ -114,7 +115,7 @@ def _write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> N
     """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
     folder = state.checkpoint
     write_json(folder / "quantkit-run.json", result.to_dict())
-    steady = result.to_dict()
+    steady = result.to_dict()  # the same for every run of one identity: neither names of folders nor times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
     for layer in steady["layers"]:

@@ -103,6 +103,7 @@ class HiddenStates:
 
 
 def _open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode) -> Iterator[ActivationStore]:
+    # The digests of both models' states are saved as one list: equally many of each.
     names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps) else [])]
     layer, size = len(state.records), len(state.activations) // len(names)
     for number, name in enumerate(names if layer < plan.skeleton.num_layers else ()):

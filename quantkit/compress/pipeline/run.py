@@ -70,6 +70,7 @@ def quantize(
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
     """
+    # From here on the clock runs, so that reading headers and data counts as preparing.
     compress = partial(
         _compress, activations=activations, resume=resume, listener=listener, started=time.perf_counter()
     )
@@ -161,7 +162,7 @@ class _Run:
         with phase("load"):
             layer = self._context(index)
             layer.count_tokens()
-            first = None if store is None else store[0][:1]
+            first = None if store is None else store[0][:1]  # one sequence is enough to measure the layer's noise on
             # Before any step spends time on a layer that is broken.
             reference = None if first is None else require_finite(layer.forward(first), name)
         cache = self._choose(layer, phase)

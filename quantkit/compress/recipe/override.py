@@ -70,7 +70,7 @@ def _paths(data: Mapping[str, Any]) -> list[str]:
     paths = list(Document.model_fields)
     for name, field in Document.model_fields.items():
         kinds = get_args(field.annotation)
-        if type(None) in kinds:  # a section or None
+        if type(None) in kinds:  # a section or None; entries of lists have no path of their own
             paths += [f"{name}.{key}" for key in kinds[0].model_fields]
     return paths + [f"steps.{name}.{option}" for name in _names(data) for option in option_names(name)]
 

@@ -58,6 +58,7 @@ def option_names(name: str) -> list[str]:
 
 def _options_model(kind: Any) -> type[RecipeSection]:
     """A strict model with the fields of a step's dataclass."""
+    # Steps stay plain dataclasses: what made them valid need not be known where they run.
     hints = get_type_hints(kind, include_extras=True)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
     return create_model(kind.__name__, __base__=RecipeSection, **fields)
