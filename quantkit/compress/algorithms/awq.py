@@ -18,7 +18,7 @@ from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.algorithms.rtn import InputStatistics, search_range
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,13 +75,25 @@ def reorders_groups(steps: Sequence[Step]) -> bool:
     return any(getattr(step, "reorders_groups", False) for step in steps)
 
 
-def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+def steps_bytes(
+    steps: Sequence[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
+) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
     Args:
         steps: of a recipe, which run one after another.
-        sizes: of the model.
+        layers: (N, K) of each linear, per layer.
+        element_bytes: of the dtype of weights and hidden states.
+        num_states: elements of the hidden states of one model that are kept in memory.
     """
+    shapes = [layer for layer in layers if layer]
+    sizes = LayerSizes(
+        weights=max((sum(n * k for n, k in layer) for layer in shapes), default=0),
+        tallest=max((n * k for layer in shapes for n, k in layer), default=0),
+        width=max((k for layer in shapes for _, k in layer), default=0),
+        element_bytes=element_bytes,
+        states_bytes=num_states * element_bytes,
+    )
     extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
     models = 2 if needs_original(steps) else 1
     return {

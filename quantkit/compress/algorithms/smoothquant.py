@@ -15,7 +15,7 @@ from quantkit.compress.algorithms._options import Share
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from quantkit.compress.calibration.expert_inputs import (
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.models.families import LinearSet, find_expert
+from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics import affine
 from quantkit.numerics.affine import Ranges, WeightGrid
 from quantkit.numerics.inputs import fake_quantize_inputs

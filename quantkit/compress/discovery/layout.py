@@ -17,7 +17,7 @@ from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.passing import pass_through
 from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 
 # Token ids of the trial run, one per row of a table of as many embeddings.
 _IDS = torch.arange(12).view(2, 6)

@@ -19,7 +19,7 @@ from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_paramete
 from quantkit.checkpoints.model_reader import expert_parts
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Experts
+from quantkit.models.family import Experts
 
 _TOKENS = 8
 _NAMES = ("gate_proj", "up_proj", "down_proj")

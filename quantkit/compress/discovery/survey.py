@@ -15,7 +15,7 @@ from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, exp
 from quantkit.compress.discovery.layout import owners
 from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

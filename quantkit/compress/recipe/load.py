@@ -20,7 +20,7 @@ from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates.language import parse_gates
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
@@ -33,32 +33,32 @@ class Recipe:
 
     Args:
         name: short name, also part of the default output directory.
-        seed: of everything that draws random numbers.
         description: what it does, when to use it, what it costs.
+        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
         scheme: which numbers each linear is stored in.
         kv_cache: what keys and values are stored in; None = nothing is said about them.
         steps: how well the numbers are chosen, in running order; none = plain rounding.
         step_names: of `steps`, as written in the file.
         calibration: None when nothing looks at data.
+        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
+        seed: of everything that draws random numbers.
         source: the same as plain data with every default filled in, without description and gates; two recipes with
             equal sources give equal checkpoints. Loading it gives this recipe again.
-        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
-        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
     """
 
     name: str
-    seed: int
     description: str
+    gates: tuple[str, ...] = ()
     scheme: Scheme
+    kv_cache: CacheGoal | None = None
     steps: tuple[Step, ...]
     step_names: tuple[str, ...]
     calibration: CalibrationSection | None
-    format: str
-    source: dict[str, Any]
     input_clip: Literal["absmax", "mse"] = "absmax"
-    gates: tuple[str, ...] = ()
-    kv_cache: CacheGoal | None = None
+    format: str
+    seed: int
+    source: dict[str, Any]
 
 
 class _NoUseOfDataError(RecipeError):
