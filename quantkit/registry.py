@@ -30,8 +30,8 @@ class Registry:
     def names(self) -> list[str]:
         """Sorted names of all members, without importing them; `base` and private modules are none."""
         path = importlib.import_module(self.package).__path__
-        found = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name.replace("_", "-") for name in found if name != "base" and not name.startswith("_"))
+        modules = (module.name for module in pkgutil.iter_modules(path))
+        return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
     def find(self, name: str) -> str:
         """The name of the member called `name`, which is not imported; hyphens and underscores are the same.

@@ -67,7 +67,9 @@ class _NoUseOfDataError(RecipeError):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {path.stem: path for path in sorted(demo.shipped("recipes").glob("*.yaml"), key=lambda path: path.stem)}
+    return {
+        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
+    }
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
