@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202, RET505
+# ruff: noqa: ANN001, ANN201, ANN202
 """Blocks of packed weights inside a product: words become numbers, and these meet a tile of rows.
 
 Device functions for `w4a16` and for experts. Two fields become two 16-bit numbers at once: `(word & mask) | magic` are

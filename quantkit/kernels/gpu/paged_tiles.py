@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM300
 """Tiles of cached pages inside attention: scores of keys, and values in a running softmax, in every KV type.
 
 Codes go to the products as small integers: scales per token are applied to scores and probabilities, scales per channel
