@@ -1,21 +1,24 @@
-"""Text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Bytes, text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
 
 Not a schema: what the data means is said where it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import stat
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from quantkit.errors import InputError
+from quantkit.errors import CheckpointError, InputError
 
-__all__ = ["MAX_YAML_BYTES", "parse_yaml", "read_text", "shorten"]
+__all__ = ["CHUNK_BYTES", "MAX_YAML_BYTES", "opened", "parse_yaml", "read_chunks", "read_text", "shorten"]
+
+CHUNK_BYTES = 1 << 22
 
 MAX_YAML_BYTES = 1 << 20
 _MAX_NODES = 50_000
@@ -37,6 +40,38 @@ def shorten(value: Any, limit: int = 60) -> str:
         if len(text) > limit:
             return text[: limit - 3] + "..."
     return text
+
+
+@contextlib.contextmanager
+def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
+    """A file to read whose system errors become one line.
+
+    Args:
+        path: of the file.
+        kind: what to raise.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+
+
+def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Bytes [start, start + num_bytes) of a file, at most `size` at a time.
+
+    Raises:
+        CheckpointError: they are not there, or cannot be read.
+    """
+    with opened(path) as file:
+        file.seek(start)
+        for left in range(num_bytes, 0, -size):
+            chunk = file.read(min(size, left))
+            if len(chunk) < min(size, left):
+                raise CheckpointError(
+                    f"{path} ended {left - len(chunk)} bytes early: it changed while it was read; run the command again"
+                )
+            yield chunk
 
 
 def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -> str:

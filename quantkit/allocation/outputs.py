@@ -11,7 +11,7 @@ from pathlib import Path
 from quantkit.checkpoints.replaceable import check_regular
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError
 
 
@@ -38,7 +38,7 @@ class Outputs:
             draft: the finished recipe in the work folder.
             trial: the model compressed by it, there too.
         """
-        try:
+        with writing(self.recipe.output):
             file = self.recipe.work.path / self.recipe.output.name
             shutil.copyfile(draft, file)
             self.recipe.promote(file)
@@ -47,8 +47,6 @@ class Outputs:
                 self.checkpoint.promote(self.checkpoint.work.checkpoint)
             if not self.keep_work:
                 self.work.clear()
-        except OSError as error:
-            raise translate_os_error(error, self.recipe.output) from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.untrusted import opened
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -152,9 +153,8 @@ def _no_weights(folder: Path) -> str:
 def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
     """A JSON object from a file; `kind` is what to raise when it is none."""
     try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+        with opened(path, kind) as file:
+            data = json.load(file)
     except (ValueError, RecursionError) as error:
         raise kind(f"{path} is not valid JSON ({error}); download or copy it again") from error
     if not isinstance(data, dict):

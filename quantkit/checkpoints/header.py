@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
+from quantkit.untrusted import opened
 
 if TYPE_CHECKING:
     import torch
@@ -93,13 +94,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: missing or unreadable, not safetensors, truncated, or inconsistent; names tensor and values.
     """
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            header = _parse(path, _read_text(path, file, file_bytes))
-            data_start = file.tell()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+    with opened(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        header = _parse(path, _read_text(path, file, file_bytes))
+        data_start = file.tell()
     header.pop("__metadata__", None)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
     _check_layout(path, tensors, data_start, file_bytes)

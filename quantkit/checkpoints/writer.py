@@ -111,16 +111,24 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     write_json(folder / INDEX_NAME, index)
 
 
-def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = None) -> QuantkitError:
-    """What a failed write means, in one line.
+@contextlib.contextmanager
+def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """What the system refuses in this block becomes one line.
 
     Args:
-        error: what the system said.
-        path: what was being written.
+        path: what is being written.
         needed_bytes: its full size, if known.
-    Returns:
-        ResourceError when the disk or the quota is full, OutputError otherwise; to be raised by the caller.
+    Raises:
+        ResourceError: the disk or the quota is full.
+        OutputError: any other error of the system.
     """
+    try:
+        yield
+    except OSError as error:
+        raise _translated(error, path, needed_bytes) from error
+
+
+def _translated(error: OSError, path: Path, needed_bytes: int | None) -> QuantkitError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         reason = error.strerror or str(error)
         return OutputError(f"cannot write {path}: {reason}; choose another --output or mend its folder's permissions")
@@ -154,7 +162,7 @@ def _write_pieces(path: Path, header: bytes, pieces: Iterable[bytes | memoryview
 def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends, and leaves nothing behind when it fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with writing(path, num_bytes):
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -166,8 +174,6 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except OSError as error:
-        raise translate_os_error(error, path, num_bytes) from error
 
 
 def sync_folder(folder: Path) -> None:

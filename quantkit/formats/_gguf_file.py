@@ -27,9 +27,9 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
 from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
+from quantkit.untrusted import opened, read_chunks
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
-_CHUNK_BYTES = 1 << 24
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
 
@@ -82,20 +82,7 @@ class GGUFFile:
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        info = self.tensors[name]
-        try:
-            with self.path.open("rb") as file:
-                file.seek(info.offset)
-                for start in range(0, info.num_bytes, _CHUNK_BYTES):
-                    size = min(_CHUNK_BYTES, info.num_bytes - start)
-                    data = file.read(size)
-                    if len(data) < size:
-                        raise CheckpointError(
-                            f"{self.path} ended early: it changed while it was read; run the command again"
-                        )
-                    yield data
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}; check the disk") from error
+        return read_chunks(self.path, self.tensors[name].offset, self.tensors[name].num_bytes)
 
 
 def is_gguf(path: Path) -> bool:
@@ -117,12 +104,8 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises:
         CheckpointError: missing, not GGUF, truncated or inconsistent; names the byte.
     """
-    try:
-        with path.open("rb") as file:
-            cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
-            return _read(cursor)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+    with opened(path) as file:
+        return _read(_Cursor(path, file, os.fstat(file.fileno()).st_size))
 
 
 def write_gguf_file(

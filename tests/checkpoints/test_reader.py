@@ -67,7 +67,7 @@ def test_rows_of_a_number_are_refused(single):
 @pytest.mark.parametrize("chunk", [1, 12, 1 << 22])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_rows(single, tensors, dtype, chunk, monkeypatch):
-    monkeypatch.setattr("quantkit.checkpoints.reader._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("quantkit.checkpoints.reader.CHUNK_BYTES", chunk)
     name = f"t.{str(dtype).removeprefix('torch.')}"
     reader = CheckpointReader(single)
     generator = torch.Generator().manual_seed(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
+from quantkit.checkpoints.writer import copy_tensors, write_json, writing
 from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
@@ -116,10 +116,8 @@ def convert(
 def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
     with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
-        try:
+        with writing(stage.work.path):
             yield stage
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:

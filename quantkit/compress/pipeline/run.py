@@ -17,7 +17,7 @@ import torch
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.compress.calibration.activations import Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
@@ -95,7 +95,7 @@ def _quantize(
         if resume and was_completed(stage, identity):
             return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
         stage.check_output()
-        try:
+        with writing(stage.work.path):
             state = load_state(stage.work, identity, resume=resume)
             run = _Run(plan=plan, state=state, samples=samples, mode=activations, listener=listener)
             with torch.inference_mode():
@@ -103,8 +103,6 @@ def _quantize(
             result = run.finish(warnings, started)
             stage.promote(state.checkpoint)
             return result
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
 
 
 @dataclass(kw_only=True, slots=True)
