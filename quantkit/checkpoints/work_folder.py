@@ -170,7 +170,7 @@ def _create(path: Path, option: str) -> bool:
             raise _link(path, option)
         if not stat.S_ISDIR(mode):
             raise OutputError(f"{path} is a file where quantkit would work; move it away or choose another {option}")
-        names = os.listdir(path)
+        names = [entry.name for entry in path.iterdir()]
         if names and (MARKER not in names or not stat.S_ISREG((path / MARKER).lstat().st_mode)):
             raise _foreign(path, option)
     return False
@@ -179,7 +179,7 @@ def _create(path: Path, option: str) -> bool:
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
     """What the marker says; empty for a new one, and where its writer was killed before anything else was there."""
     text = os.pread(descriptor, 1 << 16, 0)
-    if not text and os.listdir(path) == [MARKER]:
+    if not text and list(path.iterdir()) == [path / MARKER]:
         return {}
     try:
         marker: Any = json.loads(text)

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gguf_kquants import pack_q6_k, quantize_q4_k, quantize_q6_k
+from quantkit.formats._gguf_kquants import pack_q6_k, search_k_quant
 from quantkit.formats._microscaling import encode_microscaling, fp4_indices
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -61,10 +61,8 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
         return values.to(PLAIN[block]).contiguous().view(-1).view(torch.uint8)
     single = values.float().contiguous()
     if block in (Block.Q4_K, Block.Q6_K):
-        weights = None
-        if importance is not None:
-            weights = importance.float().view(1, -1, 256).expand(values.shape[0], -1, -1).reshape(-1, 256)
-        return (quantize_q4_k if block == Block.Q4_K else quantize_q6_k)(single.view(-1, 256), weights)
+        weights = None if importance is None else importance.float().expand_as(single).reshape(-1, 256)
+        return search_k_quant(single.view(-1, 256), 4 if block == Block.Q4_K else 6, weights)
     return torch.from_numpy(gguf.quantize(single.numpy(), block))
 
 

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import SchemeError
-from quantkit.numerics.dtype import DTYPES, DType
+from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 
+GPTQ_BITS = (2, 3, 4, 8)
 _HEAD = "lm_head"
-AUTOROUND = ("auto-round", "intel/auto-round")  # its `quant_method`, whatever the layout
+_AUTOROUND = ("auto-round", "intel/auto-round")  # its `quant_method`, whatever the layout
 
 
 def gptq_section(
@@ -79,7 +80,7 @@ def find_version(section: Mapping[str, Any]) -> str | None:
         SchemeError: it is GPTQ in a layout of one kernel (Marlin, ...), which cannot be decoded.
     """
     method = section.get("quant_method")
-    if method in AUTOROUND:
+    if method in _AUTOROUND:
         packing = str(section.get("packing_format", ""))
         return {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}.get(packing)
     if method != "gptq":
@@ -93,26 +94,17 @@ def find_version(section: Mapping[str, Any]) -> str | None:
     return str(version)
 
 
-def integer_dtype(bits: Any, where: str) -> DType:
-    """The integer type of this many bits.
-
-    Raises:
-        SchemeError: there is none.
-    """
-    for dtype in DTYPES.values():
-        if dtype.kind == "int" and type(bits) is int and dtype.bits == bits in (2, 3, 4, 8):
-            return dtype
-    raise SchemeError(f"{where} is {bits!r}; can be decoded: 2, 3, 4, 8")
-
-
-def read_group_size(value: Any, where: str) -> int | None:
+def read_group_size(value: Any) -> int | None:
     """A group size as these formats write it: -1 means one scale per channel.
 
     Raises:
         SchemeError: it is no whole number, or less than -1.
     """
     if type(value) is not int or value == 0 or value < -1:
-        raise SchemeError(f"{where} is {value!r}; expected a positive whole number, or -1 for one scale per channel")
+        raise SchemeError(
+            f"quantization_config.group_size is {value!r}; expected a positive whole number, "
+            "or -1 for one scale per channel"
+        )
     return None if value == -1 else value
 
 
@@ -130,13 +122,15 @@ def _numbers(weight: WeightScheme) -> dict[str, Any]:
 
 
 def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
-    fields = {**section, **changes} if isinstance(changes, Mapping) else dict(section)
-    symmetric = fields.get("sym", True)
+    fields = {**section, **changes} if isinstance(changes, Mapping) else section
+    bits, symmetric = fields.get("bits"), fields.get("sym", True)
+    if type(bits) is not int or bits not in GPTQ_BITS:
+        raise SchemeError(f"quantization_config.bits is {bits!r}; can be decoded: {', '.join(map(str, GPTQ_BITS))}")
     if type(symmetric) is not bool:
         raise SchemeError(f"quantization_config.sym is {symmetric!r}; expected true or false")
     return WeightScheme(
-        dtype=integer_dtype(fields.get("bits"), "quantization_config.bits"),
-        group_size=read_group_size(fields.get("group_size", -1), "quantization_config.group_size"),
+        dtype=DTYPES[f"int{bits}"],
+        group_size=read_group_size(fields.get("group_size", -1)),
         symmetric=symmetric,
     )
 

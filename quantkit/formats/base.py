@@ -216,16 +216,14 @@ class Format(ABC):
             SchemeError: it is in this format, but of a kind that cannot be decoded.
         """
         section = config.get("quantization_config")
-        if not self.method or not isinstance(section, Mapping):
-            return None
-        return self.read_section(section)
+        return self.scheme(section) if isinstance(section, Mapping) and self.owns(section) else None
 
-    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a `quantization_config`; None when it is in another format."""
-        return self.scheme(section) if section.get("quant_method") == self.method else None
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is in this format."""
+        return section.get("quant_method") == self.method != ""
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        """The scheme of a `quantization_config` with this format's own `quant_method`."""
+        """The scheme of a `quantization_config` in this format."""
         raise NotImplementedError(f"{self.name} reads no config")
 
     def _check_activations(self, scheme: LinearScheme) -> None:

@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gptq_config import find_version, gptq_section, read_gptq_section
+from quantkit.formats._gptq_config import GPTQ_BITS, find_version, gptq_section, read_gptq_section
 from quantkit.formats._packing import pack_words, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, matrix_shape
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
-
-_BITS = (2, 3, 4, 8)
 
 
 class GPTQFormat(Format):
@@ -49,7 +47,7 @@ class GPTQFormat(Format):
     def check(self, scheme: LinearScheme, shape: tuple[int, int]) -> None:
         super().check(scheme, shape)
         weight = scheme.weight
-        if weight.dtype.kind != "int" or weight.dtype.bits not in _BITS or weight.block_rows != 1:
+        if weight.dtype.kind != "int" or weight.dtype.bits not in GPTQ_BITS or weight.block_rows != 1:
             raise SchemeError(
                 f"{self.name} stores integers of 2, 3, 4 or 8 bits, not {weight.describe()}; set weights.dtype to one "
                 "of int2, int3, int4, int8, or set format=compressed-tensors"
@@ -113,8 +111,11 @@ class GPTQFormat(Format):
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         return gptq_section(linears, ignored, self.version, group_order=group_order)
 
-    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
-        return read_gptq_section(section) if find_version(section) == self.version else None
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        return find_version(section) == self.version
+
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
+        return read_gptq_section(section)
 
 
 FORMAT = GPTQFormat()

@@ -115,9 +115,12 @@ def convert(
 @contextmanager
 def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
     """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
-        with writing(stage.work.path):
-            yield stage
+    with (
+        open_stage(output, "convert", overwrite=overwrite, check=check) as stage,
+        torch.inference_mode(),
+        writing(stage.work.path),
+    ):
+        yield stage
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:

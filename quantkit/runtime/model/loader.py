@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import InputError, ModelError, SchemeError
-from quantkit.formats import REGISTRY as FORMATS
+from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
+from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import build_linear, join
@@ -147,18 +147,10 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
     Raises:
         ModelError: they are in a format that is not decoded here.
     """
-    described = reader.config.get("quantization_config")
-    if not described:
-        return None, None
-    method = described.get("quant_method") if isinstance(described, dict) else described
     try:
-        for known in FORMATS.all().values():
-            scheme = known.recognise(reader.config)
-            if scheme is not None:
-                return known, scheme
-    except SchemeError as error:
-        raise NotNative(f"quantization by {method!r} of this kind ({error})") from error
-    raise NotNative(f"quantization by {method!r}")
+        return recognise(reader.config, "config.json") or (None, None)
+    except (SchemeError, CheckpointError) as error:
+        raise NotNative(f"quantization of this kind ({error})") from error
 
 
 def pick_dtype(
