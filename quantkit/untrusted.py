@@ -35,8 +35,8 @@ def shorten(value: Any, limit: int = 60) -> str:
         limit: characters to keep.
     """
     text = ""
-    for piece in _written(value, limit):
-        text += piece
+    for part in _written(value, limit):
+        text += part
         if len(text) > limit:
             return text[: limit - 3] + "..."
     return text
@@ -127,21 +127,18 @@ def _one_line(text: str) -> str:
 
 
 def _written(value: Any, limit: int) -> Iterator[str]:
-    """The `repr` of a value, piece by piece; each piece is at most a few times `limit` long."""
-    if type(value) is dict:
-        yield "{"
-        for index, (key, item) in enumerate(value.items()):
-            yield ", " if index else ""
-            yield from _written(key, limit)
-            yield ": "
-            yield from _written(item, limit)
-        yield "}"
-    elif type(value) in (list, tuple):
-        yield "[" if type(value) is list else "("
+    """The `repr` of a value, part by part; each is at most a few times `limit` long."""
+    brackets = {dict: "{}", list: "[]", tuple: "()"}.get(type(value))
+    if brackets is not None:
+        yield brackets[0]
         for index, item in enumerate(value):
             yield ", " if index else ""
             yield from _written(item, limit)
-        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+            if type(value) is dict:
+                yield ": "
+                yield from _written(value[item], limit)
+        yield "," if type(value) is tuple and len(value) == 1 else ""
+        yield brackets[1]
     elif isinstance(value, str | bytes):
         yield repr(value[: limit + 1])
     elif type(value) is int and value.bit_length() > 4 * limit:
