@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.models.families import Experts, Family
 from quantkit.models.linear_sets import at
 

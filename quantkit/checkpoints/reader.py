@@ -17,12 +17,10 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, metadata_files, read_config
+from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
-
-__all__ = ["CheckpointReader", "TensorInfo"]
 
 R = TypeVar("R", bound="CheckpointReader")
 
@@ -48,7 +46,7 @@ class CheckpointReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path: Path = check_folder(Path(path))
-        self.config: dict[str, Any] = read_config(self.path)
+        self.config: dict[str, Any] = read_config_file(self.path)
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
@@ -129,19 +127,19 @@ class CheckpointReader:
             CheckpointError: no such tensor or row, or its file cannot be read.
         """
         info = self.info(name)
-        wanted = indices.detach().reshape(-1).to("cpu", torch.int64)
-        if wanted.numel() and not (info.shape and int(wanted.min()) >= 0 and int(wanted.max()) < info.shape[0]):
+        rows = indices.detach().reshape(-1).to("cpu", torch.int64)
+        if rows.numel() and not (info.shape and int(rows.min()) >= 0 and int(rows.max()) < info.shape[0]):
             raise CheckpointError(
-                f"tensor {name!r} of shape {info.shape} has no rows {int(wanted.min())} to {int(wanted.max())}"
+                f"tensor {name!r} of shape {info.shape} has no rows {int(rows.min())} to {int(rows.max())}"
             )
         width = _row_bytes(info)
         # Bytes, not elements: indexing must not depend on what torch can do with 8-bit floats.
-        result = torch.empty(len(wanted), width, dtype=torch.uint8)
+        result = torch.empty(len(rows), width, dtype=torch.uint8)
         limit = max(1, CHUNK_BYTES // max(1, width))
         with opened(info.file) as file:
-            for first, last, places in _runs(wanted, limit):
+            for first, last, places in _runs(rows, limit):
                 block = _read(file, info, first * width, (last - first) * width).view(last - first, width)
-                result[places] = block[wanted[places] - first]
+                result[places] = block[rows[places] - first]
         return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -167,29 +165,25 @@ class CheckpointReader:
             self._digests = {path.name: file_digest(path) for path in present}
         return dict(self._digests)
 
-    def metadata_files(self) -> list[Path]:
-        """Files to carry into a compressed checkpoint: tokenizer, generation config, licence; never weights or code."""
-        return metadata_files(self.path)
-
 
 def _row_bytes(info: TensorInfo) -> int:
     return math.prod(info.shape[1:]) * info.dtype.itemsize
 
 
-def _runs(wanted: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Consecutive rows that are wanted, in ascending order, at most `limit` places at a time.
+def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Consecutive rows of those asked for, in ascending order, at most `limit` places at a time.
 
-    For wanted = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
+    For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 
     Args:
-        wanted: (T,) int64 row numbers.
+        asked: (T,) int64 row numbers.
         limit: > 0.
     Yields:
         first, last: rows [first, last) to read.
-        places: positions in `wanted` whose row is one of them.
+        places: positions in `asked` whose row is one of them.
     """
-    order = torch.argsort(wanted, stable=True)
-    rows = wanted[order]
+    order = torch.argsort(asked, stable=True)
+    rows = asked[order]
     # A step of more than one row starts a new run.
     breaks = (rows.diff() > 1).nonzero().view(-1) + 1
     for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):

@@ -23,16 +23,8 @@ from quantkit.formats._gguf_kquants import pack_q6_k, search_k_quant
 from quantkit.formats._microscaling import encode_microscaling, fp4_indices
 from quantkit.numerics.tensor import QuantizedTensor
 
-PLAIN = {
-    Block.F32: torch.float32,
-    Block.F16: torch.float16,
-    Block.BF16: torch.bfloat16,
-    Block.F64: torch.float64,
-    Block.I8: torch.int8,
-    Block.I16: torch.int16,
-    Block.I32: torch.int32,
-    Block.I64: torch.int64,
-}
+PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}
+PLAIN |= {Block.I64: torch.int64, Block.I32: torch.int32, Block.I16: torch.int16, Block.I8: torch.int8}
 _OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16}  # from codes to the unsigned numbers of a block
 
 

@@ -144,11 +144,11 @@ def test_modelopt_int4_packs_two_outputs():
 
 
 def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
-    from quantkit.checkpoints.folder import read_config
+    from quantkit.checkpoints.folder import read_config_file
 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    assert scheme_of(read_config(tmp_path))[0] == "modelopt"
+    assert scheme_of(read_config_file(tmp_path))[0] == "modelopt"
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (200, 256), (64, 192)])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import read_config
+from quantkit.checkpoints.folder import read_config_file
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.writer import copy_tensors, write_json, writing
@@ -129,7 +129,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    target.format.check_config(read_config(folder), target.linears, target.ignored)
+    target.format.check_config(read_config_file(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
     return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
+from quantkit.checkpoints.experts import LinearExperts, holds_stacked_experts, set_parameter
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.models.families import Experts
@@ -36,7 +36,7 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
-            if is_stacked(module):
+            if holds_stacked_experts(module):
                 gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
                 own = f"{name}.{{expert}}"
                 data = [
