@@ -1,20 +1,27 @@
-"""Which of compressed-tensors' formats holds a scheme, and why none does: pure rules, no tensors.
+"""Which of compressed-tensors' formats holds a scheme, and which models its loaders take: pure rules, no tensors.
 
 The rules are those of the library and of the engines that read it: what only the library could compute is refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
-`layers/quantization/compressed_tensors/compressed_tensors.py`. The library is imported where it is asked: whoever reads
-another format need not have it, nor wait for it.
+`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`; transformers 5.23 with
+compressed-tensors 0.20, `integrations/compressed_tensors.py` (CompressedTensorsDequantize).
+The library is imported where it is asked: whoever reads another format need not have it, nor wait for it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.errors import SchemeError
+from quantkit.models.families import find_expert
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.models.families import Family
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MICROSCALING = {
@@ -131,3 +138,40 @@ def packs_densely() -> bool:
     from compressed_tensors.compressors import pack_to_int32
 
     return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)
+
+
+def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
+    """Refuse what no loader takes; say what some do not take. See `Format.check_model`."""
+    name = family.hf_names[0]
+    if family.decode_at_load:
+        return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
+    experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}
+    return _check_experts(name, experts, loads=family.compressed_experts)
+
+
+def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
+    if len(schemes) > 1:
+        raise SchemeError(
+            f"weights of {family} are decoded while loading, which transformers does by one scheme: "
+            "give all linears the same numbers (ignoring some is fine), or set format=dense"
+        )
+    if any(scheme.activation is not None for scheme in schemes):
+        return (f"transformers decodes weights of {family} while loading and leaves activations as they are",)
+    return ()
+
+
+def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
+    if any(not scheme.weight.symmetric for scheme in schemes):
+        raise SchemeError(
+            "experts with zero points load neither in transformers nor in vLLM: set weights.symmetric=true, "
+            "or format=dense"
+        )
+    if schemes and not loads:
+        return (
+            f"transformers does not load compressed experts of {family}, whoever wrote them; for it set format=dense",
+        )
+    if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
+        return ("transformers does not load INT8 experts with INT8 activations; engines such as vLLM do",)
+    if len(schemes) > 1:
+        return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
+    return ()

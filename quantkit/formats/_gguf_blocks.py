@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._gguf_kquants import pack_q6_k, search_k_quant
-from quantkit.formats._microscaling import encode_microscaling, fp4_indices
+from quantkit.formats._unpacked import encode_microscaling, fp4_indices
 from quantkit.numerics.tensor import QuantizedTensor
 
 PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}

@@ -56,6 +56,8 @@ class Format(ABC):
     # Local names of the scales, and of the group of each input; "" = there is no such tensor.
     scale_name: ClassVar[str] = "weight_scale"
     order_name: ClassVar[str] = ""
+    # Of the matrix with the shape of the weight; "" = shapes do not tell.
+    shape_name: ClassVar[str] = "weight"
     # What scales can be stored in; the first is taken when a model's own dtype is none of them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
@@ -109,7 +111,7 @@ class Format(ABC):
             shapes: of its tensors, by local name.
             scheme: of the linear.
         """
-        return matrix_shape(shapes.get("weight"))
+        return matrix_shape(shapes.get(self.shape_name))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""

@@ -36,10 +36,8 @@ class BitsAndBytes(Format):
     name: ClassVar[str] = "bitsandbytes"
     method: ClassVar[str] = "bitsandbytes"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = ""  # of 4-bit weights only the JSON text knows it
     package: ClassVar[str] = "bitsandbytes"
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return None  # of 4-bit weights only the JSON text knows it
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if scheme.weight.dtype != INT8:

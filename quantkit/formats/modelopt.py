@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._microscaling import unpack_fp4
 from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats._unpacked import unpack_fp4
 from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -41,10 +41,8 @@ class ModelOpt(Format):
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = ""  # which side of a matrix of bytes is halved depends on the algorithm
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return None  # which side of a matrix of bytes is halved depends on the algorithm
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if "pre_quant_scale" in tensors:

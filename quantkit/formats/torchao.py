@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._tensors import take, take_matrix
-from quantkit.formats.base import Format, ignored_rules, matrix_shape
+from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import DTYPES, FP8, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -32,11 +32,9 @@ class TorchAO(Format):
     name: ClassVar[str] = "torchao"
     method: ClassVar[str] = "torchao"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = "_weight_qdata"
     scale_name: ClassVar[str] = "_weight_scale"
     package: ClassVar[str] = "torchao"
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return matrix_shape(shapes.get("_weight_qdata"))
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         weight = scheme.weight

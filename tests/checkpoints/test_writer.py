@@ -60,8 +60,8 @@ def test_order_of_the_mapping_does_not_matter(tmp_path, tensors):
     assert first == second
 
 
-def test_views_and_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "_PIECE_BYTES", 5)
+def test_views_and_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 5)
     base = torch.arange(24).view(4, 6)
     writer.write_shard(tmp_path / "x.safetensors", {"t": base.T, "s": base[1:3, ::2]})
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.formats._microscaling import fp4_values
+from quantkit.formats._unpacked import fp4_values
 from quantkit.kernels.gpu import choices, configs, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.gpu.attention import TritonAttention
