@@ -5,30 +5,18 @@ glibc holds on to freed blocks of up to 32 MiB; between two phases with differen
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import re
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; None with another C library."""
-    try:
-        function: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return function
 
 
 def release_freed_memory() -> None:
     """Return freed memory to the system; does nothing where that is not possible."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes() -> int:

@@ -102,20 +102,20 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         exponents = encode_microscaling(weight)["weight_scale"].view(-1, 1)
         indices = fp4_indices(weight.codes).view(-1, 32)
         return block, torch.cat([exponents, indices[:, :16] | indices[:, 16:] << 4], dim=1).view(rows, -1)
-    scale = _per_block(_exact_half(weight.scale), weight, block)
+    scale, minimum = _per_block(_exact_half(weight.scale), weight, block), None
     codes = weight.codes.view(-1, block_values(block))
     if block == Block.Q6_K:
         ones = torch.ones(len(codes), 16, dtype=torch.int8)
         return block, pack_q6_k(codes, ones, scale.view(-1, 1)).view(rows, -1)
-    if weight.zero_point is None:
-        return block, _pack(block, codes, scale).view(rows, -1)
-    zero = _per_block(weight.zero_point, weight, block)
-    minimum = -(zero.float() + 8) * scale.float()
-    if weight.scheme.dtype.bits < 4:
-        return block, _pack(block, codes - zero.view(-1, 1), scale).view(rows, -1)
-    if torch.equal(minimum.half().float(), minimum):
-        return Block.Q4_1, _pack(Block.Q4_1, codes + 8, scale, minimum).view(rows, -1)
-    return Block.Q5_0, _pack(Block.Q5_0, codes - zero.view(-1, 1), scale).view(rows, -1)
+    if weight.zero_point is not None:
+        zero = _per_block(weight.zero_point, weight, block)
+        lowest = -(zero.float() + 8) * scale.float()
+        if weight.scheme.dtype.bits == 4 and torch.equal(lowest.half().float(), lowest):
+            block, codes, minimum = Block.Q4_1, codes + 8, lowest
+        else:
+            # The difference of two 4-bit numbers has five bits, that of shorter ones four.
+            block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero.view(-1, 1)
+    return block, _pack(block, codes, scale, minimum).view(rows, -1)
 
 
 def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Tensor:
