@@ -25,6 +25,7 @@ _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
 _MAX_REASON = 200
+_BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def shorten(value: Any, limit: int = 60) -> str:
@@ -128,7 +129,7 @@ def _one_line(text: str) -> str:
 
 def _written(value: Any, limit: int) -> Iterator[str]:
     """The `repr` of a value, part by part; each is at most a few times `limit` long."""
-    brackets = {dict: "{}", list: "[]", tuple: "()"}.get(type(value))
+    brackets = _BRACKETS.get(type(value))
     if brackets is not None:
         yield brackets[0]
         for index, item in enumerate(value):

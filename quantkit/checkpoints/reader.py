@@ -137,9 +137,9 @@ class CheckpointReader:
         result = torch.empty(len(rows), width, dtype=torch.uint8)
         limit = max(1, CHUNK_BYTES // max(1, width))
         with opened(info.file) as file:
-            for first, last, places in _runs(rows, limit):
+            for first, last, positions in _runs(rows, limit):
                 block = _read(file, info, first * width, (last - first) * width).view(last - first, width)
-                result[places] = block[rows[places] - first]
+                result[positions] = block[rows[positions] - first]
         return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -154,7 +154,7 @@ class CheckpointReader:
     def digests(self) -> dict[str, str]:
         """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
 
-        Read once, in pieces, and remembered.
+        Read once, in chunks, and remembered.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -171,7 +171,7 @@ def _row_bytes(info: TensorInfo) -> int:
 
 
 def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Consecutive rows of those asked for, in ascending order, at most `limit` places at a time.
+    """Consecutive rows of those asked for, in ascending order, at most `limit` positions at a time.
 
     For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 
@@ -180,7 +180,7 @@ def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
         limit: > 0.
     Yields:
         first, last: rows [first, last) to read.
-        places: positions in `asked` whose row is one of them.
+        positions: those in `asked` whose row is one of them.
     """
     order = torch.argsort(asked, stable=True)
     rows = asked[order]

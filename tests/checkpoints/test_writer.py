@@ -49,9 +49,9 @@ def test_reads_back_with_the_library(tmp_path, tensors):
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         for name, tensor in tensors.items():
-            found = file.get_tensor(name)
-            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-            assert found.tolist() == tensor.tolist()
+            read = file.get_tensor(name)
+            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+            assert read.tolist() == tensor.tolist()
 
 
 def test_order_of_the_mapping_does_not_matter(tmp_path, tensors):

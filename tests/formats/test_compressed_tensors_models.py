@@ -93,10 +93,10 @@ def test_transformers_rounds_microscaled_inputs_as_we_do(tmp_path, model, name):
     loaded, expected = load_half(tmp_path, model, name)
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
-        found, wanted = loaded(tokens).logits.float(), expected(tokens).logits.float()
+        logits, reference = loaded(tokens).logits.float(), expected(tokens).logits.float()
         plain = model(tokens).logits
-    assert (found - wanted).std() <= 0.1 * wanted.std()
-    assert (wanted - plain).std() > (found - wanted).std()
+    assert (logits - reference).std() <= 0.1 * reference.std()
+    assert (reference - plain).std() > (logits - reference).std()
 
 
 def load_half(folder: Path, model: LlamaForCausalLM, name: str) -> tuple[nn.Module, nn.Module]:
