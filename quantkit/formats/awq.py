@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gptq_config import read_group_size, write_group_size
 from quantkit.formats._packing import pack_words, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, ignored_rules, matrix_shape
-from quantkit.formats.gptq import check_scale
+from quantkit.formats.gptq import check_scale, read_group_size, write_group_size
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
