@@ -6,6 +6,7 @@ Not a schema: what the data means is said where it is used.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import stat
 from collections.abc import Hashable, Iterator
@@ -15,8 +16,6 @@ from typing import Any, BinaryIO
 import yaml
 
 from quantkit.errors import CheckpointError, InputError
-
-__all__ = ["CHUNK_BYTES", "MAX_YAML_BYTES", "opened", "parse_yaml", "read_chunks", "read_text", "shorten"]
 
 CHUNK_BYTES = 1 << 22
 
@@ -96,6 +95,25 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise kind(f"{path}: cannot be read as text: {error}") from None
+
+
+def parse_object(text: bytes, where: str, kind: type[InputError]) -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        text: all of it, UTF-8, -16 or -32.
+        where: what holds it, for messages.
+        kind: what to raise.
+    Raises:
+        InputError: of this kind: it is not JSON, too deep, or no object.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{where} is not valid JSON ({error}); download or copy it again") from error
+    if not isinstance(data, dict):
+        raise kind(f"{where} is a JSON {type(data).__name__}, not an object; download or copy it again")
+    return data
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.untrusted import opened
+from quantkit.untrusted import opened, parse_object
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -143,14 +142,8 @@ def _no_weights(folder: Path) -> str:
 
 def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
     """A JSON object from a file; `kind` is what to raise when it is none."""
-    try:
-        with opened(path, kind) as file:
-            data = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{path} is not valid JSON ({error}); download or copy it again") from error
-    if not isinstance(data, dict):
-        raise kind(f"{path} holds a JSON {type(data).__name__}, not an object; download or copy it again")
-    return data
+    with opened(path, kind) as file:
+        return parse_object(file.read(), str(path), kind)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

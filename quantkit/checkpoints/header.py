@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import opened
+from quantkit.untrusted import opened, parse_object
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     with opened(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        header = _parse(path, _read_text(path, file, file_bytes))
+        header = parse_object(_read_text(path, file, file_bytes), f"the header of {path}", CheckpointError)
         data_start = file.tell()
     header.pop("__metadata__", None)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
@@ -162,16 +162,6 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
             f"and the file has {file_bytes}; download or copy it again"
         )
     return file.read(length)
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a header that is not JSON ({error}); {_DAMAGED}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a header that is not a JSON object; {_DAMAGED}")
-    return header
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:

@@ -114,7 +114,7 @@ def _improve_q4(
         error (M,), codes (M, 8, 32), and the four arguments with the integers chosen.
     """
 
-    def moved(by: tuple[int, int]) -> State:
+    def moved(by: tuple[int, ...]) -> State:
         tried, lowered = (scales + by[0]).clamp_(0, 63), (minimums + by[1]).clamp_(0, 63)
         slope, start = (step * tried).unsqueeze(-1), (offset * lowered).unsqueeze(-1)
         codes = _ratio(blocks + start, slope).round_().clamp_(0, 15)
