@@ -39,12 +39,9 @@ def find_layout(scheme: LinearScheme) -> str:
         SchemeError: none does; says which recipe field to change.
     """
     weight, activation = scheme.weight, scheme.activation
-    if weight.dtype.scale != "float":
-        _check_microscaling(scheme)
-        return MICROSCALING[weight.dtype.name]
     if weight.dtype.kind == "float":
         _check_float(scheme)
-        return FLOAT
+        return MICROSCALING.get(weight.dtype.name, FLOAT)
     _check_integer(weight)
     if activation is None:
         return PACKED
@@ -58,47 +55,35 @@ def find_layout(scheme: LinearScheme) -> str:
         and activation.group_size is None
     ):
         return INTEGER
+    name = activation.dtype.name
+    hint = f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
     raise SchemeError(
         f"{activation.describe()} activations do not go with {weight.describe()}; set weights.dtype to int8 with "
         "weights.group_size 'channel' (int8 activations) or to symmetric int4 (int8 or fp8 activations, dynamic), "
-        f"or leave activations out{_float_hint(activation)}"
+        f"or leave activations out{hint}"
     )
 
 
-def _float_hint(activation: ActivationScheme) -> str:
-    name = activation.dtype.name
-    return f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
-
-
-def _check_microscaling(scheme: LinearScheme) -> None:
-    """Refuse other activations than those of the weight's own type, and libraries that do not know the type yet."""
-    name, activation = scheme.weight.dtype.name, scheme.activation
-    if activation is not None and activation.dtype != scheme.weight.dtype:
-        raise SchemeError(
-            f"{activation.dtype.name} activations do not go with {name} weights; "
-            f"set activations.dtype to {name} or leave activations out"
-        )
-    if MICROSCALING[name] not in library_formats():
-        raise SchemeError(
-            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
-            "pip install -U compressed-tensors"
-        )
-
-
 def _check_float(scheme: LinearScheme) -> None:
-    """Refuse what engines have no FP8 products for."""
+    """Refuse what engines have no products for, and types that the library does not know yet."""
     weight, activation = scheme.weight, scheme.activation
-    if weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1):
+    name, is_scaled_by_floats = weight.dtype.name, weight.dtype.scale == "float"
+    if is_scaled_by_floats and (weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1)):
         raise SchemeError(
-            f"compressed-tensors stores {weight.dtype.name} weights with one scale per channel, tensor or block, "
+            f"compressed-tensors stores {name} weights with one scale per channel, tensor or block, "
             f"not {weight.describe()}; set weights.group_size to 'channel', 'tensor' or 128x128"
         )
     if activation is not None and activation.dtype != weight.dtype:
         raise SchemeError(
-            f"{activation.dtype.name} activations do not go with {weight.dtype.name} weights; "
-            f"set activations to {weight.dtype.name} or leave them out"
+            f"{activation.dtype.name} activations do not go with {name} weights; "
+            f"set activations.dtype to {name} or leave activations out"
         )
-    if activation is not None and activation.group_size is not None and weight.block_rows == 1:
+    if not is_scaled_by_floats and MICROSCALING[name] not in library_formats():
+        raise SchemeError(
+            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
+            "pip install -U compressed-tensors"
+        )
+    if is_scaled_by_floats and activation is not None and activation.group_size and weight.block_rows == 1:
         raise SchemeError(
             f"activations in groups of {activation.group_size} go with weights in blocks; set weights.group_size to "
             f"{activation.group_size}x{activation.group_size}, or leave activations.group_size out"
