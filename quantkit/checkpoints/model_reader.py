@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.models.families import Experts, Family
+from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
 
 

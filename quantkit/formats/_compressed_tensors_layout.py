@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.errors import SchemeError
-from quantkit.models.families import find_expert
+from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MICROSCALING = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from quantkit.checkpoints.writer import write_json, write_shard
 from quantkit.errors import SchemeError
@@ -18,13 +18,13 @@ from quantkit.formats.compressed_tensors import FORMAT
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from tests.formats.schemes import SCHEMES, quantize, with_input
-from tests.helpers import SIZES
+from tests.helpers import tiny_config
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 64, "tie_word_embeddings": False})).eval()
+    return LlamaForCausalLM(tiny_config("llama", vocab_size=64)).eval()
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -85,10 +85,10 @@ def test_transformers_rounds_microscaled_inputs_as_we_do(tmp_path, model, name):
     loaded, expected = load_half(tmp_path, model, name)
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
-        logits, reference = loaded(tokens).logits.float(), expected(tokens).logits.float()
+        found, wanted = loaded(tokens).logits.float(), expected(tokens).logits.float()
         plain = model(tokens).logits
-    assert (logits - reference).std() <= 0.1 * reference.std()
-    assert (reference - plain).std() > (logits - reference).std()
+    assert (found - wanted).std() <= 0.1 * wanted.std()
+    assert (wanted - plain).std() > (found - wanted).std()
 
 
 def load_half(folder: Path, model: LlamaForCausalLM, name: str) -> tuple[nn.Module, nn.Module]:
