@@ -69,18 +69,18 @@ def derived_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None]:
-    """Log-probabilities of the rows whose request wants them, by the model itself.
+def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None] | None:
+    """Log-probabilities of the rows whose request wants them, by the model itself; None where none does.
 
     Args:
         logits: (R, V) float32.
         rows: what each row belongs to.
         tokens: chosen for each row.
     """
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
     if not counts:
-        return logprobs
+        return None
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     wanted, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
     table = logits[wanted].log_softmax(-1)  # (W, V)
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
