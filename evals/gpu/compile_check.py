@@ -303,11 +303,11 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         recorder.label = f"{width} features"
         x = meta(4, width, dtype=dtype)
         ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0)
-        ops.add_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0)
+        ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x)
         for quantization in QUANTIZATIONS if width >= 4096 else ():
             fixed = ", fixed scale" if quantization.step else ""
             recorder.label = f"{width} features to {quantization.name}{fixed}"
-            ops.quantized_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0, quantization)
+            ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x, quantization)
     angles = meta(4, 64, dtype=torch.float32)
     for interleaved in (False, True):
         recorder.label = "interleaved" if interleaved else "halves"
@@ -317,7 +317,7 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         ops.gated(meta(4, 2 * 14336, dtype=dtype), name)
     for quantization in QUANTIZATIONS:
         recorder.label = f"silu to {quantization.name}" + (", fixed scale" if quantization.step else "")
-        ops.quantized_gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
+        ops.gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
 
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:

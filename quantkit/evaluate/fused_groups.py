@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
 from quantkit.formats.base import Format
-from quantkit.kernels.types import Linear
+from quantkit.kernels.types import Linear, WrappedLinear
 from quantkit.models.family import LinearSet
 from quantkit.numerics.scheme import Scheme
 from quantkit.runtime.llm import LLM
@@ -56,7 +56,7 @@ class FusedGroup:
     dense_bytes: int
 
 
-class Rescaled:
+class Rescaled(WrappedLinear):
     """A linear between tensors of another scale.
 
     Args:
@@ -66,9 +66,8 @@ class Rescaled:
     """
 
     def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.stored_bytes, self.description = linear.stored_bytes, linear.description
-        self._linear, self._inputs, self._outputs = linear, inputs, outputs
+        super().__init__(linear)
+        self._inputs, self._outputs = inputs, outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""

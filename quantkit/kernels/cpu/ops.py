@@ -44,42 +44,30 @@ def _functions() -> _Functions | None:
     return _Functions(*(function for function in functions if function is not None))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
     """See `ops.rms_norm`."""
     call, kind = _functions(), STATE_TYPES.get(x.dtype)
     if call is None or kind is None or not x.is_cpu or weight.dtype != x.dtype:
         return None
-    width = x.shape[-1]
-    if x.is_contiguous():
-        out, outer, inner, strides = torch.empty_like(x), 1, x.numel() // width, (0, width)
-    elif x.dim() == 3 and x.stride(2) == 1:
-        outer, inner, strides = x.shape[0], x.shape[1], (x.stride(0), x.stride(1))
-        out = x.new_empty(*x.shape)
-    else:
+    width, is_dense = x.shape[-1], x.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    constants = eps, offset, kind, torch.get_num_threads()
+    if residual is not None:
+        if not is_dense or not residual.is_contiguous() or residual.dtype != x.dtype:
+            return None
+        total = torch.empty_like(x)
+        call.add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), x.numel() // width,
+            width, *constants,
+        )  # fmt: skip
+        return out, total
+    if not is_dense and (x.dim() != 3 or x.stride(2) != 1):
         return None
-    threads = torch.get_num_threads()
-    call.rms_norm(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width, *strides, eps, offset, kind, threads
-    )
-    return out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor] | None:
-    """See `ops.add_rms_norm`."""
-    call, kind = _functions(), STATE_TYPES.get(x.dtype)
-    if call is None or kind is None or not x.is_cpu or not x.dtype == residual.dtype == weight.dtype:
-        return None
-    if not (x.is_contiguous() and residual.is_contiguous()):
-        return None
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
-    call.add_rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), x.numel() // width,
-        width, eps, offset, kind, torch.get_num_threads(),
-    )  # fmt: skip
-    return normed, total
+    rows = (1, x.numel() // width, width, 0, width) if is_dense else (*x.shape, x.stride(0), x.stride(1))
+    call.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows, *constants)
+    return out, x
 
 
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:

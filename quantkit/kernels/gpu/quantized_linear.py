@@ -62,6 +62,8 @@ class _QuantizedInputsLinear(LinearFacts, ABC):
         bias_dtype: in which the bias is kept.
     """
 
+    activation_quantization: ActivationQuantization
+
     def __init__(
         self,
         source: LinearSource,

@@ -37,8 +37,8 @@ class Stepwise:
         query, key, value = states
         norms = options.norms
         if norms is not None:
-            query = ops.rms_norm(query, norms.query, norms.eps, offset=norms.offset)
-            key = ops.rms_norm(key, norms.key, norms.eps, offset=norms.offset)
+            query, _ = ops.rms_norm(query, norms.query, norms.eps, norms.offset)
+            key, _ = ops.rms_norm(key, norms.key, norms.eps, norms.offset)
         if angles is not None:
             ops.rotary_(query, key, *angles, interleaved=options.interleaved)
         return self.inner((query, key, value), batch, options)
@@ -46,7 +46,8 @@ class Stepwise:
 
 def paged_attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages."""
-    fused = _on_gpu(views)
+    on_gpu = gpu.module("attention", views.pool.device)
+    fused: PagedAttention | None = on_gpu.TritonAttention(views) if on_gpu and on_gpu.can(views) else None
     is_rotated = views.layout.scheme.rotation != "none"
     if fused is not None and not is_rotated:
         return fused
@@ -61,12 +62,3 @@ def paged_attention(views: KVViews) -> PagedAttention:
 def _rotation(width: int, device: torch.device) -> Tensor:
     """One matrix for all layers."""
     return hadamard(width).to(device)
-
-
-def _on_gpu(views: KVViews) -> PagedAttention | None:
-    if gpu.is_used(views.pool.device):
-        from quantkit.kernels.gpu import attention
-
-        if attention.can(views):
-            return attention.TritonAttention(views)
-    return None

@@ -15,24 +15,19 @@ from torch import Tensor
 from quantkit.errors import ModelError, suggestion
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension; see `ops.rms_norm`."""
-    single = x.float()
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """total / rms(total) * (weight + offset) over the last dimension, and the total; see `ops.rms_norm`."""
+    total = x if residual is None else x + residual
+    single = total.float()
     scaled = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)
-    return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype)
+    return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype), total
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / deviation * weight + bias over the last dimension; see `ops.layer_norm`."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """rms_norm(x + residual), and x + residual; see `ops.add_rms_norm`."""
-    total = x + residual
-    return rms_norm(total, weight, eps, offset=offset), total
 
 
 def rotary_(

@@ -113,11 +113,11 @@ def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
 
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((5, width), (5, width), (width,)))
-    found, total = gpu_ops.quantized_rms_norm(x, residual, weight, 1e-5, 0.0, rounding)
-    normed, expected_total = gpu_ops.add_rms_norm(x, residual, weight, 1e-5, 0.0)
+    found, total = gpu_ops.rms_norm(x, weight, 1e-5, 0.0, residual, rounding)
+    normed, expected_total = gpu_ops.rms_norm(x, weight, 1e-5, 0.0, residual)
     assert torch.equal(total, expected_total)
     gate_up = torch.cat([x, residual], dim=1)
-    pairs = [(found, normed), (gpu_ops.quantized_gated(gate_up, "silu", rounding), gpu_ops.gated(gate_up, "silu"))]
+    pairs = [(found, normed), (gpu_ops.gated(gate_up, "silu", rounding), gpu_ops.gated(gate_up, "silu"))]
     for rows, values in pairs:
         expected = quantize_rows(values, rounding)
         assert torch.equal(rows.codes[:5], expected.codes[:5])
@@ -130,10 +130,10 @@ def test_norms(width, dtype):
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
     for offset in (0.0, 1.0):
-        found = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset=offset).cpu()
-        torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset=offset))
-        found = ops.add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5, offset=offset)
-        expected = reference.add_rms_norm(x, residual, weight, 1e-5, offset=offset)
+        found, _ = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset)
+        torch.testing.assert_close(found.cpu(), reference.rms_norm(x, weight, 1e-5, offset)[0])
+        found = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset, residual.cuda())
+        expected = reference.rms_norm(x, weight, 1e-5, offset, residual)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other)
 
