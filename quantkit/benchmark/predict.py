@@ -20,7 +20,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
-from quantkit.kernels.layouts import kv_dtype, page_bytes, residual_bytes
+from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.families import find
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -108,8 +108,7 @@ def predict(
         scheme=scheme if format_ is not None else None,
         place=Place(device=place, dtype=chosen, native=on_cpu),
     )
-    caches = read_stored_cache(reader, config).choose(kv_cache)
-    layouts = config_layouts(config, caches, page_size, kv_dtype(kv_cache, chosen))
+    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
     return Prediction(
         weight_bytes=sizes.total(head_dtype),
         page_bytes=page_bytes(layouts),

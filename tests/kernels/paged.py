@@ -127,7 +127,7 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
     if scheme.dtype is None:
         return states
     if scheme.granularity != "channel":
-        fixed = torch.tensor(getattr(shape, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
+        fixed = torch.tensor(getattr(shape.cache, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
         turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
         if turn is not None:
             states = (states.float() @ turn).to(states.dtype)

@@ -73,8 +73,8 @@ def test_chunks_do_not_change_the_result(chunk):
     whole, split = Sequences(layout(), (31,)), Sequences(layout(), (31,))
     expected = whole.step(whole.cache(), [(0, 0, 31)])[0]
     cache = split.cache()
-    found = [split.step(cache, [(0, at, min(at + chunk, 31))])[0] for at in range(0, 31, chunk)]
-    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=2e-6)
+    actual = [split.step(cache, [(0, at, min(at + chunk, 31))])[0] for at in range(0, 31, chunk)]
+    torch.testing.assert_close(torch.cat(actual), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

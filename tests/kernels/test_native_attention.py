@@ -58,8 +58,8 @@ def test_both_store_the_same_bits(dtype, kept, kind, dim):
     sequences.key[1][8] *= 300
     first, second = pair(sequences)
     for spans in STEPS:
-        found, expected = sequences.step(first, spans), sequences.step(second, spans)
-        for out, other in zip(found, expected, strict=True):
+        actual, expected = sequences.step(first, spans), sequences.step(second, spans)
+        for out, other in zip(actual, expected, strict=True):
             if dtype is torch.float32:  # in bf16 scores of 1000 differ by more than one
                 torch.testing.assert_close(out, other, rtol=2**-6, atol=2e-3)
         assert_same_memory(first, second)
@@ -109,8 +109,8 @@ def test_real_sizes(kind, dim, heads, query_heads, window, dtype, bound):
         [(0, 321, 330), (1, 132, 140)],
     ]
     for spans in steps:
-        found, expected = sequences.step(first, spans, **options), sequences.step(second, spans, **options)
-        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=bound)
+        actual, expected = sequences.step(first, spans, **options), sequences.step(second, spans, **options)
+        torch.testing.assert_close(torch.cat(actual), torch.cat(expected), rtol=0, atol=bound)
         assert_same_memory(first, second)
 
 
@@ -120,9 +120,9 @@ def test_slices_of_a_fused_projection_are_read_in_place():
     fused = torch.cat([s[0].flatten(1) for s in (sequences.query, sequences.key, sequences.value)], dim=1)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in fused.split([64, 32, 32], dim=1))
     assert not query.is_contiguous()
-    found = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
-    assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
-    assert found.is_contiguous()
+    actual = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
+    assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
+    assert actual.is_contiguous()
 
 
 def test_heads_that_are_not_dense_are_copied():
@@ -131,8 +131,8 @@ def test_heads_that_are_not_dense_are_copied():
     states = [
         s[0].transpose(0, 1).contiguous().transpose(0, 1) for s in (sequences.query, sequences.key, sequences.value)
     ]
-    found = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
-    assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
+    actual = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
+    assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

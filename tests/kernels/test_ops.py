@@ -30,12 +30,12 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rounded(found, exact, dtype, slack=1.01, sums=3e-6):
+def assert_rounded(actual, exact, dtype, slack=1.01, sums=3e-6):
     """Within half a unit of the dtype of what float64 gives, plus a little for float32 sums."""
-    assert found.dtype is dtype
-    assert found.shape == exact.shape
+    assert actual.dtype is dtype
+    assert actual.shape == exact.shape
     bound = exact.abs() * BOUND[dtype] * slack + sums
-    assert ((found.double() - exact).abs() <= bound).all()
+    assert ((actual.double() - exact).abs() <= bound).all()
 
 
 @DTYPES
@@ -77,8 +77,8 @@ def test_layer_norm(dtype):
     centred = x.double() - x.double().mean(-1, keepdim=True)
     exact = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_rounded(ops.layer_norm(x, None, None, 1e-5), exact, dtype, slack=2)
-    found = ops.layer_norm(x, weight, bias, 1e-5)
-    torch.testing.assert_close(found.double(), exact * weight.double() + bias.double(), rtol=0.01, atol=0.02)
+    actual = ops.layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(actual.double(), exact * weight.double() + bias.double(), rtol=0.01, atol=0.02)
 
 
 @DTYPES
@@ -102,8 +102,8 @@ def test_rotary(dtype, interleaved, dim, rotated):
     result = ops.rotary_(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
     assert result[0] is query
     assert result[1] is key
-    for found, exact in zip(result, expected, strict=True):
-        assert_rounded(found, exact, dtype)
+    for actual, exact in zip(result, expected, strict=True):
+        assert_rounded(actual, exact, dtype)
     assert torch.equal(fused[:, 6 * dim :], rest)
 
 

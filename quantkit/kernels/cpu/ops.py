@@ -6,9 +6,9 @@ What the operations do is written in `kernels.ops`; what is refused here is done
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,18 @@ STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
 
 
-class _Functions(NamedTuple):
-    rms_norm: Callable[..., Any]
-    add_rms_norm: Callable[..., Any]
-    rotary: Callable[..., Any]
-    gated: Callable[..., Any]
-
-
 @functools.cache
-def _functions() -> _Functions | None:
-    """The C functions; looked up once, since asking costs as much as a small kernel."""
+def _functions() -> Any:
+    """The C functions by name, looked up once: asking costs as much as a small kernel. None = there is no library."""
     if cpu.load() is None:
         return None
     pointer, size, number = c_void_p, c_int64, c_double
-    signatures = {
-        "qk_rms_norm": (*[pointer] * 3, *[size] * 5, number, number, c_int, c_int),
-        "qk_add_rms_norm": (*[pointer] * 5, size, size, number, number, c_int, c_int),
-        "qk_rotary": (*[pointer] * 4, *[size] * 7, c_int, c_int),
-        "qk_gated": (pointer, pointer, size, size, c_int, c_int, c_int),
-    }
-    functions = [cpu.function(name, *arguments) for name, arguments in signatures.items()]
-    return _Functions(*(function for function in functions if function is not None))
+    return SimpleNamespace(
+        rms_norm=cpu.function("qk_rms_norm", *[pointer] * 3, *[size] * 5, number, number, c_int, c_int),
+        add_rms_norm=cpu.function("qk_add_rms_norm", *[pointer] * 5, size, size, number, number, c_int, c_int),
+        rotary=cpu.function("qk_rotary", *[pointer] * 4, *[size] * 7, c_int, c_int),
+        gated=cpu.function("qk_gated", pointer, pointer, size, size, c_int, c_int, c_int),
+    )
 
 
 def rms_norm(
@@ -76,7 +67,8 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     if interleaved or call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False
     head_dim = query.shape[2]
-    if not (_heads_are_dense(query, head_dim) and _heads_are_dense(key, head_dim)):
+    # The heads of a token must lie one after another.
+    if not query.stride()[1:] == key.stride()[1:] == (head_dim, 1):
         return False
     if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
         return False
@@ -97,8 +89,3 @@ def gated(gate_up: Tensor, activation: str) -> Tensor | None:
     rows = gate_up.numel() // max(1, 2 * width)
     call.gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gate, kind, torch.get_num_threads())
     return out
-
-
-def _heads_are_dense(states: Tensor, head_dim: int) -> bool:
-    """Whether the heads (T, H, D) of a token lie one after another."""
-    return states.stride(2) == 1 and states.stride(1) == head_dim

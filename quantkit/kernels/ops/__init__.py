@@ -23,6 +23,8 @@ from torch import Tensor
 from quantkit.kernels import gpu
 from quantkit.kernels.cpu import ops as on_cpu
 from quantkit.kernels.reference import block as reference
+from quantkit.kernels.reference.block import activate as activate
+from quantkit.kernels.reference.block import layer_norm as layer_norm
 from quantkit.kernels.types import ActivationQuantization
 
 
@@ -62,19 +64,6 @@ def rms_norm(
     return reference.rms_norm(x, weight, eps, offset, residual) if both is None else both
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Subtract the mean, divide by the deviation, scale and shift.
-
-    Args:
-        x: (..., K); not modified.
-        weight, bias: (K,), or None for 1 and 0.
-        eps: added to the variance.
-    Returns:
-        As x.
-    """
-    return reference.layer_norm(x, weight, bias, eps)
-
-
 def rotary_(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -92,18 +81,6 @@ def rotary_(
     if (_on_gpu(query) or on_cpu).rotary_(query, key, cos, sin, interleaved):
         return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
-
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Activation of a feed-forward layer without a gate.
-
-    Args:
-        x: any shape; not modified.
-        activation: name as in config.json.
-    Raises:
-        ModelError: no such activation.
-    """
-    return reference.activate(x, activation)
 
 
 def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:

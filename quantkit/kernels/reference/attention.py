@@ -8,7 +8,7 @@ C tokens already cached, L new tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,24 +32,6 @@ class TorchAttention:
         out = attend(states, self._views, batch, options)
         store(*states[1:], self._views, batch)
         return out
-
-
-class RotatedAttention:
-    """Attention whose queries and keys are multiplied by one orthogonal matrix first; see `ops.attention.Stepwise`.
-
-    Their products stay what they are; what is stored of the keys is spread over all channels.
-
-    Args:
-        inner: attends and stores.
-        matrix: (D, D) float32, on the device of the pages.
-    """
-
-    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor) -> None:
-        self._inner, self._matrix = inner, matrix
-
-    def __call__(self, states: States, batch: ForwardBatch, options: AttentionOptions) -> Tensor:
-        query, key = ((one.float() @ self._matrix).to(one.dtype) for one in states[:2])
-        return self._inner((query, key, states[2]), batch, options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

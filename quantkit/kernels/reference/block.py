@@ -26,7 +26,15 @@ def rms_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension; see `ops.layer_norm`."""
+    """Subtract the mean, divide by the deviation, scale and shift.
+
+    Args:
+        x: (..., K); not modified.
+        weight, bias: (K,), or None for 1 and 0.
+        eps: added to the variance.
+    Returns:
+        As x.
+    """
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -78,7 +86,14 @@ def find_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """activation(x); see `ops.activate`."""
+    """Activation of a feed-forward layer without a gate.
+
+    Args:
+        x: any shape; not modified.
+        activation: name as in config.json.
+    Raises:
+        ModelError: no such activation.
+    """
     return find_activation(activation)(x.float()).to(x.dtype)
 
 

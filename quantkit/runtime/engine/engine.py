@@ -19,10 +19,10 @@ from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.cache.sizing import Capacity
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.detokenizer import TextStream, decoder
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
-from quantkit.runtime.engine.capacity import Capacity
 from quantkit.runtime.engine.overlap import InFlightStep, Overlap
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work

@@ -59,8 +59,8 @@ def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
 
 def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | None:
     """How all of these quantize their inputs, if they do and alike; see `types.Linear`."""
-    wanted = {getattr(reader, "activation_quantization", None) for reader in readers}
-    return wanted.pop() if len(wanted) == 1 else None
+    quantizations = {getattr(reader, "activation_quantization", None) for reader in readers}
+    return quantizations.pop() if len(quantizations) == 1 else None
 
 
 @dataclass(slots=True, eq=False)

@@ -81,8 +81,8 @@ def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[Tok
     if not counts:
         return None
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
-    wanted, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
-    table = logits[wanted].log_softmax(-1)  # (W, V)
+    asked, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
+    table = logits[asked].log_softmax(-1)  # (W, V)
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
     read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
     for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):

@@ -123,8 +123,8 @@ def test_products_of_codes(scheme, rows, name):
     weight, x = quantized(*scheme), torch.randn(rows, 256)
     x[1] = torch.linspace(-1e-3, 1.0, 256)  # subnormals
     rounded_rows = quantize_rows(x, ActivationQuantization(name=name))
-    found = w4a16.multiply(rounded_rows, pack(weight, CPU), None)
-    check(found, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
+    actual = w4a16.multiply(rounded_rows, pack(weight, CPU), None)
+    check(actual, fake_quantize_inputs(x, ActivationScheme(dtype=DTYPES[name])), weight.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
     assert gpu_ops.gated(gate_up[:0], "silu", rounding).shape == (0, width)
 
 
-def same_rows(found, expected):
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.codes, expected.codes)
-    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+def same_rows(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.codes, expected.codes)
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -204,8 +204,8 @@ def test_a_block_rounds_for_linears_that_want_it(parallel, monkeypatch):
     layers_norm_for = layers.norm_for
     for second in (int8, fp8):
         expected, plain = run(second, False)
-        found, seen = run(second, True)
+        actual, seen = run(second, True)
         assert isinstance(plain, torch.Tensor)
         assert isinstance(seen, torch.Tensor) == (parallel and second is fp8)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert torch.equal(one, other)
