@@ -238,7 +238,7 @@ class Engine:
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
         """Give each sequence of a step that was launched before its token; those that have ended since want none."""
-        tokens = step.copy.read()
+        tokens = step.read()
         now = time.perf_counter()
         for sequence, token in zip(step.sequences, tokens, strict=True):
             if sequence.id in self._requests:

@@ -29,7 +29,7 @@ from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name, manifest_of
+from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
 
@@ -105,9 +105,7 @@ def load_native(
         CheckpointError, ResourceError: see `load_model`.
     """
     format_, scheme = find_format(reader)
-    manifest = manifest_of(config, reader)
-    tied = head_name(config.family, reader) if config.tied else None
-    check_tensors(manifest, reader, scheme, tied)
+    check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device)

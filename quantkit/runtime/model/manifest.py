@@ -93,18 +93,22 @@ def _add_vectors(manifest: Manifest, vectors: Mapping[str, tuple[int, ...]], pre
         known[prefix + name] = shape
 
 
-def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme | None, tied_head: str | None) -> None:
-    """A checkpoint has what the manifest says, in the right shapes, and nothing else.
+def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Scheme | None) -> None:
+    """A checkpoint has what the model's manifest says, in the right shapes, and nothing else.
+
+    An output head may be stored although the embedding takes its place.
 
     Args:
-        manifest: of the model.
+        model: what its config.json says.
         reader: of the checkpoint; only headers are read, and shapes that are stored as tensors.
         scheme: of its quantized linears; None = it has none.
-        tied_head: an output head that may be stored although the embedding takes its place.
     Raises:
         CheckpointError: names the tensor, what was found and what was expected.
     """
-    known = set(manifest.tensors) | set(manifest.optional)
+    manifest = manifest_of(model, reader)
+    known = {*manifest.tensors, *manifest.optional}
+    if model.tied:
+        known.add(f"{head_name(model.family, reader)}.weight")
     for name, shape in manifest.tensors.items():
         _check(reader, name, shape, required=True)
     for name, shape in manifest.optional.items():
@@ -124,7 +128,7 @@ def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme |
                 )
             _check(reader, f"{name}.weight", (rows, width), required=True)
     for name in reader.names:
-        if name not in known and not _IGNORED.fullmatch(name) and name != f"{tied_head}.weight":
+        if name not in known and not _IGNORED.fullmatch(name):
             raise CheckpointError(
                 f"{reader.path}: tensor {name} {reader.info(name).shape} has no place in the model that config.json "
                 "describes; config.json and weights are not of one model"

@@ -3,7 +3,7 @@
 The choice itself is in `kernels.ops.sampling`; here a row gets its key, a function of (seed, position). So a request
 gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model
 draws with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
-anyway: see `speculative`.
+anyway: see `engine.speculation`.
 """
 
 from __future__ import annotations
