@@ -135,15 +135,15 @@ def test_the_wrapper_and_the_pipeline_agree_on_their_options():
 
 
 def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatch, tmp_path):
-    from quantkit.evaluate import verify as verification
+    from quantkit.evaluate.verify import pair, run
     from tests.report.synthetic import make_report
 
     calls = []
     report = make_report()
-    monkeypatch.setattr(verification, "verify_checkpoint", lambda *a, **options: calls.append((a, options)) or report)
+    monkeypatch.setattr(pair, "check_pair", lambda *given: calls.append(given) or given)
+    monkeypatch.setattr(run, "verify_pair", lambda given, options, progress: report if given is calls[-1] else None)
     assert quantkit.verify("out") is report
-    assert calls[0][0] == ("out", None)
     assert not list(tmp_path.iterdir())
     quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new")
-    assert (calls[1][0], calls[1][1]["gates"]) == (("out", "model"), ["kl<=0.1"])
+    assert calls == [("out", None, None), ("out", "model", ["kl<=0.1"])]
     assert (tmp_path / "new" / "report.json").is_file()

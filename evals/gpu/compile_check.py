@@ -8,7 +8,7 @@ What is compiled is what the Python functions launch: they run on tensors withou
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
 have, on an error of the compiler, and on a kernel of the package that nothing here launches. What has been compiled
 before (`evals/results/compile/kernels.json`) is not compiled again unless its source, types, constants or options have
-changed; `--write` keeps what is new, drops what nothing launches any more, and writes `docs/kernels-resources.md`.
+changed; `--write` keeps what is new, drops what nothing launches any more, and writes `resources.md` beside it.
 `--check` compiles nothing: it says what the file lacks, what it has too much, and what in it cannot be shipped.
 `--candidates` compiles what `quantkit tune` may choose, which takes long and is not part of the rest.
 """

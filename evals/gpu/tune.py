@@ -14,8 +14,8 @@ from timing import dtype_on, parse
 
 from quantkit.benchmark import tune as tuning
 from quantkit.benchmark.tune import Outcome
-from quantkit.benchmark.tune_cases import Shapes, cases_of
-from quantkit.benchmark.tune_device import TuneOptions, tune_device, versions
+from quantkit.benchmark.tune_cases import Shapes, TuneOptions, cases_of
+from quantkit.benchmark.tune_device import tune_device, versions
 from quantkit.benchmark.tune_problems import opener
 from quantkit.kernels.gpu import spaces
 from quantkit.numerics.dtype import INT4
@@ -41,7 +41,8 @@ def rehearse(seconds: float, path: Path) -> None:
     """The same through Triton's interpreter, few candidates and samples: whatever is fastest there says nothing."""
     spaces.refined = lambda choice, chip: []
     tuning._FIRST_SAMPLES, tuning._LAST_SAMPLES = 1, 3
-    cases = cases_of([TINY], rows=(1, 5), batches=(1,), context=40, kv_types=("int8",), chip=0)
+    small = TuneOptions(rows=(1, 5), batches=(1,), context=40, kv_types=("int8",))
+    cases = cases_of([TINY], small, chip=0)
     few = [replace(case, candidates=case.candidates[-1:]) for case in cases]
     target = torch.device("cpu")
     made = tuning.tune(

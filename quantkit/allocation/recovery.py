@@ -12,7 +12,7 @@ from quantkit.errors import DataError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import evaluate
 from quantkit.results import EvaluationResult, SearchResult
-from quantkit.results.statistics import ALL_TASKS, compare_evaluations
+from quantkit.results.statistics.comparison import ALL_TASKS, compare_evaluations
 from quantkit.runtime.llm import LLM
 
 _SEEN = 0.5  # per cent: a loss below this is taken for it, since items are too few to show it

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 ROUNDS_AGAINST = 4  # of a comparison in turns
 
 
+def _goodput_limit(metric: str, flag: str) -> Any:
+    text = f"Longest {metric} of a request that counts as goodput."
+    return setting(None, text, flag=flag, metavar="SECONDS", above=0, kind=float)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
     """What to measure. What each means stands beside it; `static` also sends the same requests in static batches.
@@ -46,28 +51,18 @@ class BenchmarkOptions:
     rounds: int = setting(
         1, "Repetitions of every run.", flag="--rounds", minimum=1, shown=f"1; {ROUNDS_AGAINST} with --against"
     )
-    ttft_limit_s: float | None = setting(
-        None,
-        "Longest TTFT of a request that counts as goodput.",
-        flag="--ttft-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
-    )
-    tpot_limit_s: float | None = setting(
-        None,
-        "Longest TPOT of a request that counts as goodput.",
-        flag="--tpot-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
-    )
+    ttft_limit_s: float | None = _goodput_limit("TTFT", "--ttft-limit")
+    tpot_limit_s: float | None = _goodput_limit("TPOT", "--tpot-limit")
     seed: int = setting(0, "Seed of prompts and arrivals.", flag="--seed", minimum=0)
 
     def __post_init__(self) -> None:
-        counts = {"concurrency": min(self.concurrencies, default=1), "number of rounds": self.rounds}
-        counts |= {"prompt length": self.prompt_tokens, "number of new tokens": self.new_tokens}
-        counts |= {} if self.num_requests is None else {"number of requests": self.num_requests}
+        counts = {
+            "concurrency": min(self.concurrencies, default=1),
+            "number of rounds": self.rounds,
+            "prompt length": self.prompt_tokens,
+            "number of new tokens": self.new_tokens,
+            "number of requests": 1 if self.num_requests is None else self.num_requests,
+        }
         for name, value in counts.items():
             if value < 1:
                 raise RequestError(f"the {name} is {value}; it must be 1 at least")
@@ -88,10 +83,10 @@ class BenchmarkOptions:
         from quantkit.benchmark.workload import closed_loop, poisson, sweep  # not for --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
-        asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
-        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
+        loads = [closed_loop(number, **requests) for number in dict.fromkeys(self.concurrencies)]
         if self.static:
-            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
-        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
-        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
+        loads += [poisson(rate, **requests) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited

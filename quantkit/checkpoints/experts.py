@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.families import Experts, Family
+from quantkit.models.family import Experts, Family
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
-from quantkit.models.families import Experts, Family
+from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.numerics.hadamard import random_rotation
 
 

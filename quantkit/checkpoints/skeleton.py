@@ -16,7 +16,8 @@ from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.checkpoints.passing import Recorder, build_model, pass_first, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.families import Family, LinearSet
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import LinearSet
 
 # Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
 _MOST_SHAPES = 256

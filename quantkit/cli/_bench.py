@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.benchmark.no_cache import CacheComparison
     from quantkit.report.table import Table
     from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
-    from quantkit.results.statistics import PolynomialFit
+    from quantkit.results.statistics.summary import PolynomialFit
 
 DEFINITIONS = (
     "TTFT: request arrived to first token.\n"
@@ -42,7 +42,7 @@ def numbers(
 
 def summary(run: BenchmarkRun) -> dict[str, Any]:
     """Percentiles and rates of one run."""
-    from quantkit.results.statistics import quantiles
+    from quantkit.results.statistics.summary import quantiles
 
     latencies = {"ttft_s": run.ttft_s, "itl_s": run.inter_token_s, "tpot_s": run.tpot_s}
     known = {name: quantiles(values) for name, values in latencies.items()}

@@ -14,7 +14,7 @@ from quantkit.cli._output import Output
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.evaluate.verify import VerifyOptions
+    from quantkit.evaluate.verify.run import VerifyOptions
     from quantkit.report.table import Table
     from quantkit.results import CompressionResult, Report
 
@@ -85,7 +85,7 @@ def failure(report: Report) -> str:
 def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
     from quantkit.report.json import json_ready
-    from quantkit.results.gates import gate_numbers
+    from quantkit.results.gates.metrics import gate_numbers
 
     proposal = report.sensitivity.proposal if report.sensitivity is not None else None
     entries: dict[str, Any] = json_ready(
@@ -129,7 +129,8 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
     """
     from quantkit.errors import RecipeError
-    from quantkit.evaluate.verify import VerifyOptions, check_gates, check_options
+    from quantkit.evaluate.verify.pair import check_gates
+    from quantkit.evaluate.verify.run import VerifyOptions, check_options
     from quantkit.formats import REGISTRY as FORMATS
 
     if FORMATS.load(recipe.format).suffix:
@@ -155,7 +156,9 @@ def verify_result(
         GateFailure: it failed.
     """
     from quantkit.demo import DEMO_MODEL
-    from quantkit.evaluate.verify import check_pair, set_aside, verify_pair, write_files
+    from quantkit.evaluate.verify.files import set_aside, write_files
+    from quantkit.evaluate.verify.pair import check_pair
+    from quantkit.evaluate.verify.run import verify_pair
 
     path = Path(result.output)
     pair = check_pair(path, DEMO_MODEL if model is None else model, gates)

@@ -74,11 +74,7 @@ def bench(
     targets = [benchmark.load_target(model, options, engine) for model in models]
     output_to.tell("measuring the ceilings of this machine")
     ceilings = benchmark.find_ceilings(targets)
-    if against:
-        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, output_to.tell))
-    else:
-        results = [benchmark.measure_model(targets[0], options, ceilings, output_to.tell)]
-    _report(output_to, targets, results, ceilings)
+    _report(output_to, targets, benchmark.measure_targets(targets, options, ceilings, output_to.tell), ceilings)
 
 
 def _report(

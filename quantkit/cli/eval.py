@@ -56,7 +56,7 @@ def evaluate(
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
-    from quantkit.results.statistics import compare_evaluations
+    from quantkit.results.statistics.comparison import compare_evaluations
 
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})

@@ -151,7 +151,7 @@ def _overview(plan: Estimate) -> Table:
 def _weights(plan: Estimate) -> Table:
     from quantkit.report.table import Column, Table
 
-    first = next(row.size.total for row in plan.weights if row.problem is None)
+    first = next(row.size.memory_bytes for row in plan.weights if row.problem is None)
     rows: list[tuple[Any, ...]] = []
     for row in plan.weights:
         if row.problem is not None:
@@ -159,8 +159,8 @@ def _weights(plan: Estimate) -> Table:
             continue
         size = row.size
         name = f"{row.scheme.name} ({plan.shape.dtype})" if row.scheme.name == "as stored" else row.scheme.name
-        share = f"{100 * size.total / first:.0f} %"
-        rows.append((name, size.bits_per_weight, size.total / 1e9, size.total, size.disk, share))
+        share = f"{100 * size.memory_bytes / first:.0f} %"
+        rows.append((name, size.bits_per_weight, size.memory_bytes / 1e9, size.memory_bytes, size.disk_bytes, share))
     numbers = Column("bits/weight", "{:.3f}".format), Column("GB", short), Column("memory", byte_size)
     columns = (Column("weights"), *numbers, Column("disk", byte_size), Column("of now", str))
     return Table(columns=columns, rows=tuple(rows))
@@ -193,7 +193,9 @@ def _device(plan: Estimate) -> Table | None:
     titles = "batch", "context", "step", "tokens/s", "prefill"
     rows = []
     for row in plan.on_device:
-        fits = (_count(row.fit.batch), _count(row.fit.context)) if row.fit.left >= 0 else ("does not fit", "")
+        fits = (
+            (_count(row.fit.largest_batch), _count(row.fit.largest_context)) if row.fit.fits else ("does not fit", "")
+        )
         seconds = row.decode.seconds if row.decode is not None else 0.0
         speed = (duration(seconds), f"{plan.batch / seconds:,.0f}") if seconds else ("", "")
         prefill = "" if row.prefill is None else duration(row.prefill.seconds)
@@ -221,7 +223,7 @@ def _compression(plan: Estimate) -> Table | None:
     rows = [
         *((titles[key], size) for key, size in parts.items() if size),
         ("together", sum(parts.values())),
-        ("disk for the result", plan.weights[-1].size.disk),
+        ("disk for the result", plan.weights[-1].size.disk_bytes),
     ]
     columns = Column(f"compressing with {recipe.name}"), Column("memory", byte_size)
     return Table(columns=columns, rows=tuple(rows))
@@ -234,7 +236,7 @@ def _loaders(plan: Estimate) -> Table | None:
         return None
     return Table(
         columns=(Column(f"who reads {plan.recipe.format}"), Column(), Column()),
-        rows=tuple((reading.loader, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
+        rows=tuple((reading.name, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
     )
 
 

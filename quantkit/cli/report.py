@@ -43,7 +43,7 @@ def _show_one(output_to: Output, report: Report, output: Path | None) -> None:
     from quantkit.report.json import json_ready
     from quantkit.report.tables import comparison_table
     from quantkit.report.words import gate_lines, headline
-    from quantkit.results.gates import gate_numbers
+    from quantkit.results.gates.metrics import gate_numbers
 
     if output is not None:
         output.write_text(render_html(report), encoding="utf-8")

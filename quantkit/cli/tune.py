@@ -13,7 +13,7 @@ from quantkit.cli._output import Output, output_options
 from quantkit.runtime.config import KV_TYPES
 
 if TYPE_CHECKING:
-    from quantkit.benchmark.tune import Outcome, Tuning
+    from quantkit.benchmark.tune import CaseReport, Outcome, Tuning
     from quantkit.benchmark.tune_device import TunedFile
     from quantkit.report.table import Table
 
@@ -104,7 +104,8 @@ def tune(
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
     faster than the default is not taken. Nothing else should run on the GPU meanwhile.
     """
-    from quantkit.benchmark.tune_device import TuneOptions, find_files, tune_device
+    from quantkit.benchmark.tune_cases import TuneOptions
+    from quantkit.benchmark.tune_device import find_files, tune_device
 
     if listing:
         files = find_files()
@@ -125,7 +126,7 @@ def tune(
     output_to.result(lambda: _document(tuning), lambda: _table(tuning), lambda: _summary(tuning))
 
 
-def _progress(output_to: Output) -> Callable[[Outcome | None, int, int], None]:
+def _progress(output_to: Output) -> CaseReport:
     def report(outcome: Outcome | None, number: int, total: int) -> None:
         if output_to.shows_progress and outcome is not None:
             click.echo(f"{number}/{total} {outcome.case.label}: {_told(outcome)}", err=True)

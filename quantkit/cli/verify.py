@@ -57,8 +57,9 @@ def verify(
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
     """
-    from quantkit.evaluate.verify import check_options, check_pair, verify_pair, write_files
-    from quantkit.evaluate.verify.pair import check_output
+    from quantkit.evaluate.verify.files import write_files
+    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.run import check_options, verify_pair
 
     options = _verify.verify_options(**what)
     check_options(options)

@@ -36,12 +36,12 @@ def other_arithmetic(name: str) -> str:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token ids by piece; None where tokenizer.json is missing or keeps them in a way not known here."""
+    """Token ids by text; None where tokenizer.json is missing or keeps them in a way not known here."""
     try:
         data: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        pieces = data["model"]["vocab"]
+        vocabulary = data["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if isinstance(pieces, list):  # unigram models: pieces with their scores, in order
-        pieces = {piece[0]: index for index, piece in enumerate(pieces)}
-    return dict(pieces)
+    if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
+        return {token: index for index, (token, *_) in enumerate(vocabulary)}
+    return dict(vocabulary)

@@ -81,6 +81,10 @@ class Suite(_Part):
     others: Asked
     seed: int = 0
 
+    def part(self, speaks_demo: bool) -> Asked:
+        """What a model is asked."""
+        return self.demo if speaks_demo else self.others
+
 
 def suites() -> dict[str, Path]:
     """The shipped suites: file by name."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quantkit.errors import SchemeError
-from quantkit.models.families import find_expert
+from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.scheme import LinearScheme
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 
 def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:

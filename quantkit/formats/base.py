@@ -19,7 +19,7 @@ from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)

@@ -39,7 +39,7 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, Wei
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 _NO_GROUP_ORDER = (
     "groups in activation order cannot be stored: compressed-tensors removed them; "

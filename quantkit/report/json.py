@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.errors import ReportError
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
-from quantkit.results.gates import METRICS, gate_numbers
+from quantkit.results.gates.metrics import METRICS, gate_numbers
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
@@ -83,9 +83,8 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
     described = _field_descriptions(cls)
     properties = {}
     for name, kind in field_types(cls).items():
-        properties[name] = _schema_of(kind, definitions)
-        if name in described:
-            properties[name] = {**properties[name], "description": described[name]}
+        description = {"description": described[name]} if name in described else {}
+        properties[name] = {**_schema_of(kind, definitions), **description}
     definitions[cls.__name__] = {
         "type": "object",
         "description": (cls.__doc__ or "").split("\n", 1)[0],

@@ -84,14 +84,12 @@ def test_break_even_of_the_design_notes():
     assert break_even_rows(4.125 / 8, 2, 4.3e12, 780e12) == pytest.approx(46.8, abs=0.1)
 
 
+WEIGHTS = {"read_bytes": 1000, "parameters": 400, "head_parameters": 100, "head_bytes": 200}
 COST = Cost(
-    read_bytes=1000,
+    **WEIGHTS,
     expert_bytes=0,
     num_experts=1,
     chosen_experts=1,
-    parameters=400,
-    head_parameters=100,
-    head_bytes=200,
     layers=(LayerCost(token_bytes=10, pair_flops=8, window=None),),
     product="bfloat16",
 )

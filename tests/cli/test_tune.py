@@ -11,8 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.benchmark import tune_device
+from quantkit.benchmark import tune_cases, tune_device
 from quantkit.benchmark.tune import Case, Outcome
+from quantkit.benchmark.tune_cases import TuneOptions
 from quantkit.cli import main
 from quantkit.kernels import gpu as gpu_kernels
 from quantkit.kernels.gpu import choices, tuned
@@ -135,7 +136,7 @@ def test_json(run, gpu):
 
 def test_options_arrive(run, gpu, tmp_path):
     run()
-    assert gpu["options"] == tune_device.TuneOptions()
+    assert gpu["options"] == TuneOptions()
     assert (gpu["device"], gpu["seconds"], gpu["again"], gpu["output"]) == ("auto", 300, False, None)
     words = [
         "model",
@@ -153,7 +154,7 @@ def test_options_arrive(run, gpu, tmp_path):
     ]
     words += ["--batch", "2", "--context", "99", "--kv-cache", "int8,auto", "--seconds", "9", "--again", "-o", "x.json"]
     assert run(*words, "--device", "cuda:1").exit_code == 0
-    assert gpu["options"] == tune_device.TuneOptions(
+    assert gpu["options"] == TuneOptions(
         model="model",
         shapes=("1B", "70B"),
         bits=8,
@@ -180,10 +181,10 @@ def test_usage(run, words):
 
 def test_which_shapes_are_meant(monkeypatch, models):
     names = []
-    monkeypatch.setattr(tune_device, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
-    tune_device.TuneOptions().read_shapes()
-    tune_device.TuneOptions(shapes=("1B", "70B"), bits=8, group=None).read_shapes()
-    found = tune_device.TuneOptions(model=str(models / "out")).read_shapes()
+    monkeypatch.setattr(tune_cases, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
+    TuneOptions().read_shapes()
+    TuneOptions(shapes=("1B", "70B"), bits=8, group=None).read_shapes()
+    found = TuneOptions(model=str(models / "out")).read_shapes()
     assert [name for name, _ in names] == ["8B", "1B", "70B"]
     assert names[-1][1] == {"bits": 8, "group": None, "symmetric": True}
     assert len(found) == 1

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from quantkit.report import read_report
+from quantkit.report.json import read_report
 from tests.helpers import make_model
 
 pytestmark = pytest.mark.usefixtures("quick_ceilings")

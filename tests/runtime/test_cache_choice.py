@@ -214,7 +214,7 @@ def test_the_planned_size_on_disk_is_that_of_the_file(made, tmp_path, granularit
     path = made("fp8" if granularity == "tensor" else "head", **({} if granularity == "tensor" else CACHES["head"]))
     written = json.loads((path / "quantkit-run.json").read_text())
     plan = estimate(written["model"], recipe="kv-fp8", overrides={"kv_cache.granularity": granularity})
-    assert plan.weights[-1].size.disk == written["output_bytes"]
+    assert plan.weights[-1].size.disk_bytes == written["output_bytes"]
 
 
 def test_the_summary_says_which_layers_differ(made):

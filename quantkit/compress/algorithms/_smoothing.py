@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.compress.calibration.folding import folded
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:

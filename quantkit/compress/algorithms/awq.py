@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.compress.algorithms._ranges import InputStatistics, search_range
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +89,25 @@ def needs_original(steps: Sequence[Step]) -> bool:
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
-def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+def steps_bytes(
+    steps: Sequence[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
+) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
     Args:
         steps: of a recipe, which run one after another.
-        sizes: of the model.
+        layers: (N, K) of each linear, per layer.
+        element_bytes: of the dtype of weights and hidden states.
+        num_states: elements of the hidden states of one model that are kept in memory.
     """
+    shapes = [layer for layer in layers if layer]
+    sizes = LayerSizes(
+        weights=max((sum(n * k for n, k in layer) for layer in shapes), default=0),
+        tallest=max((n * k for layer in shapes for n, k in layer), default=0),
+        width=max((k for layer in shapes for _, k in layer), default=0),
+        element_bytes=element_bytes,
+        states_bytes=num_states * element_bytes,
+    )
     extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
     models = 2 if needs_original(steps) else 1
     return {

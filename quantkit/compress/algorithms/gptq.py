@@ -22,7 +22,7 @@ from quantkit.compress.calibration.asymmetric import observe_asymmetric
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.errors import ModelError
-from quantkit.models.families import LinearSet, find_expert
+from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics.affine import (
     Ranges,
     WeightGrid,

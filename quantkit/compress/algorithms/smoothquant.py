@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.models.families import find_expert
+from quantkit.models.linear_sets import find_expert
 
 # An expert that saw fewer tokens than this is under_calibrated: its own statistics would be mostly noise.
 UNDER_CALIBRATED_TOKENS = 64

@@ -25,7 +25,7 @@ from quantkit.compress.calibration.expert_inputs import (
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.models.families import LinearSet, find_expert
+from quantkit.models.linear_sets import LinearSet, find_expert
 from quantkit.numerics.affine import (
     WeightGrid,
     from_codes,

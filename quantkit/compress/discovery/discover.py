@@ -26,7 +26,7 @@ from quantkit.compress.discovery.layout import Layout, find_model_layout
 from quantkit.compress.discovery.stacked_experts import find_experts
 from quantkit.compress.discovery.survey import Survey, survey
 from quantkit.errors import ModelError, first_line
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)

@@ -19,7 +19,7 @@ from quantkit.compress.calibration.folding import folded
 from quantkit.compress.discovery.fused_sets import Draft, same
 from quantkit.compress.discovery.recorder import Recording
 from quantkit.errors import ModelError
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 # Relative change of the output up to which it counts as the same: a right fold changes nothing but the order of sums.
 TOLERANCE = 1e-6

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Experts
+from quantkit.models.family import Experts
 
 _TOKENS = 8
 _NAMES = ("gate_proj", "up_proj", "down_proj")

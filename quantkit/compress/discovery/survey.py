@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
 from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
 from quantkit.formats.base import Format
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 

@@ -8,7 +8,8 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.discovery.discover import Discovery, discover
-from quantkit.models.families import Family, find_compressible, supported
+from quantkit.models.families import find_compressible, supported
+from quantkit.models.family import Family
 from quantkit.numerics.scheme import LinearScheme
 
 

@@ -14,7 +14,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
+from quantkit.compress.algorithms.base import Opener, needs_original, steps_bytes
 from quantkit.compress.discovery.discover import Discovery
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.model import find_model
@@ -25,8 +25,8 @@ from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats.base import Format
-from quantkit.models.families import Family, LinearSet, split_experts
-from quantkit.models.linear_sets import WIDEN, fused_conflicts
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import WIDEN, LinearSet, fused_conflicts, split_experts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
 FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -267,13 +267,6 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         plan: the run.
         num_tokens: calibration tokens whose hidden states are kept in memory.
     """
-    size = plan.compute_dtype.itemsize
-    shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
-    sizes = LayerSizes(
-        weights=max(sum(n * k for n, k in layer.values()) for layer in shapes),
-        tallest=max(n * k for layer in shapes for n, k in layer.values()),
-        width=max(k for layer in shapes for _, k in layer.values()),
-        element_bytes=size,
-        states_bytes=num_tokens * plan.skeleton.hidden_size * size,
-    )
-    return steps_bytes(plan.recipe.steps, sizes)
+    layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
+    num_states = num_tokens * plan.skeleton.hidden_size
+    return steps_bytes(plan.recipe.steps, layers, plan.compute_dtype.itemsize, num_states)

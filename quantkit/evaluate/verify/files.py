@@ -8,7 +8,7 @@ from pathlib import Path
 from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import translate_os_error
 from quantkit.errors import OutputError, ReportError
-from quantkit.report import write_report
+from quantkit.report.files import write_report
 from quantkit.results import Report
 
 

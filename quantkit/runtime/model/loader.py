@@ -22,7 +22,8 @@ from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import NotNative
-from quantkit.models.families import Family, find, supported
+from quantkit.models.families import find, supported
+from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
