@@ -14,20 +14,12 @@ from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.reference.kv_codes import quantize
 from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.dtype import FP8
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
-from tests.kernels.paged import KV_TYPES, Sequences, layout, poison
+from tests.kernels.paged import KV_TYPES, LENGTHS, STEPS, Sequences, layout, poison
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
-
-STEPS = [
-    [(0, 0, 7), (1, 0, 3)],
-    [(0, 7, 8), (1, 3, 4), (2, 0, 13)],
-    [(0, 8, 9), (1, 4, 9)],
-    [(2, 13, 14), (0, 9, 10), (1, 9, 30)],
-    [(1, 30, 31), (0, 10, 11), (2, 14, 19)],
-]
-LENGTHS = (11, 31, 19)
 
 
 def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
@@ -76,9 +68,7 @@ def test_every_fp8_code_and_every_border_between_two(token, fixed):
     scheme = CacheScheme(dtype=FP8, granularity="token" if token else "tensor")
     shape = dataclasses.replace(
         layout(heads=1, dim=64, page_size=len(values)),
-        scheme=KVScheme(key=scheme, value=scheme),
-        key_scale=fixed,
-        value_scale=fixed,
+        cache=LayerCache(scheme=KVScheme(key=scheme, value=scheme), key_scale=fixed, value_scale=fixed),
     )
     sequences = Sequences(shape, (len(values),), query_heads=1)
     sequences.key[0] = sequences.value[0] = values
