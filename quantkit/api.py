@@ -146,12 +146,12 @@ def search(
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.allocation.options import SearchOptions, SearchTarget
-    from quantkit.allocation.run import search as run
+    from quantkit.allocation.run import search_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
     options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
-    return run(None if model is None else str(model), target, options, progress=progress)
+    return search_recipe(None if model is None else str(model), target, options, progress=progress)
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:

@@ -13,15 +13,16 @@ import torch
 from timing import dtype_on, parse
 
 from quantkit.benchmark import tune as tuning
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import Outcome
-from quantkit.benchmark.tune_cases import Shapes, TuneOptions, cases_of
+from quantkit.benchmark.tune_cases import Shapes, cases_of
 from quantkit.benchmark.tune_device import tune_device, versions
 from quantkit.benchmark.tune_problems import opener
 from quantkit.kernels.gpu import spaces
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
-OPTIONS = TuneOptions(shapes=("8B",), rows=(1, 16), batches=(32,), kv_types=("auto", "int8", "int4"))
+OPTIONS = TuneOptions(shapes=("8B",), rows=(1, 16), batches=(32,), kv_types=("auto", "int8", "int4"), again=True)
 TINY = Shapes(
     linears=((64, 512, LinearScheme(weight=WeightScheme(dtype=INT4, group_size=128))),),
     query_heads=4,
@@ -68,7 +69,7 @@ def main() -> None:
         with torch.inference_mode():
             rehearse(arguments.seconds, path)
         return
-    made = tune_device(OPTIONS, seconds=arguments.seconds, again=True, output=path, report=report)
+    made = tune_device(replace(OPTIONS, seconds=arguments.seconds, output=path), report=report)
     print(f"{len(made.outcomes)} cases, {made.num_left} left; {path}")
 
 

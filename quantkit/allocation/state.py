@@ -27,7 +27,7 @@ class SearchState:
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self._path, self._identity = path, json.loads(json.dumps(identity))
+        self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
         self._numbers: dict[str, float] = {}
         self.resumed = 0
         if path.exists():
@@ -43,6 +43,7 @@ class SearchState:
         """
         if key not in self._numbers:
             self._numbers[key] = measure()
+            # At once: measuring takes seconds to minutes, and a kill may come at any time.
             write_json(self._path, {"identity": self._identity, "numbers": self._numbers})
         return self._numbers[key]
 

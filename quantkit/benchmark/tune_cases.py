@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.predict import quantized_linears
 from quantkit.benchmark.tune import Case
 from quantkit.checkpoints.source import resolve
@@ -134,39 +135,19 @@ def shapes_of_model(path: Path) -> Shapes:
     return Shapes(linears=tuple(ordered), **heads)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    """What is tuned.
+def read_shapes(options: TuneOptions) -> list[Shapes]:
+    """Shapes of the model, from its headers, and of the names.
 
-    Args:
-        model: directory or hub id of a checkpoint; None = none.
-        shapes: 1B, 8B or 70B, any number of them; 8B where there is no model either.
-        bits, group, symmetric: weights of `shapes`; no group = one scale per output.
-        rows: M of products.
-        batches: sequences of decode steps.
-        context: tokens of each.
-        kv_types: names of KV types; none = attention is left out.
+    Raises:
+        InputError: an unknown name, or no such model.
     """
-
-    model: str | None = None
-    shapes: tuple[str, ...] = ()
-    bits: int = 4
-    group: int | None = 128
-    symmetric: bool = True
-    rows: tuple[int, ...] = (1, 4, 16, 64)
-    batches: tuple[int, ...] = (1, 8, 32)
-    context: int = 4000
-    kv_types: tuple[str, ...] = ("auto", "fp8", "int8", "int4")
-
-    def read_shapes(self) -> list[Shapes]:
-        """Shapes of the model, from its headers, and of the names.
-
-        Raises:
-            InputError: an unknown name, or no such model.
-        """
-        weights: dict[str, Any] = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
-        presets = [shapes_of_preset(name, **weights) for name in self.shapes or (() if self.model else ("8B",))]
-        return presets if self.model is None else [shapes_of_model(resolve(self.model)), *presets]
+    weights: dict[str, Any] = {
+        "bits": options.bits,
+        "group": options.group or None,
+        "symmetric": not options.asymmetric,
+    }
+    presets = [shapes_of_preset(name, **weights) for name in options.shapes or (() if options.model else ("8B",))]
+    return presets if options.model is None else [shapes_of_model(resolve(options.model)), *presets]
 
 
 def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[Case]:

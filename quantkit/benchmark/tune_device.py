@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import CaseReport, Tuning, tune
-from quantkit.benchmark.tune_cases import TuneOptions, cases_of
+from quantkit.benchmark.tune_cases import cases_of, read_shapes
 from quantkit.benchmark.tune_problems import opener
 from quantkit.devices import pick_device
 from quantkit.errors import InputError
@@ -47,32 +48,25 @@ class TunedFile:
 def tune_device(
     options: TuneOptions,
     *,
-    device: str = "auto",
-    seconds: float = 300.0,
-    again: bool = False,
-    output: Path | None = None,
     report: CaseReport = lambda outcome, number, total: None,
 ) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 
     Args:
-        options: what.
-        device: cuda, cuda:<i> or auto.
-        seconds, again, report: see `tune`.
-        output: the file; None = the user's for that GPU, which launches ask from then on.
+        options: what; without an output, the user's file for that GPU is written, which launches ask from then on.
+        report: see `tune`.
     Raises:
-        InputError: there is no CUDA device or no Triton, or what `tune` and `TuneOptions.read_shapes` raise.
+        InputError: there is no CUDA device or no Triton, or what `tune` and `read_shapes` raise.
         OutputError: the file cannot be written.
     """
-    gpu_device = find_gpu(device)
-    shapes = options.read_shapes()
+    gpu_device = find_gpu(options.device)
+    shapes = read_shapes(options)
     name, chip = torch.cuda.get_device_name(gpu_device), gpu.capability(gpu_device)
-    fresh = tuned.Table(
-        device=name, capability=chip, versions=versions(), entries=(), path=output or tuned.user_file(name)
-    )
+    path = options.output or tuned.user_file(name)
+    fresh = tuned.Table(device=name, capability=chip, versions=versions(), entries=(), path=path)
     cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
-        tuning = tune(cases, problems, fresh, seconds=seconds, again=again, report=report)
+        tuning = tune(cases, problems, fresh, seconds=options.seconds, again=options.again, report=report)
     configs.forget()
     return tuning
 

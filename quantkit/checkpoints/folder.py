@@ -66,11 +66,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if path.is_file():
-        config = _read_object(path, ModelError)
+        config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
         if "quantization_config" not in config and beside.is_file():
             # ModelOpt says in a file of its own what others say here.
-            config["quantization_config"] = {**_read_object(beside, ModelError), "quant_method": "modelopt"}
+            config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
         return config
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
@@ -149,8 +149,15 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has no safetensors files; download the weights beside config.json"
 
 
-def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
-    """A JSON object from a file; `kind` is what to raise when it is none."""
+def read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Args:
+        path: of the file.
+        kind: what to raise.
+    Raises:
+        ModelError, CheckpointError: it cannot be read, or is none.
+    """
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
@@ -164,7 +171,7 @@ def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """File name by tensor name, all file names plain ones."""
-    weight_map = _read_object(index, CheckpointError).get("weight_map")
+    weight_map = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():

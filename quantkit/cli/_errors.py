@@ -22,8 +22,6 @@ import click
 
 from quantkit.errors import QuantkitError, ResourceError
 
-__all__ = ["end_output", "explain", "open_streams", "report_error", "say"]
-
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
 
 # Torch's classes and the loader's failures are told by name and text: nothing is imported to report an error, C++ and

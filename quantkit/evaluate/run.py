@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
@@ -125,7 +125,7 @@ def _perplexities(
 
 def _long_context(llm: LLM, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
-    ledgers = shipped("tasks") / LEDGERS if speaks_demo(llm) else None
+    ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
     return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
 
 

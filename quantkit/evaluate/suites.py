@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, suggestion
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
@@ -88,7 +88,7 @@ class Suite(_Part):
 
 def suites() -> dict[str, Path]:
     """The shipped suites: file by name."""
-    return {path.stem: path for path in sorted(shipped("suites").glob("*.yaml"))}
+    return {path.stem: path for path in sorted(bundled_folder("suites").glob("*.yaml"))}
 
 
 def load_suite(name: str) -> Suite:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.data import find_items
 from quantkit.evaluate.options import EvaluationOptions
@@ -58,7 +58,7 @@ def check_tasks(names: Sequence[str], options: EvaluationOptions) -> dict[str, d
 
 
 def _shipped_files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(shipped("tasks").glob("*/*.yaml"))}
+    return {path.stem: path for path in sorted(bundled_folder("tasks").glob("*/*.yaml"))}
 
 
 def _own(name: str, ours: dict[str, Path], data: Sequence[Path]) -> Path | None:

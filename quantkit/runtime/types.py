@@ -79,7 +79,7 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, "Subtracted from scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
     seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
-    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop", metavar="TEXT")
+    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
     logprobs: int | None = None

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quantkit.benchmark import tune_problems as problems
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import search
 from quantkit.benchmark.tune_cases import (
     Shapes,
-    TuneOptions,
     cases_of,
     random_weight,
     shapes_of_model,

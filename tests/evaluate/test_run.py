@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.demo import DEMO_MODEL, shipped
+from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.evaluate import long_context as module
 from quantkit.evaluate.data import LEDGERS, speaks_demo
@@ -147,7 +147,7 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
 
 def test_ledgers_are_found_at_every_depth(demo):
     (task,) = long_context(
-        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=shipped("tasks") / LEDGERS, seed=1
+        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=bundled_folder("tasks") / LEDGERS, seed=1
     )
     assert (task.task, task.num_samples, task.metric) == ("ledger_200", 6, "acc")
     assert set(task.others) == {"acc at depth 0", "acc at depth 1"}
@@ -156,13 +156,13 @@ def test_ledgers_are_found_at_every_depth(demo):
 
 
 def test_a_wrong_answer_is_not_found(demo, monkeypatch):
-    write = ledger_writer(shipped("tasks") / LEDGERS)
+    write = ledger_writer(bundled_folder("tasks") / LEDGERS)
     monkeypatch.setattr(module, "write_passkey", lambda *args: replace(write(*args), answer="zebra"))
     (task,) = long_context(demo, lengths=[100], depths=(0.5,), samples=2)
     assert task.value == 0.0
 
 
-@pytest.mark.parametrize("write", [write_passkey, ledger_writer(shipped("tasks") / LEDGERS)])
+@pytest.mark.parametrize("write", [write_passkey, ledger_writer(bundled_folder("tasks") / LEDGERS)])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth):
     needle = write(random.Random(3), depth, lambda text: len(text) <= 3000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.suites import Suite, load_suite, suites
@@ -106,19 +106,19 @@ def test_templates_are_worded_as_in_lm_eval(name):
             upstream = definition
     if "include" in upstream:
         upstream = {**yaml.safe_load((path.parent / upstream["include"]).read_text()), **upstream}
-    ours = yaml.safe_load((shipped("tasks") / "local" / f"local_{name}.yaml").read_text(encoding="utf-8"))
+    ours = yaml.safe_load((bundled_folder("tasks") / "local" / f"local_{name}.yaml").read_text(encoding="utf-8"))
     for key in ("doc_to_text", "doc_to_target", "doc_to_choice", "output_type"):
         assert ours.get(key) == upstream.get(key), key
 
 
 def test_every_template_has_items_here_and_every_suite_can_be_read():
-    files = {path.stem for path in (shipped("tasks") / "local").glob("*.yaml")}
+    files = {path.stem for path in (bundled_folder("tasks") / "local").glob("*.yaml")}
     assert files == {f"local_{name}" for name in REQUESTS} - {"local_blimp_passive_1"} | {"local_blimp"}
     assert set(suites()) == {"quick", "standard", "long-context"}
     for name in suites():
         suite = load_suite(name)
         own = [*suite.demo.tasks, *(f"local_{task}" for task in suite.others.tasks)]
-        assert all((list(shipped("tasks").glob(f"*/{task}.yaml"))) for task in own)
+        assert all((list(bundled_folder("tasks").glob(f"*/{task}.yaml"))) for task in own)
 
 
 def test_paradigms_alone_and_together(data):

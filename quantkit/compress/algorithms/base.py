@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # planning asks steps for their memory, without torch
-    from pathlib import Path
-
-    from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +52,8 @@ class Step(Protocol):
     those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
     twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
     inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
-    none. One step of a recipe may also be an `Opener`.
+    none. A method `open(path: Path, family: Family) -> ModelReader` of one step of a recipe makes another model of the
+    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
     """
 
     def apply(self, layer: LayerContext) -> None:
@@ -68,25 +65,14 @@ class Step(Protocol):
         ...
 
 
-@runtime_checkable
-class Opener(Protocol):
-    """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
-
-    def open(self, path: Path, family: Family) -> ModelReader:
-        """The checkpoint as that model.
-
-        Args:
-            path: of the checkpoint.
-            family: its family.
-        Raises:
-            ModelError: it cannot be done with this model; says why.
-        """
-        ...
-
-
 def needs_original(steps: Sequence[Step]) -> bool:
     """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
     return any(getattr(step, "needs_original", False) for step in steps)
+
+
+def reorders_groups(steps: Sequence[Step]) -> bool:
+    """Whether some step forms groups in another order than that of the inputs."""
+    return any(getattr(step, "reorders_groups", False) for step in steps)
 
 
 def steps_bytes(

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from quantkit.checkpoints.folder import read_config
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
-from quantkit.checkpoints.staging import Stage, open_stage
+from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
 from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
 from quantkit.compress.output import Shard, write_rest
-from quantkit.errors import SchemeError
+from quantkit.errors import SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
 
 Progress = Callable[[int, int, str], None]
@@ -95,31 +93,22 @@ def convert(
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
     else:
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
-    with _stage(output, overwrite, check_gguf if format_.suffix else check_checkpoint) as stage:
-        draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
-        written = write(draft)
-        stage.promote(draft)
+    check = check_gguf if format_.suffix else check_checkpoint
+    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
+        try:
+            draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
+            written = write(draft)
+            stage.promote(draft)
+        except OSError as error:
+            raise translate_os_error(error, stage.work.path) from error
     return Conversion(
         source=str(checkpoint),
         source_format=source.format.name,
         output=str(output),
         format=format_.name,
-        num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
-        output_bytes=written.num_bytes,
-        stored=written.stored,
-        notes=written.notes,
+        **asdict(written),
     )
-
-
-@contextmanager
-def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
-    """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
-        try:
-            yield stage
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
@@ -130,7 +119,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
     _write_manifest(source, target, folder)
     target.format.check_config(read_config(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
-    return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
+    return Written(num_linears=len(target.linears), output_bytes=size, stored=stored)
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
@@ -143,7 +132,7 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
         if any(module in target.linears for module in modules):
             _, names = _shard(source, target, modules).write(folder / file)
         else:
-            names = [_full(module, local) for module in modules for local in source.modules[module]]
+            names = [name for module in modules for name in source.names(module)]
             copy_tensors(source.reader, names, folder / file)
         weight_map |= dict.fromkeys(names, file)
     progress(len(layers), len(layers), "done")
@@ -155,27 +144,20 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
     shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
-            names = [_full(module, local) for local in source.modules[module]]
-            shard.tensors |= {name: source.reader.tensor(name) for name in names}
+            shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
             continue
-        try:
-            scheme = target.linears[module]
-            weight = as_written(source.weight(module), scheme, target.format)
+        scheme, decoded = target.linears[module], source.weight(module)
+        with located(module):
+            weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            encoded = _encode(source, target, module, weight)
-        except SchemeError as error:
-            raise SchemeError(f"{module}: {error}") from None
+            if target.format.keeps_codes:
+                encoded = target.format.encode(weight, scheme)
+            else:  # a value is a code times a scale: exact in float32, rounded once to the model's own dtype
+                encoded = {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
         if "bias" in source.modules[module]:
             encoded["bias"] = source.reader.tensor(f"{module}.bias")
         shard.add_linear(module, weight, scheme, encoded)
     return shard
-
-
-def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.format.keeps_codes:
-        return target.format.encode(weight, target.linears[module])
-    # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
-    return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
 
 
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
@@ -204,7 +186,3 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
-
-
-def _full(module: str, local: str) -> str:
-    return f"{module}.{local}" if module else local

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
+from quantkit.compress.calibration.activations import check_saved
 from quantkit.compress.pipeline.identity import differences
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
@@ -57,14 +57,9 @@ class RunState:
 
     def save(self) -> None:
         """Write `progress.json` atomically."""
-        content = {
-            "identity": self.identity,
-            "records": [record.to_dict() for record in self.records],
-            "shards": self.shards,
-            "weight_map": self.weight_map,
-            "activations": self.activations,
-        }
-        write_json(self.folder / "progress.json", content)
+        content = {name: getattr(self, name) for name in ("identity", "shards", "weight_map", "activations")}
+        records = [record.to_dict() for record in self.records]
+        write_json(self.folder / "progress.json", {**content, "records": records})
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
@@ -84,7 +79,21 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         state = RunState(folder=work.path, identity=identity)
         state.save()
         return state
-    return _read(path, identity)
+    try:
+        saved = json.loads(path.read_text())
+        saved["records"] = [LayerRecord.from_dict(record) for record in saved["records"]]
+        changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
+        state = RunState(folder=work.path, **{**saved, "identity": identity})
+    except (ValueError, KeyError, TypeError, ReportError) as error:
+        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
+    if changes:
+        raise ResumeError(
+            f"the interrupted run in {work.path} was started from something else ({'; '.join(changes[:3])}); "
+            "run the old command, or start over with --no-resume"
+        )
+    for name, digest in state.shards.items():
+        check_saved(state.checkpoint / name, digest)
+    return state
 
 
 def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
@@ -102,36 +111,3 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(made_from == json.loads(json.dumps(identity)))
-
-
-def _read(path: Path, identity: dict[str, Any]) -> RunState:
-    folder = path.parent
-    try:
-        saved = json.loads(path.read_text())
-        records = [LayerRecord.from_dict(record) for record in saved["records"]]
-    except (ValueError, KeyError, TypeError, ReportError) as error:
-        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
-    changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
-    if changes:
-        raise ResumeError(
-            f"the interrupted run in {folder} was started from something else ({'; '.join(changes[:3])}); "
-            "run the old command, or start over with --no-resume"
-        )
-    for name, digest in saved["shards"].items():
-        check_digest(folder / "checkpoint" / name, digest)
-    return RunState(
-        folder=folder,
-        identity=identity,
-        records=records,
-        shards=saved["shards"],
-        weight_map=saved["weight_map"],
-        activations=saved["activations"],
-    )
-
-
-def check_digest(path: Path, digest: str) -> None:
-    """Raise ResumeError if a file is not byte for byte what was written."""
-    if not path.exists():
-        raise ResumeError(f"{path} is missing; start over with --no-resume")
-    if file_digest(path) != digest:
-        raise ResumeError(f"{path} is not what was written; start over with --no-resume")
