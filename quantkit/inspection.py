@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import CONFIG_NAME, read_config
+from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
@@ -226,7 +226,7 @@ def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str
     """Entries that differ; none between a directory and a file, which say everything differently."""
     if is_gguf(left) != is_gguf(right):
         return
-    sides = [read_gguf(path).metadata if is_gguf(path) else read_config(path) for path in (left, right)]
+    sides = [read_gguf(path).metadata if is_gguf(path) else read_config_file(path) for path in (left, right)]
     flat = [dict(_leaves(side)) for side in sides]
     for key in sorted(flat[0].keys() | flat[1].keys()):
         values = [_short(side[key]) if key in side else "absent" for side in flat]

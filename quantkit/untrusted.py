@@ -1,27 +1,30 @@
-"""Text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Bytes, text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
 
 Not a schema: what the data means is said where it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import stat
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from quantkit.errors import InputError
+from quantkit.errors import CheckpointError, InputError
 
-__all__ = ["MAX_YAML_BYTES", "parse_yaml", "read_text", "shorten"]
+CHUNK_BYTES = 1 << 22
 
 MAX_YAML_BYTES = 1 << 20
 _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
 _MAX_REASON = 200
+_BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def shorten(value: Any, limit: int = 60) -> str:
@@ -32,11 +35,43 @@ def shorten(value: Any, limit: int = 60) -> str:
         limit: characters to keep.
     """
     text = ""
-    for piece in _written(value, limit):
-        text += piece
+    for part in _written(value, limit):
+        text += part
         if len(text) > limit:
             return text[: limit - 3] + "..."
     return text
+
+
+@contextlib.contextmanager
+def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
+    """A file to read whose system errors become one line.
+
+    Args:
+        path: of the file.
+        kind: what to raise.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+
+
+def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Bytes [start, start + num_bytes) of a file, at most `size` at a time.
+
+    Raises:
+        CheckpointError: they are not there, or cannot be read.
+    """
+    with opened(path) as file:
+        file.seek(start)
+        for left in range(num_bytes, 0, -size):
+            chunk = file.read(min(size, left))
+            if len(chunk) < min(size, left):
+                raise CheckpointError(
+                    f"{path} ended {left - len(chunk)} bytes early: it changed while it was read; run the command again"
+                )
+            yield chunk
 
 
 def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -> str:
@@ -60,6 +95,25 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise kind(f"{path}: cannot be read as text: {error}") from None
+
+
+def parse_object(text: bytes, where: str, kind: type[InputError]) -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        text: all of it, UTF-8, -16 or -32.
+        where: what holds it, for messages.
+        kind: what to raise.
+    Raises:
+        InputError: of this kind: it is not JSON, too deep, or no object.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{where} is not valid JSON ({error}); download or copy it again") from error
+    if not isinstance(data, dict):
+        raise kind(f"{where} is a JSON {type(data).__name__}, not an object; download or copy it again")
+    return data
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
@@ -92,21 +146,18 @@ def _one_line(text: str) -> str:
 
 
 def _written(value: Any, limit: int) -> Iterator[str]:
-    """The `repr` of a value, piece by piece; each piece is at most a few times `limit` long."""
-    if type(value) is dict:
-        yield "{"
-        for index, (key, item) in enumerate(value.items()):
-            yield ", " if index else ""
-            yield from _written(key, limit)
-            yield ": "
-            yield from _written(item, limit)
-        yield "}"
-    elif type(value) in (list, tuple):
-        yield "[" if type(value) is list else "("
+    """The `repr` of a value, part by part; each is at most a few times `limit` long."""
+    brackets = _BRACKETS.get(type(value))
+    if brackets is not None:
+        yield brackets[0]
         for index, item in enumerate(value):
             yield ", " if index else ""
             yield from _written(item, limit)
-        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+            if type(value) is dict:
+                yield ": "
+                yield from _written(value[item], limit)
+        yield "," if type(value) is tuple and len(value) == 1 else ""
+        yield brackets[1]
     elif isinstance(value, str | bytes):
         yield repr(value[: limit + 1])
     elif type(value) is int and value.bit_length() > 4 * limit:

@@ -34,8 +34,8 @@ TINY = Shapes(
 def report(outcome: Outcome | None, number: int, total: int) -> None:
     """A line for each case."""
     if outcome is not None:
-        found = outcome.problem if outcome.entry is None else f"{outcome.entry.ratio:.3f} {outcome.entry.choice}"
-        print(f"{number}/{total} {outcome.case.label}: {found}, dropped {outcome.dropped or 'none'}", flush=True)
+        summary = outcome.problem if outcome.entry is None else f"{outcome.entry.ratio:.3f} {outcome.entry.choice}"
+        print(f"{number}/{total} {outcome.case.label}: {summary}, dropped {outcome.dropped or 'none'}", flush=True)
 
 
 def rehearse(seconds: float, path: Path) -> None:
@@ -45,10 +45,10 @@ def rehearse(seconds: float, path: Path) -> None:
     small = TuneOptions(rows=(1, 5), batches=(1,), context=40, kv_types=("int8",))
     cases = cases_of([TINY], small, chip=0)
     few = [replace(case, candidates=case.candidates[-1:]) for case in cases]
-    place = torch.device("cpu")
+    target = torch.device("cpu")
     made = tuning.tune(
         few,
-        opener(place, dtype_on("cpu")),
+        opener(target, dtype_on("cpu")),
         path=path,
         device="Triton's interpreter",
         capability=0,

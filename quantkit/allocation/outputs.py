@@ -12,7 +12,7 @@ from quantkit.allocation.options import SearchOptions
 from quantkit.checkpoints.replaceable import check_regular
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError
 
 
@@ -43,15 +43,13 @@ class Outputs:
         Args:
             trial: the model compressed by the recipe, in the work folder.
         """
-        try:
+        with writing(self.recipe.output):
             self.recipe.promote(self.draft)
             if self.checkpoint is not None:
                 shutil.move(trial, self.checkpoint.work.checkpoint)
                 self.checkpoint.promote(self.checkpoint.work.checkpoint)
             if not self.keep_work:
                 self.work.clear()
-        except OSError as error:
-            raise translate_os_error(error, self.recipe.output) from error
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
-from quantkit.kernels.layouts import kv_dtype, page_bytes, residual_bytes
+from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.models.families import find
 from quantkit.numerics.dtype import INT4, INT8
@@ -105,8 +105,7 @@ def predict(
     chosen, _ = pick_dtype(dtype, reader, config, target)
     on_cpu = target.type == "cpu" and cpu.load() is not None
     kernels = LinearKernels(device=target, dtype=chosen, native=on_cpu)
-    caches = read_stored_cache(reader, config).choose(kv_cache)
-    layouts = config_layouts(config, caches, page_size, kv_dtype(kv_cache, chosen))
+    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
     return Prediction(
         weight_bytes=_Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).total(head_dtype),
         page_bytes=page_bytes(layouts),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.untrusted import opened, parse_object
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -19,23 +20,10 @@ _MODELOPT_NAME = "hf_quant_config.json"
 
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _METADATA = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "license*",
-    "licence*",
-    "notice*",
-    "use_policy*",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template*", "generation_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    *("license*", "licence*", "notice*", "use_policy*"),
 )
 # Weights, code and pickles stay behind, whatever they are called.
 _NEVER_CARRIED = (
@@ -58,7 +46,7 @@ def check_folder(path: Path) -> Path:
     raise ModelError(f"no such model directory: {path}; check the path")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config_file(folder: Path) -> dict[str, Any]:
     """The contents of config.json.
 
     Raises:
@@ -121,15 +109,19 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
+    """Files to carry into a compressed checkpoint, sorted: tokenizer, licence and the like; no weights, no code."""
     return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
 
 
 def is_metadata(name: str) -> bool:
     """Whether a file of this name belongs to the model, see `metadata_files`."""
     name = name.lower()
-    wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _METADATA)
-    return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_CARRIED)
+    return matches_any(name, _METADATA) and not matches_any(name, _NEVER_CARRIED)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of some shell-style patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 _GGUF = "quantkit compresses the original checkpoint: give the safetensors model that the GGUF file was made from"
@@ -137,11 +129,10 @@ _GGUF = "quantkit compresses the original checkpoint: give the safetensors model
 
 def _no_weights(folder: Path) -> str:
     for pattern in _PICKLES:
-        found = sorted(folder.glob(pattern))
-        if found:
+        if pickles := sorted(folder.glob(pattern)):
             return (
-                f"{folder} has no safetensors files, only {found[0].name}; pickle is never loaded, because it can run "
-                "code; convert to safetensors with transformers where you trust the file: "
+                f"{folder} has no safetensors files, only {pickles[0].name}; pickle is never loaded, because it can "
+                "run code; convert to safetensors with transformers where you trust the file: "
                 "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
             )
     if any(folder.glob("*.gguf")):
@@ -158,15 +149,8 @@ def read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> d
     Raises:
         ModelError, CheckpointError: it cannot be read, or is none.
     """
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{path} is not valid JSON ({error}); download or copy it again") from error
-    if not isinstance(data, dict):
-        raise kind(f"{path} holds a JSON {type(data).__name__}, not an object; download or copy it again")
-    return data
+    with opened(path, kind) as file:
+        return parse_object(file.read(), str(path), kind)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
 
@@ -81,7 +82,7 @@ class ModelReader(CheckpointReader):
         return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
-        """See `CheckpointReader`; a part comes in one piece."""
+        """See `CheckpointReader`; a part comes in one chunk."""
         if name in self._parts:
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:

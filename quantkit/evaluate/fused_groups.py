@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.inspection import read_manifest
-from quantkit.kernels.types import Linear
+from quantkit.kernels.types import Linear, WrappedLinear
 from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.layers import MLP
@@ -54,7 +54,7 @@ class FusedGroup:
     dense_bytes: int
 
 
-class Rescaled:
+class Rescaled(WrappedLinear):
     """A linear between tensors of another scale.
 
     Args:
@@ -64,9 +64,8 @@ class Rescaled:
     """
 
     def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.stored_bytes, self.description = linear.stored_bytes, linear.description
-        self._linear, self._inputs, self._outputs = linear, inputs, outputs
+        super().__init__(linear)
+        self._inputs, self._outputs = inputs, outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""

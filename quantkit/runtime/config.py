@@ -86,6 +86,16 @@ class EngineConfig:
         """`memory`, which is bytes once it has been read."""
         return None if self.memory is None else int(self.memory)
 
+    def context_length(self, model_length: int) -> int:
+        """Tokens of a sequence, whatever the memory: as asked, else what the model can.
+
+        Raises:
+            RequestError: more than the model can.
+        """
+        if self.max_length is not None and self.max_length > model_length:
+            raise RequestError(f"max_length is {self.max_length}, but the model's context is {model_length} tokens")
+        return self.max_length or model_length
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""
         return -(-num_tokens // self.page_size)

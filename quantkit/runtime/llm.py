@@ -19,10 +19,8 @@ from quantkit.errors import RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine import status
-from quantkit.runtime.engine.assembly import build_engine
+from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.preflight import predict_capacity
-from quantkit.runtime.engine.prompts import Prompt, checked_text, load_tokenizer, several
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads
@@ -31,6 +29,7 @@ from quantkit.runtime.model.model import Model
 from quantkit.runtime.types import Completion, PromptScores, PromptScoring, SamplingParams, ScoredText, StepOutput
 
 Messages = Many[dict[str, Any]]
+Prompt = str | Many[int]
 
 
 class LLM:
@@ -58,7 +57,7 @@ class LLM:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         self.path = DEMO_MODEL if path is None else resolve(str(path))
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
-        self.tokenizer, self._no_tokenizer = load_tokenizer(self.path)
+        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
         self._engine = None if lazy else self._load()
@@ -101,7 +100,7 @@ class LLM:
         """
         tokenizer = self._need_tokenizer()
         # Not verbose: that a prompt is too long is for the engine to say.
-        ids: list[int] = list(tokenizer(checked_text(text), verbose=False)["input_ids"])
+        ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -123,7 +122,7 @@ class LLM:
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+        return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -138,7 +137,7 @@ class LLM:
         Raises:
             RequestError: see `Engine.add`; nothing is computed then.
         """
-        asked = [self._ids(prompt) for prompt in several(prompts)]
+        asked = [self._ids(prompt) for prompt in _several(prompts)]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
             raise RequestError(f"{len(asked)} prompts with {len(each)} sampling parameters; give one for all or each")
@@ -276,3 +275,31 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
         return self.tokenizer
+
+
+def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if all(isinstance(item, int) for item in prompts) and len(prompts):
+        return [prompts]  # type: ignore[list-item]  # token ids of one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _checked_text(text: str) -> str:
+    """A text that has bytes; from a terminal or a pipe may come some that are no text, which Python keeps as halves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
+    return text
+
+
+def _load_tokenizer(path: Path) -> tuple[Any, str]:
+    """The tokenizer of a directory, or None and why. Code that comes with it is never run, nor is anybody asked to."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), ""
+    except Exception as error:  # many classes for missing and broken files
+        return None, first_line(error)

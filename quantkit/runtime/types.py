@@ -206,10 +206,10 @@ def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
         raise RequestError(f"{name} is {value!r}; give an integer of at least {minimum}, or {otherwise}")
 
 
-def _check_number(name: str, value: Any, wanted: str, valid: Any) -> None:
+def _check_number(name: str, value: Any, condition: str, valid: Any) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not valid(value):
-        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+        raise RequestError(f"{name} is {value!r}; it must be {condition}")
 
 
 def _stop_texts(stop: Any) -> tuple[str, ...]:

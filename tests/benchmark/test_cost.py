@@ -8,7 +8,6 @@ import torch
 from quantkit.benchmark.ceilings import Ceilings
 from quantkit.benchmark.cost import Cost, LayerCost, linear_kinds, model_cost
 from quantkit.benchmark.roofline import break_even_rows, decode_record, prefill_record
-from quantkit.kernels.layouts import kv_scheme
 from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload
@@ -21,7 +20,7 @@ HEAD = 260 * 64
 
 def cost_of(folder, kv=None, **options):
     model = load_model(folder, **options)
-    return model, model_cost(model, model.layouts(kv_scheme(kv or "auto"), 64))
+    return model, model_cost(model, model.layouts(kv or "auto", 64))
 
 
 def test_a_dense_model(tiny_llama):

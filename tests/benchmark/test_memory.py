@@ -92,9 +92,7 @@ def test_of_the_demo_model():
 def test_cache(family_models, family, kv_cache):
     prediction = predict(family_models[family], kv_cache=kv_cache, page_size=32)
     model = load_model(family_models[family])
-    from quantkit.kernels.layouts import kv_dtype, kv_scheme
-
-    layouts = model.layouts(kv_scheme(kv_cache), 32, kv_dtype(kv_cache, model.dtype))
+    layouts = model.layouts(kv_cache, 32)
     cache = KVCache(layouts, 5, 3, CPU)
     assert (
         observed_cache_bytes(cache)

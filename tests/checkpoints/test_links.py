@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.links import check_links
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.cli import main
@@ -62,7 +63,7 @@ def test_links_that_stay_inside_and_a_link_to_the_folder_are_followed(tmp_path, 
     (single / "gone.json").symlink_to("nowhere")
     (tmp_path / "alias").symlink_to(single)
     reader = CheckpointReader(tmp_path / "alias")
-    assert [path.name for path in reader.metadata_files()] == ["tokenizer.json"]
+    assert [path.name for path in metadata_files(reader.path)] == ["tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors.index.json"])

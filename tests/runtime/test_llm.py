@@ -31,15 +31,15 @@ def expected(folder, count=24):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    actual = []
     for prompt in prompts(*LENGTHS, vocab_size=258):
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
             )
-        found.append(tuple(out[0, len(prompt) :].tolist()))
-    return found
+        actual.append(tuple(out[0, len(prompt) :].tolist()))
+    return actual
 
 
 SETTINGS = [
@@ -62,8 +62,8 @@ SETTINGS = [
 def test_greedy_tokens_are_those_of_transformers(loud_llama, draft, settings):
     speculate = {"draft": draft, "self": loud_llama}.get(settings.get("speculate"), settings.get("speculate"))
     llm = LLM(loud_llama, dtype="float32", threads=1, **{**settings, "speculate": speculate})
-    found = llm.generate(prompts(*LENGTHS, vocab_size=258), GREEDY)
-    assert [completion.token_ids for completion in found] == expected(loud_llama)
+    actual = llm.generate(prompts(*LENGTHS, vocab_size=258), GREEDY)
+    assert [completion.token_ids for completion in actual] == expected(loud_llama)
     llm.engine.check_integrity()
     stats = llm.stats()
     assert stats["kv_free_pages"] == stats["kv_pages"]
@@ -77,8 +77,10 @@ def test_greedy_tokens_are_those_of_transformers(loud_llama, draft, settings):
 @pytest.mark.parametrize("settings", [{}, {"page_size": 16, "num_pages": 40}], ids=str)
 def test_a_trained_model_gives_its_text(settings):
     llm = LLM(SHARED / "babyllama-361", dtype="float32", threads=1, **settings)
-    found = llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=60))
-    assert {completion.text for completion in found} == {", there was a little girl named Lily. She loved to play outs"}
+    actual = llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=60))
+    assert {completion.text for completion in actual} == {
+        ", there was a little girl named Lily. She loved to play outs"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +123,14 @@ def test_a_stream_that_nobody_began_to_read_is_cancelled_too(llm):
 
 
 def test_a_prompt_that_is_too_long_is_told_once(llm, monkeypatch):
-    told = []
+    warnings = []
     for handler in logging.getLogger("transformers").handlers:
-        monkeypatch.setattr(handler, "handle", told.append)
+        monkeypatch.setattr(handler, "handle", warnings.append)
     monkeypatch.setattr(llm.tokenizer, "model_max_length", 3)
     llm.tokenizer.deprecation_warnings.clear()
     with pytest.raises(RequestError, match="the prompt has"):
         llm.generate("one other " * 300)
-    assert not told
+    assert not warnings
 
 
 def test_text_that_is_not_unicode_is_refused(llm):
@@ -155,9 +157,9 @@ def test_scores_are_the_logits_of_transformers_for_every_chunk_size(loud_llama, 
     sequences = prompts(1, 30, 64, 7, vocab_size=258)
     reference = reference_logits(loud_llama, sequences)
     for chunk_size in (None, 1, 7, 64):
-        found = llm.score(sequences, chunk_size)
-        assert [scores.shape for scores in found] == [(len(ids), 260) for ids in sequences]
-        assert difference(found, reference) < 1e-4
+        actual = llm.score(sequences, chunk_size)
+        assert [scores.shape for scores in actual] == [(len(ids), 260) for ids in sequences]
+        assert difference(actual, reference) < 1e-4
     assert llm.stats()["kv_free_pages"] == llm.stats()["kv_pages"]
     llm.engine.check_integrity()
 
@@ -288,9 +290,9 @@ def test_a_bad_prompt_leaves_nothing_behind(llm):
 def test_it_says_how_it_runs(llm):
     llm.generate(["a common beginning, long enough for a page"] * 2, SamplingParams(max_tokens=2))
     llm.generate(["a common beginning, long enough for a page"], SamplingParams(max_tokens=2))
-    told, stats = llm.describe(), llm.stats()
-    assert told["computed in"] == "float32 on cpu"
-    assert told["threads"].startswith("1 ")
+    topics, stats = llm.describe(), llm.stats()
+    assert topics["computed in"] == "float32 on cpu"
+    assert topics["threads"].startswith("1 ")
     assert stats["prefix_hit_tokens"] >= 32
     assert stats["kv_bytes"] == stats["kv_tokens"] * llm.kv_bytes_per_token
     assert stats["weight_bytes"] == llm.model.num_bytes > 0

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import read_config
+from quantkit.checkpoints.folder import read_config_file
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
 from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
+from quantkit.checkpoints.writer import copy_tensors, write_json, writing
 from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
@@ -94,13 +94,14 @@ def convert(
     else:
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
     check = check_gguf if format_.suffix else check_checkpoint
-    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
-        try:
-            draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
-            written = write(draft)
-            stage.promote(draft)
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
+    with (
+        open_stage(output, "convert", overwrite=overwrite, check=check) as stage,
+        torch.inference_mode(),
+        writing(stage.work.path),
+    ):
+        draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
+        written = write(draft)
+        stage.promote(draft)
     return Conversion(
         source=str(checkpoint),
         source_format=source.format.name,
@@ -117,7 +118,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    target.format.check_config(read_config(folder), target.linears, target.ignored)
+    target.format.check_config(read_config_file(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
     return Written(num_linears=len(target.linears), output_bytes=size, stored=stored)
 

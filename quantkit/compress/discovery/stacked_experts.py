@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
+from quantkit.checkpoints.experts import LinearExperts, holds_stacked_experts, set_parameter
 from quantkit.checkpoints.model_reader import expert_parts
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
@@ -37,7 +37,7 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
-            if is_stacked(module):
+            if holds_stacked_experts(module):
                 gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
                 own = f"{name}.{{expert}}"
                 data = Experts(

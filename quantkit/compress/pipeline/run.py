@@ -18,7 +18,7 @@ from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.replaceable import check_apart, check_gguf
 from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
@@ -105,7 +105,7 @@ def _compress(
         if resume and was_completed(stage, identity):
             return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
         stage.check_output()
-        try:
+        with writing(stage.work.path):
             state = load_state(stage.work, identity, resume=resume)
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
@@ -117,8 +117,6 @@ def _compress(
             result = finish_run(plan, state, resumed=resumed, warnings=warnings, started=started)
             stage.promote(state.checkpoint)
             return result
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
 
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:

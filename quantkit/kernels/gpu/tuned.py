@@ -169,8 +169,8 @@ def read(path: Path, device: str | None = None) -> Table:
             path=path,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        told = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path}: no file of tuned choices: {told}; {_AGAIN}") from error
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: no file of tuned choices: {reason}; {_AGAIN}") from error
     if device is not None and table.device != device:
         raise InputError(f"{path}: was measured on {table.device!r}, this is {device!r}; {_AGAIN}")
     return table
