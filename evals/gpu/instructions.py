@@ -29,8 +29,6 @@ STORE = ROOT / "evals/results/compile/instructions.json"
 PAGE = STORE.with_suffix(".md")
 KERNEL = "_tile_kernel"
 WEIGHTS = ("int4 g128", "int4 g128 asym", "int4 g64", "int4 channel", "int8 channel", "fp8 channel", "nvfp4", "mxfp4")
-MOST_PER_WEIGHT, MOST_BARRIERS = 4.0, 2
-"""What INT4 in groups of 128 may take on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,10 @@ def page(data: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = [
         "# Instructions per weight",
         "",
-        "Made by `python evals/gpu/instructions.py --write`: machine instructions per weight in the main loop of products",
-        "with packed weights, counted in compiled code; in brackets barriers and stores to shared memory per block. Nothing",
-        "was run. At 4 instructions per weight and full issue an H100 takes as long for a weight of 4 bits as its memory",
-        "does at 3 TB/s.",
+        "Made by `python evals/gpu/instructions.py --write`: machine instructions per weight in the main loop of",
+        "products with packed weights, counted in compiled code; in brackets barriers and stores to shared memory",
+        "per block. Nothing was run. At 4 instructions per weight and full issue an H100 takes as long for a weight",
+        "of 4 bits as its memory does at 3 TB/s.",
     ]
     for version, chips in sorted(data.items()):
         lines += ["", f"## triton {version}", "", "| weight, rows | " + " | ".join(f"sm_{chip}" for chip in chips) + " |",
