@@ -105,8 +105,8 @@ def page(data: dict[str, dict[str, dict[str, Any]]]) -> str:
         "of 4 bits as its memory does at 3 TB/s.",
     ]
     for version, chips in sorted(data.items()):
-        lines += ["", f"## triton {version}", "", "| weight, rows | " + " | ".join(f"sm_{chip}" for chip in chips) + " |",
-                  "|---|" + "---|" * len(chips)]  # fmt: skip
+        head = " | ".join(["weight, rows", *(f"sm_{chip}" for chip in chips)])
+        lines += ["", f"## triton {version}", "", f"| {head} |", "|---|" + "---|" * len(chips)]
         for label in next(iter(chips.values())):
             cells = [chips[chip][label] for chip in chips]
             texts = [f"{cell['per_weight']:.1f} ({cell['barriers']}, {cell['stores']})" for cell in cells]
