@@ -92,7 +92,7 @@ def test_every_family_here_has_a_tiny_model_in_the_tests():
 
 
 def test_the_familys_own_name_wins_over_a_stray_one():
-    """transformers ignores `intermediate_size` in a config of GPT-2, whose `n_inner` says null: four times the width."""
+    """transformers ignores `intermediate_size` in a config of GPT-2, whose `n_inner` says null: 4 times the width."""
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16}
     config |= {"vocab_size": 32, "intermediate_size": 20}
     family = find(config)
