@@ -7,7 +7,7 @@ import torch
 
 from quantkit.benchmark import tune_problems as problems
 from quantkit.benchmark.options import TuneOptions
-from quantkit.benchmark.tune import search
+from quantkit.benchmark.tune import search_choices
 from quantkit.benchmark.tune_cases import (
     Shapes,
     cases_of,
@@ -56,7 +56,7 @@ def write(device, cases, choice_of):
         )
         for case in cases
     )
-    table = tuned.Table(device=device, capability=90, versions={}, entries=entries)
+    table = tuned.TunedTable(device=device, capability=90, versions={}, entries=entries)
     tuned.write(tuned.user_file(device), table)
 
 
@@ -209,7 +209,7 @@ def test_a_search_from_end_to_end():
     torch.manual_seed(0)
     case = find_cases([TINY])[0]
     with problems.opener(CPU, torch.float32)(case) as problem:
-        outcome = search(case, problem)
+        outcome = search_choices(case, problem)
     assert outcome.entry.microseconds > 0
     assert outcome.dropped == {}
     assert isinstance(outcome.entry.choice, Tile)

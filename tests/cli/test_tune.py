@@ -44,7 +44,7 @@ def entry(outputs=4096, choice=NARROW, ratio=1.5):
 
 
 def table(*entries, device="GPU"):
-    return tuned.Table(
+    return tuned.TunedTable(
         device=device, capability=90, versions={"quantkit": "1", "torch": "2", "triton": "3"}, entries=entries
     )
 

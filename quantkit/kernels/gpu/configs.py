@@ -144,6 +144,6 @@ def _measured(device: torch.device, kernel: str, name: str, sizes: dict[str, int
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(name: str) -> tuple[tuned.Table, ...]:
+def _tables(name: str) -> tuple[tuned.TunedTable, ...]:
     """What is known about a GPU, first come first served; files that cannot be used are named once and left out."""
     return tuned.tables_of(name)

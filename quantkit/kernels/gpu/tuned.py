@@ -79,7 +79,7 @@ def key_of(kernel: str, kind: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class TunedTable:
     """One file.
 
     Args:
@@ -134,7 +134,7 @@ def shipped_file(device: str) -> Path:
     return _SHIPPED / f"{slug(device)}.json"
 
 
-def tables_of(device: str) -> tuple[Table, ...]:
+def tables_of(device: str) -> tuple[TunedTable, ...]:
     """What files say about a GPU, the user's first; one that cannot be used is warned about and left out."""
     tables = []
     for path in (user_file(device), shipped_file(device)):
@@ -146,7 +146,7 @@ def tables_of(device: str) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def read(path: Path, device: str | None = None) -> Table:
+def read(path: Path, device: str | None = None) -> TunedTable:
     """A file.
 
     Args:
@@ -161,7 +161,7 @@ def read(path: Path, device: str | None = None) -> Table:
             raise ValueError("it is no object")
         if data.get("schema") != SCHEMA:
             raise InputError(f"{path}: has schema {data.get('schema')!r}, this quantkit reads {SCHEMA}; {_AGAIN}")
-        table = Table(
+        table = TunedTable(
             device=str(data["device"]["name"]),
             capability=int(data["device"]["capability"]),
             versions={str(name): str(version) for name, version in data["versions"].items()},
@@ -179,7 +179,7 @@ def read(path: Path, device: str | None = None) -> Table:
 _AGAIN = "delete it or run `quantkit tune --again`"
 
 
-def write(path: Path, table: Table) -> None:
+def write(path: Path, table: TunedTable) -> None:
     """Put a file where it belongs, whole or not at all.
 
     Raises:

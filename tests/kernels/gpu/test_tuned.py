@@ -34,7 +34,7 @@ def entry(rows=1, outputs=4096, inputs=4096, choice=NARROW, kind=KIND):
 
 
 def table(*entries, device=GPU):
-    return tuned.Table(device=device, capability=90, versions={"quantkit": "0"}, entries=entries)
+    return tuned.TunedTable(device=device, capability=90, versions={"quantkit": "0"}, entries=entries)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_what_is_forced_goes_before_everything(gpu):
 def test_a_choice_is_looked_up_once(gpu, monkeypatch):
     tuned.write(tuned.user_file(GPU), table(entry()))
     first = configs.product(weight(), 1, CUDA)
-    monkeypatch.setattr(tuned.Table, "find", None)
+    monkeypatch.setattr(tuned.TunedTable, "find", None)
     assert configs.product(weight(), 1, CUDA) is first
 
 
