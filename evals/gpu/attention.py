@@ -32,10 +32,11 @@ TINY = Case(batch=2, context=70, heads=4, kv_heads=2, dim=32, page=16)
 TINY_PREFILL = Case(batch=1, context=40, new=20, heads=4, kv_heads=2, dim=32, page=16)
 
 
-def make_batch(case: Case, device: str) -> tuple[ForwardBatch, int]:
-    """`new` tokens at the end of each sequence, pages in shuffled order; and the number of pages."""
+def make_batch(case: Case, device: str, table: torch.Tensor | None = None) -> tuple[ForwardBatch, int]:
+    """`new` tokens at the end of each sequence, pages as given or in shuffled order; and the number of pages."""
     pages = -(-case.context // case.page)
-    table = torch.randperm(case.batch * pages).view(case.batch, pages)
+    if table is None:
+        table = torch.randperm(case.batch * pages).view(case.batch, pages)
     positions = torch.arange(case.context - case.new, case.context)
     slots = table[:, positions // case.page] * case.page + positions % case.page  # (B, L)
     return ForwardBatch(

@@ -12,7 +12,11 @@ from timing import open_results, parse
 
 HERE = Path(__file__).parent
 # What a part imports late it names in NEEDS.
-CHECK = "import importlib, sys; [importlib.import_module(name) for name in importlib.import_module(sys.argv[1]).NEEDS]"
+CHECK = """
+import importlib, sys
+for name in getattr(importlib.import_module(sys.argv[1]), "NEEDS", ()):
+    importlib.import_module(name)
+"""
 
 
 def programs() -> list[str]:
