@@ -63,6 +63,7 @@ PLAN = (
     ("w4a16", REST),
 )
 NUM_STEPS = 2
+PATIENCE = 20.0  # seconds for what counts launches, once nothing else is left to do
 TINY_PLAN = (("bf16", (("int4", 2, 70),)), ("bf16", ENGINE), ("w8a8", (("int4", 2, 70),)))
 # How the engine runs: graphs, overlap.
 WAYS = {"graph, overlap": (True, True), "graph": (True, False), "eager": (False, False)}
@@ -323,7 +324,7 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
         else:
             steps(models, weights, what, results, arguments.device)
         launches.fill(results)
-    launches.fill(results, patience=20.0)
+    launches.fill(results, PATIENCE)
     results.finish()
 
 

@@ -27,6 +27,8 @@ Row = dict[str, Any]
 
 # Exit codes of a part: done, but something is wrong; time is over, the next call goes on; the device is lost.
 WRONG, GO_ON, LOST = 3, 75, 76
+# What they say of it, with those of `timeout`.
+STATES = {0: "done", WRONG: "wrong", GO_ON: "unfinished", 124: "unfinished", 137: "unfinished"}
 # After so many errors, and no success, a kind is not tried again.
 _MOST_FAILURES = 3
 _ARCHIVE_EVERY_S = 5.0
@@ -211,25 +213,25 @@ def strike(path: Path, why: str) -> Row | None:
 
 
 def close(name: str, code: int, seconds: float) -> bool:
-    """Say in a line what became of a process of a part, note a part that is done, and rewrite the archive.
+    """Say in a line what became of a process of a part, note how far the part is, and rewrite the archive.
 
     Args:
         name: of the part.
         code: its exit code.
         seconds: it took.
-    Returns: whether it died over something, so that the rest is for a new process.
+    Returns: whether a new process should go on at once, behind what this one died over.
     """
     names = {128 + known.value: known.name for known in signal.Signals}  # as a shell says that a signal ended it
     why = f"its process ended with {names.get(code, code)}"
     struck = [row for path in sorted(folder().glob("*.json")) if (row := strike(path, why)) is not None]
-    said = {0: "done", WRONG: "done, with errors", GO_ON: "goes on in the next call", 124: "goes on in the next call"}
-    died = f"DIED ({names.get(code, code)})" + "".join(f" at {_labels(row)}; the rest goes on" for row in struck)
-    print(f"== {name}: {said.get(code, died)}, {seconds:.0f} s", flush=True)
-    if code in (0, WRONG):
-        with (folder() / "done").open("a") as done:
-            done.write(f"{name}\n")
+    again = code == LOST or bool(struck)
+    state = "unfinished" if again else STATES.get(code, "dead")
+    ended = [f"{why}, at {_labels(row)}" for row in struck] or [why] * (state == "dead")
+    print(f"== {name}: {state} after {seconds:.0f} s{''.join(f'; {one}' for one in ended)}", flush=True)
+    with (folder() / "state").open("a") as states:
+        states.write(f"{name} {state}\n")
     archive()
-    return code == LOST or bool(struck)
+    return again
 
 
 def _labels(row: Row) -> str:
@@ -267,17 +269,18 @@ def pack() -> None:
     """Results, and compiled kernels, newest first, in as many files as may come back."""
     archive()
     out = _archive_path()
-    files = [path for path in _cache().rglob("*") if path.suffix in _LOADED] if _cache().exists() else []
-    files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    # A kernel is a folder, of use only as a whole.
+    kernels = sorted(_cache().iterdir(), key=lambda path: path.stat().st_mtime) if _cache().exists() else []
     for number in range(_CACHE_FILES if out is not None else 0):
-        if not files:
+        if not kernels:
             break
         with (out.parent / f"kernels-{number}.tar.gz").open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
-            while files and raw.tell() < _CACHE_FILE_BYTES:
-                path = files.pop(0)
-                tar.add(path, str(path.relative_to(_cache())))
-    if files:
-        print(f"{len(files)} files of compiled kernels do not fit and stay here", flush=True)
+            while kernels and raw.tell() < _CACHE_FILE_BYTES:
+                for path in kernels.pop().iterdir():
+                    if path.suffix in _LOADED:
+                        tar.add(path, str(path.relative_to(_cache())))
+    if kernels:
+        print(f"== {len(kernels)} compiled kernels do not fit and stay here", flush=True)
 
 
 def unpack(source: Path) -> None:
