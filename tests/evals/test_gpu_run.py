@@ -114,7 +114,9 @@ def test_a_call_that_is_killed_is_taken_up_on_another_machine(tree):
     """Whatever was measured is in the archive; what was under way is an error, because it may be what killed."""
     tree.add("first", {"a": "", "b": "time.sleep(60)", "c": ""})
     call = tree.start()
-    while not (log := tree.work / "rehearsal/first.log").exists() or "begun b" not in log.read_text().rpartition(" ")[0]:
+    while (
+        not (log := tree.work / "rehearsal/first.log").exists() or "begun b" not in log.read_text().rpartition(" ")[0]
+    ):
         time.sleep(0.02)
     os.kill(call.pid, signal.SIGKILL)
     os.kill(int(log.read_text().split()[-1]), signal.SIGKILL)
@@ -265,7 +267,7 @@ def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
 
 def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
     end_to_end, results = evals("end_to_end"), evals("results")
-    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(12)")
+    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(12)\nprint('{}')")
     monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
     monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
     monkeypatch.setattr(end_to_end, "make_model", lambda *values: SimpleNamespace(stored_bytes=1))
