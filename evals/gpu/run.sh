@@ -44,18 +44,19 @@ trap '"$PYTHON" "$here/page.py" --results "$RESULTS" --write "$RESULTS/performan
 state() { grep -s "^$1 " "$RESULTS/state" | tail -n 1 | cut -d' ' -f2; }
 
 part() { # part NAME SECONDS PROGRAM ARGUMENTS...: in as many processes as it takes
-  local name=$1 end=$((SECONDS + $2 * factor)) limit begun pid code again=0
+  local name=$1 end=$((SECONDS + $2 * factor)) log=$RESULTS/$1.log limit begun lines pid code again=0
   shift 2
   while [ "$again" = 0 ]; do
     begun=$SECONDS limit=$(((end < budget ? end : budget) - SECONDS))
     [ "$limit" -gt "$least" ] || return
-    echo "== $name: at most $limit s"
-    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$RESULTS/$name.log" 2>&1 &
+    echo "== $name: at most $limit s" | tee -a "$log"
+    lines=$(wc -l <"$log")
+    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$log" 2>&1 &
     pid=$!
     wait "$pid"
     code=$?
     kill -KILL -- "-$pid" 2>/dev/null # what it has begun and left
-    tail -n "${TAIL:-12}" "$RESULTS/$name.log" | cut -c -240
+    tail -n "+$((lines + 1))" "$log" | tail -n "${TAIL:-12}" | cut -c -240
     "$PYTHON" "$here/results.py" close "$name" "$code" $((SECONDS - begun))
     again=$?
   done

@@ -282,11 +282,12 @@ def run_family(cases: Cases, names: Iterable[str], device: str) -> None:
             sys.exit(LOST)
 
 
-def watch(family: str, results: Results, device: str, tiny: bool) -> None:
+def watch(family: str, results: Results, arguments: argparse.Namespace) -> None:
     """Have a family run, in as many processes as it takes."""
-    names = [name for name in families(tiny)[family] if results.known(family=family, case=name) is None]
+    names = [name for name in families(arguments.tiny)[family] if results.known(family=family, case=name) is None]
     while names and not results.is_over():
-        command = [sys.executable, __file__, "--device", device, "--family", family, "--cases", *names]
+        command = [sys.executable, __file__, "--device", arguments.device, *["--tiny"] * arguments.tiny]
+        command += ["--family", family, "--cases", *names]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         for line in child.stdout:
@@ -304,12 +305,11 @@ def main() -> None:
     sys.argv[1:] = rest
     arguments = parse(60)
     if own.family is not None:
-        run_family(families(False)[own.family], own.cases, arguments.device)
+        run_family(families(arguments.tiny)[own.family], own.cases, arguments.device)
         return
     results = open_results("smoke", arguments)
     with ThreadPoolExecutor() as pool:
-        watcher = partial(watch, results=results, device=arguments.device, tiny=arguments.tiny)
-        list(pool.map(watcher, families(arguments.tiny)))
+        list(pool.map(partial(watch, results=results, arguments=arguments), families(arguments.tiny)))
     results.finish()
 
 
