@@ -25,6 +25,7 @@ from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
+from quantkit.untrusted import read_json
 
 __all__ = ["compare", "inspect"]
 
@@ -188,12 +189,10 @@ def _read_manifest(folder: Path) -> tuple[str | None, tuple[LayerRecord, ...]]:
     path = folder / MANIFEST
     if not path.is_file():
         return None, ()
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}); delete it to inspect without it") from None
-    recipe, result = (_object(_object(manifest).get(key)) for key in ("recipe", "result"))
-    return recipe.get("name") or result.get("recipe"), tuple(_records(result.get("layers")))
+    manifest = read_json(path, CheckpointError, "delete it to inspect without it")
+    recipe, result = (_object(manifest.get(key)) for key in ("recipe", "result"))
+    name = recipe.get("name") or result.get("recipe")
+    return name if isinstance(name, str) else None, tuple(_records(result.get("layers")))
 
 
 def _object(value: Any) -> dict[str, Any]:

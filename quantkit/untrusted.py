@@ -1,10 +1,11 @@
-"""Text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Text, JSON and YAML from files that strangers may have written: read, parsed and quoted within bounds.
 
 Not a schema: what the data means is said where it is used.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from collections.abc import Hashable, Iterator
@@ -13,11 +14,12 @@ from typing import Any
 
 import yaml
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, first_line
 
-__all__ = ["MAX_YAML_BYTES", "parse_yaml", "read_text", "shorten"]
+__all__ = ["MAX_YAML_BYTES", "parse_json", "parse_yaml", "read_json", "read_text", "shorten"]
 
 MAX_YAML_BYTES = 1 << 20
+_MAX_JSON_BYTES = 1 << 26
 _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
@@ -60,6 +62,58 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise kind(f"{path}: cannot be read as text: {error}") from None
+
+
+def read_json(path: Path, kind: type[InputError], todo: str = "download or copy it again") -> dict[str, Any]:
+    """The JSON object in a regular file, see `parse_json`.
+
+    Args:
+        path: of the file; links are followed.
+        kind: what to raise.
+        todo: what the user can do.
+    Raises:
+        InputError: of this kind: it cannot be read, or is no JSON object.
+    """
+    return parse_json(read_text(path, kind, _MAX_JSON_BYTES), str(path), kind, todo)
+
+
+def parse_json(text: str | bytes, where: str, kind: type[InputError], todo: str) -> dict[str, Any]:
+    """A JSON object, stricter than JSON: neither deeper nor with longer numbers than the code behind it can bear.
+
+    Args:
+        text: of the object.
+        where: the file, for messages.
+        kind: what to raise.
+        todo: what the user can do.
+    Raises:
+        InputError: of this kind: not JSON, or no object.
+    """
+    try:
+        data = json.loads(text, parse_int=_whole_number)
+        _check_depth(data)
+        if ("\\u" if isinstance(text, str) else b"\\u") in text:  # half a character, which no stream can print
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{where} is not valid JSON ({_one_line(first_line(error))}); {todo}") from None
+    if not isinstance(data, dict):
+        raise kind(f"{where} holds a JSON {type(data).__name__}, not an object; {todo}")
+    return data
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, over the limit of {_MAX_DIGITS}")
+    return int(text)
+
+
+def _check_depth(data: Any) -> None:
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(_MAX_DEPTH + 1):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"values are nested more than {_MAX_DEPTH} deep")
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:

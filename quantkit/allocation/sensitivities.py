@@ -25,6 +25,7 @@ from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult
 from quantkit.runtime.llm import LLM
+from quantkit.untrusted import read_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +59,7 @@ class TrialRunner:
         if not output.exists():
             return quantize(self.model, recipe, output, device=self.device)
         try:
-            manifest, made = (
-                json.loads((output / f"{name}.json").read_bytes()) for name in ("quantkit", "quantkit-run")
-            )
+            manifest, made = (read_json(output / f"{name}.json", ResumeError) for name in ("quantkit", "quantkit-run"))
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
             same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
@@ -68,7 +67,7 @@ class TrialRunner:
                 self.source,
                 present,
             ]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ResumeError, KeyError, TypeError, AttributeError):
             same = False
         if not same:
             raise ResumeError(

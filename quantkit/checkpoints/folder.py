@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links
 from quantkit.errors import CheckpointError, ModelError
+from quantkit.untrusted import read_json, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -66,17 +66,37 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if path.is_file():
-        config = _read_object(path, ModelError)
+        config = read_json(path, ModelError)
         beside = folder / _MODELOPT_NAME
         if "quantization_config" not in config and beside.is_file():
             # ModelOpt says in a file of its own what others say here.
-            config["quantization_config"] = {**_read_object(beside, ModelError), "quant_method": "modelopt"}
-        return config
+            config["quantization_config"] = {**read_json(beside, ModelError), "quant_method": "modelopt"}
+        return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
     if any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} holds GGUF files and no config.json; {_GGUF}")
     raise ModelError(f"{path} is missing; a model directory has config.json, *.safetensors and tokenizer files")
+
+
+def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """A config.json whose names are names, also those of the language model in one: they are looked up in tables.
+
+    Raises:
+        ModelError: one is something else.
+    """
+    inner = config.get("text_config")
+    for entries in (config, inner if isinstance(inner, dict) else {}):
+        names = {key: entries.get(key) for key in ("model_type", "dtype", "torch_dtype")}
+        classes = entries.get("architectures")
+        if isinstance(classes, list):
+            names |= {f"architectures[{index}]": name for index, name in enumerate(classes)}
+        elif classes is not None:
+            raise ModelError(f"{where}: architectures is {shorten(classes)}, not a list of names; correct it")
+        for key, name in names.items():
+            if not isinstance(name, str | None):
+                raise ModelError(f"{where}: {key} is {shorten(name)}, not a name; correct it or download it again")
+    return config
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
@@ -149,22 +169,9 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has no safetensors files; download the weights beside config.json"
 
 
-def _read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
-    """A JSON object from a file; `kind` is what to raise when it is none."""
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{path} is not valid JSON ({error}); download or copy it again") from error
-    if not isinstance(data, dict):
-        raise kind(f"{path} holds a JSON {type(data).__name__}, not an object; download or copy it again")
-    return data
-
-
 def _read_weight_map(index: Path) -> dict[str, str]:
     """File name by tensor name, all file names plain ones."""
-    weight_map = _read_object(index, CheckpointError).get("weight_map")
+    weight_map = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():

@@ -8,7 +8,6 @@ N outputs, K inputs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import ModelError
+from quantkit.errors import CheckpointError, ModelError
 from quantkit.formats.base import Format
 from quantkit.kernels.types import Linear
 from quantkit.models.family import LinearSet
@@ -29,6 +28,7 @@ from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format
 from quantkit.runtime.model.manifest import is_quantized, local_names
 from quantkit.runtime.model.model import NativeModel
+from quantkit.untrusted import read_json
 
 _SMOOTHING_STEPS = ("awq", "smoothquant")
 
@@ -249,8 +249,8 @@ def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
 def _was_smoothed(reader: CheckpointReader) -> bool | None:
     """Whether a recipe moved scales between modules; None when quantkit.json does not say."""
     try:
-        recipe = json.loads((reader.path / "quantkit.json").read_bytes())["recipe"]
+        recipe = read_json(reader.path / "quantkit.json", CheckpointError)["recipe"]
         steps = [next(iter(step)) if isinstance(step, dict) else step for step in recipe["steps"]]
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+    except (CheckpointError, KeyError, TypeError, StopIteration):
         return None
     return any(step in _SMOOTHING_STEPS for step in steps)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import DataError
+from quantkit.untrusted import read_json
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
@@ -38,10 +38,9 @@ def other_arithmetic(name: str) -> str:
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token ids by piece; None where tokenizer.json is missing or keeps them in a way not known here."""
     try:
-        data: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        pieces = data["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
+        pieces: Any = read_json(folder / "tokenizer.json", DataError)["model"]["vocab"]
+        if isinstance(pieces, list):  # unigram models: pieces with their scores, in order
+            pieces = {piece[0]: index for index, piece in enumerate(pieces)}
+        return dict(pieces)
+    except (DataError, ValueError, LookupError, TypeError):
         return None
-    if isinstance(pieces, list):  # unigram models: pieces with their scores, in order
-        pieces = {piece[0]: index for index, piece in enumerate(pieces)}
-    return dict(pieces)

@@ -178,9 +178,9 @@ def _read_jsonl(path: Path, field: str) -> list[Any]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}:{number}: not valid JSON ({error.msg}); one JSON object per line is needed"
+                f"{path}:{number}: not valid JSON ({first_line(error)}); one JSON object per line is needed"
             ) from None
         records.append(_content(record, field, f"{path}:{number}"))
     if not records:

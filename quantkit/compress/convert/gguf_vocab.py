@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.untrusted import read_json, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -65,7 +66,7 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
     entries |= _special(data, settings, config, {token: number for number, token in enumerate(tokens)})
     template = settings.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = read_text(folder / "chat_template.jinja", ModelError)
     if isinstance(template, str):
         entries["chat_template"] = template
     return {f"tokenizer.{key}": value for key, value in entries.items()}
@@ -167,10 +168,4 @@ def _special_token(settings: Mapping[str, Any], kind: str) -> Any:
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.is_file():
         return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); a GGUF file needs the tokenizer of the model") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} holds no JSON object; download or copy it again")
-    return data
+    return read_json(path, ModelError, "a GGUF file needs the tokenizer of the model")

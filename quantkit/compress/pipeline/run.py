@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,8 +33,10 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.errors import CheckpointError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
+from quantkit.untrusted import read_json
 
 
 def quantize(
@@ -93,10 +94,12 @@ def _quantize(
             listener.warning(warning)
         identity = run_identity(plan, samples)
         if resume and was_completed(stage, identity):
-            return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
+            return CompressionResult.from_dict(read_json(plan.output / "quantkit-run.json", CheckpointError))
         stage.check_output()
+        threads = torch.get_num_threads()
         try:
             state = load_state(stage.work, identity, resume=resume)
+            torch.set_num_threads(state.identity["compute"]["threads"])
             run = _Run(plan=plan, state=state, samples=samples, mode=activations, listener=listener)
             with torch.inference_mode():
                 run.layers()
@@ -105,6 +108,8 @@ def _quantize(
             return result
         except OSError as error:
             raise translate_os_error(error, stage.work.path) from error
+        finally:
+            torch.set_num_threads(threads)
 
 
 @dataclass(kw_only=True, slots=True)

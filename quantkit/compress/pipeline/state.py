@@ -7,7 +7,6 @@ atomically after everything it names is on disk.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
-from quantkit.compress.pipeline.identity import differences
+from quantkit.compress.pipeline.identity import differences, with_threads_of
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
+from quantkit.results._record import Record
+from quantkit.untrusted import read_json
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,34 +99,45 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
         return False
     stage.work.clear()
     try:
-        made_from = json.loads((stage.output / MANIFEST).read_text())["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
+        made_from = read_json(stage.output / MANIFEST, ResumeError).get("identity")
+    except ResumeError:
         return False
-    return bool(made_from == json.loads(json.dumps(identity)))
+    return bool(made_from == with_threads_of(made_from, identity))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved(Record):
+    """What `RunState.save` writes."""
+
+    identity: dict[str, Any]
+    records: tuple[LayerRecord, ...]
+    shards: dict[str, str]
+    weight_map: dict[str, str]
+    activations: tuple[str, ...]
 
 
 def _read(path: Path, identity: dict[str, Any]) -> RunState:
     folder = path.parent
     try:
-        saved = json.loads(path.read_text())
-        records = [LayerRecord.from_dict(record) for record in saved["records"]]
-    except (ValueError, KeyError, TypeError, ReportError) as error:
+        saved = _Saved.from_dict(read_json(path, ResumeError, "start over with --no-resume"))
+    except ReportError as error:
         raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
-    changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
+    identity = with_threads_of(saved.identity, identity)
+    changes = list(differences(saved.identity, identity))
     if changes:
         raise ResumeError(
             f"the interrupted run in {folder} was started from something else ({'; '.join(changes[:3])}); "
             "run the old command, or start over with --no-resume"
         )
-    for name, digest in saved["shards"].items():
+    for name, digest in saved.shards.items():
         check_digest(folder / "checkpoint" / name, digest)
     return RunState(
         folder=folder,
         identity=identity,
-        records=records,
-        shards=saved["shards"],
-        weight_map=saved["weight_map"],
-        activations=saved["activations"],
+        records=list(saved.records),
+        shards=saved.shards,
+        weight_map=saved.weight_map,
+        activations=list(saved.activations),
     )
 
 

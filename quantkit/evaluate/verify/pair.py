@@ -6,7 +6,6 @@ Everything here is found out from configs, headers, tokenizers and hashes, befor
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, first_line
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
 from quantkit.results.gates import parse_gates
+from quantkit.untrusted import read_json, shorten
 
 RUN = "quantkit-run.json"
 _BLOCK = 1 << 20
@@ -82,7 +82,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         baseline_name=name,
         manifest=manifest,
         made=made,
-        gates=check_gates(map(str, manifest.get("gates") or ())) if wanted is None else wanted,
+        gates=check_gates(_gates(path, manifest)) if wanted is None else wanted,
         hashes=hashes,
         notes=notes,
     )
@@ -118,17 +118,25 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
         entry = known.get(file.name)
         size = file.stat().st_size
         if isinstance(entry, dict) and entry.get("bytes") != size:
-            raise _changed(file, f"it has {size} bytes, {entry.get('bytes')} were written")
+            raise _changed(file, f"it has {size} bytes, {shorten(entry.get('bytes'))} were written")
         hashes[file.name] = _digest(file)
         if isinstance(entry, dict) and entry.get("sha256") != hashes[file.name]:
             raise _changed(
-                file, f"its SHA-256 is {hashes[file.name][:12]}..., {entry.get('sha256', '')[:12]}... was written"
+                file, f"its SHA-256 is {hashes[file.name][:12]}..., {shorten(entry.get('sha256'), 15)} was written"
             )
         if known and not isinstance(entry, dict):
             raise _changed(file, "quantkit.json does not name it")
     if known:
         return hashes, ()
     return hashes, (f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked.",)
+
+
+def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Those of the recipe."""
+    gates = manifest.get("gates") or []
+    if not isinstance(gates, list) or not all(isinstance(gate, str) for gate in gates):
+        raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give --gate")
+    return gates
 
 
 def _changed(file: Path, what: str) -> CheckpointError:
@@ -173,18 +181,8 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file.
-
-    Raises:
-        CheckpointError: it is there and not readable.
-    """
-    try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON ({first_line(error)}); copy or delete it") from None
-    return data if isinstance(data, dict) else {}
+    """A JSON object; empty when there is no such file."""
+    return read_json(file, CheckpointError, "copy or delete it") if file.exists() else {}
 
 
 def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
