@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from quantkit.devices import MAX_THREADS
 from quantkit.errors import InputError
 
 # A count is good enough when its time is within this factor of the best: the rest is left to other processes.
@@ -54,11 +55,13 @@ def choose_threads(requested: int | None = None) -> ThreadChoice:
     Args:
         requested: taken as it is; None = measure, for at most about 0.15 s.
     Raises:
-        InputError: fewer than one was requested.
+        InputError: fewer than one was requested, or more than OpenMP can be told.
     """
     if requested is not None:
         if requested < 1:
             raise InputError(f"threads {requested} is not a positive number; leave it out to have it measured")
+        if requested > MAX_THREADS:
+            raise InputError(f"threads {requested} is over the limit of {MAX_THREADS} on this machine; give fewer")
         return ThreadChoice(requested, "as requested")
     limit = thread_limit()
     if limit == 1:
