@@ -16,7 +16,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
-from quantkit.report.markdown import markdown_table
+from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
 from quantkit.results import CheckpointSummary
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
@@ -146,7 +146,7 @@ def _front_matter(folder: Path) -> dict[str, Any]:
 
 def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummary) -> str:
     made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
-    recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
+    recipe = f", recipe `{plain(summary.recipe)}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
     engine = next(engine for engine in FORMATS.load(summary.format).engines if engine in _SERVE)
     serve = _SERVE[engine].format(repo=repo, file=checkpoint.name)

@@ -56,7 +56,7 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
             raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(min(limit, status.st_size) + 1)
         if len(data) > limit:
             raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
         return data.decode("utf-8")

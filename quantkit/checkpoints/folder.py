@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
-from quantkit.checkpoints.links import check_links
+from quantkit.checkpoints.links import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.untrusted import read_json, shorten
 
@@ -50,8 +50,11 @@ def check_folder(path: Path) -> Path:
     Raises:
         ModelError: it is missing or a file, or holds links that lead out of it; see `links`.
     """
+    if "\0" in str(path):
+        raise ModelError(f"{str(path)!r} is no path: it holds a zero byte; check it")
     if path.is_dir():
         check_links(path)
+        check_pointers(path)
         return path
     if path.exists():
         raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights")

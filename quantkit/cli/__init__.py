@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from quantkit.cli._errors import end_output, open_streams, report_error
+from quantkit.cli._memory import guard_imports
 from quantkit.errors import suggestion
 from quantkit.registry import Registry
 
@@ -53,6 +54,7 @@ class _Commands(click.Group):
         if not standalone_mode:
             return super().main(given, standalone_mode=False, **extra)
         open_streams()
+        guard_imports()
         stdout = sys.stdout
         failure: BaseException | None = None
         result: Any = 0

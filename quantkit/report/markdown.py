@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from quantkit.report import speed_tables, tables
@@ -46,12 +49,14 @@ TEMPLATES = {"transformers": TRANSFORMERS, "vllm": VLLM, "llama.cpp": LLAMA_CPP}
 
 def render_markdown(report: Report) -> str:
     """The model card of a checkpoint, front matter included."""
+    report = _without_paths(report)
     model, original = report.model, report.baseline_model
     source = original.name if original else (report.compression.model if report.compression else "another model")
     parts = [
         _front_matter(report),
-        f"# {model.name}",
-        f"{model.scheme or model.format} version of {_linked(report, source)}, made with quantkit. {headline(report)}",
+        f"# {plain(model.name)}",
+        plain(f"{model.scheme or model.format} version of {_linked(report, source)}, made with quantkit. ")
+        + plain(headline(report)),
         _list("Gates", gate_lines(report.gates)),
         "## Results",
         *(markdown_table(table) for table in _results(report) if table is not None),
@@ -63,6 +68,24 @@ def render_markdown(report: Report) -> str:
         _license(report),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """A text of somebody else as one line of Markdown in which no HTML begins."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(text.split()))
+
+
+def _without_paths(report: Report) -> Report:
+    """The report with names where it has directories of this machine."""
+    model, original, made = report.model, report.baseline_model, report.compression
+    if original is not None and not original.hub_id:
+        original = replace(original, name=PurePath(original.name).name)
+    return replace(
+        report,
+        model=replace(model, name=PurePath(model.name).name, path=PurePath(model.path).name),
+        baseline_model=original,
+        compression=None if made is None else replace(made, model=PurePath(made.model).name),
+    )
 
 
 def _results(report: Report) -> list[Table | None]:
@@ -102,14 +125,14 @@ def _linked(report: Report, source: str) -> str:
 
 
 def _list(title: str, items: Sequence[str]) -> str:
-    return "\n".join([f"## {title}", "", *(f"- {item}" for item in items)]) if items else ""
+    return "\n".join([f"## {title}", "", *(f"- {plain(item)}" for item in items)]) if items else ""
 
 
 def markdown_table(table: Table) -> str:
     """A table as GitHub's Markdown writes it."""
     rules = ("---" if column.is_text else "---:" for column in table.columns)
     rows = [[column.title for column in table.columns], rules, *table.cells]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    text = "\n".join("| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
 
 
@@ -117,7 +140,7 @@ def _loading(report: Report) -> list[str]:
     """Each loader that reads the format, with a command."""
     format_ = _format(report.model.format)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
-    path = report.model.hub_id or report.model.path or report.model.name
+    path = plain(report.model.hub_id or report.model.path or report.model.name)
     templates = [*(TEMPLATES[engine] for engine in (format_.engines if format_ else ())), QUANTKIT]
     return [template.format(path=path, needs=needs) for template in templates]
 
@@ -134,5 +157,5 @@ def _license(report: Report) -> str:
     original = report.baseline_model
     known = report.model.license or (original.license if original else None)
     if known:
-        return f"## License\n\n{known}, as the original."
+        return f"## License\n\n{plain(known)}, as the original."
     return "## License\n\nUnknown: the original's license applies, see its model card."

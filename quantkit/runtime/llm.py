@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -25,7 +26,7 @@ from quantkit.runtime.engine.preflight import predict_capacity
 from quantkit.runtime.engine.prompts import Prompt, checked_text, load_tokenizer, several
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
-from quantkit.runtime.engine.threads import choose_threads
+from quantkit.runtime.engine.threads import choose_threads, guard_forks
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.types import Completion, PromptScores, PromptScoring, SamplingParams, ScoredText, StepOutput
@@ -39,8 +40,9 @@ class LLM:
         llm = LLM("demo-awq-int4", kv_cache="int8")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
 
-    It belongs to one thread. Several `stream`s may be read in turns; their requests are computed together, and with
-    what is scored meanwhile.
+    Several threads may use it, one at a time does the computing, of the requests of all. Several `stream`s may be read
+    in turns; their requests are computed together, and with what is scored meanwhile. A process that is forked from one
+    that has used it computes with one thread.
 
     Args:
         path: model directory or hub id; None = the demo model that comes with quantkit.
@@ -61,6 +63,7 @@ class LLM:
         self.tokenizer, self._no_tokenizer = load_tokenizer(self.path)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
+        self._lock = threading.RLock()  # of engine, tokenizer and inboxes
         self._engine = None if lazy else self._load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
 
@@ -69,6 +72,7 @@ class LLM:
         if self.device.type == "cpu" or config.threads is not None:
             choice = choose_threads(config.threads)
             torch.set_num_threads(choice.threads)
+            guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
@@ -83,9 +87,10 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """What computes; its weights are read now if they have not been."""
-        if self._engine is None:
-            self._engine = self._load()
-        return self._engine
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._load()
+            return self._engine
 
     @property
     def model(self) -> Model:
@@ -101,7 +106,8 @@ class LLM:
         """
         tokenizer = self._need_tokenizer()
         # Not verbose: that a prompt is too long is for the engine to say.
-        ids: list[int] = list(tokenizer(checked_text(text), verbose=False)["input_ids"])
+        with self._lock:
+            ids: list[int] = list(tokenizer(checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -123,7 +129,8 @@ class LLM:
             text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+        with self._lock:
+            return list(tokenizer(checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -227,9 +234,10 @@ class LLM:
     def _add(self, ids: list[int], params: SamplingParams) -> int:
         if self._capacity is not None:
             self._capacity.check(len(ids), params.max_tokens)
-        number = self.engine.add(ids, params)
-        self._inboxes[number] = deque()
-        return number
+        with self._lock:
+            number = self.engine.add(ids, params)
+            self._inboxes[number] = deque()
+            return number
 
     def _run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Completion]:
         """What requests became, in order; all of them are in the engine before the first is computed."""
@@ -247,13 +255,14 @@ class LLM:
 
     def _next(self, number: int) -> StepOutput:
         """The next news of a request; that of others is kept for them."""
-        inbox = self._inboxes[number]
-        while not inbox:
-            assert self.engine.has_work, f"request {number} is lost"
-            for output in self.engine.step():
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append(output)
-        return inbox.popleft()
+        with self._lock:
+            inbox = self._inboxes[number]
+            while not inbox:
+                assert self.engine.has_work, f"request {number} is lost"
+                for output in self.engine.step():
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
+            return inbox.popleft()
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
         """News of a request, after one that is empty."""
@@ -268,9 +277,10 @@ class LLM:
             self._drop([number])
 
     def _drop(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self.engine.cancel(number)
-            self._inboxes.pop(number, None)
+        with self._lock:
+            for number in numbers:
+                self.engine.cancel(number)
+                self._inboxes.pop(number, None)
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:

@@ -108,7 +108,7 @@ def test_a_hash_of_another_type_is_refused(checkpoint, source):
 @pytest.mark.parametrize("reader", [LLM, inspect, from_model], ids=["generate", "inspect", "plan"])
 def test_names_of_other_types_are_refused(checkpoint, entries, reader):
     changed(checkpoint / "config.json", **entries)
-    with pytest.raises(ModelError, match="not a (name|list of names)"):
+    with pytest.raises(ModelError, match=r"not a (name|list of names)"):
         reader(checkpoint)
 
 

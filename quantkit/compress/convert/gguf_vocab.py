@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ModelError
+from quantkit.errors import ModelError, first_line
 from quantkit.untrusted import read_json, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -39,8 +39,18 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
         config: contents of config.json.
         num_rows: of the embedding; a vocabulary with fewer tokens is filled up.
     Raises:
-        ModelError: there is no tokenizer.json, or llama.cpp has no tokenizer like it.
+        ModelError: there is no tokenizer.json, it is damaged, or llama.cpp has no tokenizer like it.
     """
+    try:
+        return _read_vocab(folder, config, num_rows)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder}/tokenizer.json is not built as tokenizers are ({type(error).__name__}: {first_line(error)}); "
+            "download or copy it again"
+        ) from error
+
+
+def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     data = _read_json(folder / "tokenizer.json")
     settings = _read_json(folder / "tokenizer_config.json", optional=True)
     model = data.get("model") or {}

@@ -161,12 +161,9 @@ def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> 
         return "demo model", DEMO_MODEL
     if not isinstance(model, str):
         raise ModelError(f"{path} does not say what it was made from; give the original as --baseline")
-    try:
-        return model, resolve(model)
-    except ModelError as error:
-        raise ModelError(
-            f"{path} was made from {model!r}, which is not here ({error}); give it as --baseline"
-        ) from None
+    if not Path(model).is_dir():  # and what a file names is not fetched from the hub without the user's word
+        raise ModelError(f"{path} was made from {shorten(model)}, which is not here; give it as --baseline")
+    return model, resolve(model)
 
 
 def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) -> None:
