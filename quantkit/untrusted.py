@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import stat
+import sys
+import time
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import yaml
 
 from quantkit.errors import InputError, first_line
 
-__all__ = ["MAX_YAML_BYTES", "parse_json", "parse_yaml", "read_json", "read_text", "shorten"]
+__all__ = ["MAX_YAML_BYTES", "bounded", "parse_json", "parse_yaml", "read_json", "read_text", "shorten"]
 
 MAX_YAML_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 26
@@ -114,6 +118,28 @@ def _check_depth(data: Any) -> None:
         if not level:
             return
     raise ValueError(f"values are nested more than {_MAX_DEPTH} deep")
+
+
+@contextmanager
+def bounded(seconds: float = 10.0, num_bytes: int = 1 << 30) -> Iterator[None]:
+    """Ends Python code of strangers, such as a template, that takes too long or too much; looked at line by line.
+
+    Raises:
+        TimeoutError: it did.
+    """
+    end, before = time.monotonic() + seconds, sys.gettrace()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (num_bytes >> 10)
+
+    def trace(_frame: object, _event: str, _argument: object) -> Any:
+        if time.monotonic() > end or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > most:
+            raise TimeoutError(f"it takes more than {seconds:.0f} s or {num_bytes >> 20} MiB")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:

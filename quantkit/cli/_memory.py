@@ -6,13 +6,11 @@ OpenBLAS ends the process or tries again for ever, glibc aborts. So where there 
 from __future__ import annotations
 
 import importlib
-import os
 import resource
-import select
-import signal
 import sys
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+
+from quantkit.child import ends_well
 
 _TIMEOUT_S = 60.0
 _HEAVY = ("numpy", "torch")
@@ -35,27 +33,5 @@ class _Guard(MetaPathFinder):
         """Raise MemoryError where the import of a heavy library would not end well."""
         if name in _HEAVY:
             sys.meta_path.remove(self)
-            if not _ends_well(lambda: list(map(importlib.import_module, _HEAVY))):
+            if not ends_well(lambda: list(map(importlib.import_module, _HEAVY)), seconds=_TIMEOUT_S):
                 raise MemoryError(f"{self._limit} bytes (ulimit -v) are too few to import {name}")
-
-
-def _ends_well(work: Callable[[], object]) -> bool:
-    """Whether a child comes back from some work in time."""
-    ended, written = os.pipe()
-    child = os.fork()
-    if child == 0:
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(written)
-    try:
-        if not select.select([ended], [], [], _TIMEOUT_S)[0]:
-            os.kill(child, signal.SIGKILL)
-        return os.waitpid(child, 0)[1] == 0
-    finally:
-        os.close(ended)

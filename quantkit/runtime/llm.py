@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
+from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
-from quantkit.errors import RequestError, first_line
+from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.preflight import predict_capacity
-from quantkit.runtime.engine.prompts import Prompt, checked_text, load_tokenizer, several
+from quantkit.runtime.engine.prompts import Prompt, checked_text, several
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.types import Completion, PromptScores, PromptScoring, SamplingParams, ScoredText, StepOutput
+from quantkit.untrusted import bounded
 
 Messages = Many[dict[str, Any]]
 
@@ -60,7 +62,11 @@ class LLM:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         self.path = DEMO_MODEL if path is None else resolve(str(path))
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
-        self.tokenizer, self._no_tokenizer = load_tokenizer(self.path)
+        self.tokenizer, self._no_tokenizer = None, ""
+        try:
+            self.tokenizer = load_tokenizer(self.path)
+        except ModelError as error:
+            self._no_tokenizer = str(error)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
         self._lock = threading.RLock()  # of engine, tokenizer and inboxes
@@ -126,7 +132,8 @@ class LLM:
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
         try:
-            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            with bounded():
+                text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
         with self._lock:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DataError, first_line
+from quantkit.untrusted import bounded
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -146,7 +147,8 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
 
 def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        with bounded():
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

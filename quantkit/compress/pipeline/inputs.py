@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import Samples, load_samples
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.errors import ModelError, first_line
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS = 2048
@@ -31,15 +31,9 @@ def read_samples(plan: Plan) -> Samples | None:
     calibration = plan.recipe.calibration
     if calibration is None:
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
-        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
     samples = load_samples(
         plan.bundled_text if calibration.data == "bundled" else calibration.data,
-        tokenizer,
+        load_tokenizer(plan.reader.path),
         samples=calibration.samples,
         sequence_length=calibration.sequence_length,
         vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from pathlib import Path
-from typing import Any
 
-from quantkit.errors import RequestError, first_line
+from quantkit.errors import RequestError
 
 Prompt = str | Many[int]
 
@@ -27,13 +25,3 @@ def checked_text(text: str) -> str:
     except UnicodeEncodeError:
         raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
     return text
-
-
-def load_tokenizer(path: Path) -> tuple[Any, str]:
-    """The tokenizer of a directory, or None and why. Code that comes with it is never run, nor is anybody asked to."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), ""
-    except Exception as error:  # many classes for missing and broken files
-        return None, first_line(error)
