@@ -95,7 +95,8 @@ def parse_json(text: str | bytes, where: str, kind: type[InputError], todo: str)
     try:
         data = json.loads(text, parse_int=_whole_number)
         _check_depth(data)
-        if ("\\u" if isinstance(text, str) else b"\\u") in text:  # half a character, which no stream can print
+        plain = text if isinstance(text, str) else text.decode()
+        if "\\u" in plain:  # half a character, which no stream can print
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise kind(f"{where} is not valid JSON ({_one_line(first_line(error))}); {todo}") from None

@@ -68,7 +68,14 @@ def mutate(path: Path, generator: random.Random, outside: Path) -> str:
         return _name(path, generator, outside)
     try:
         return generator.choice(kinds)(path, generator)
-    except (ValueError, KeyError, struct.error, RecursionError):  # changed beyond this kind already
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        struct.error,
+        RecursionError,
+        yaml.YAMLError,
+    ):  # changed beyond this kind already
         return _text(path, generator)
 
 

@@ -62,7 +62,8 @@ class LLM:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         self.path = DEMO_MODEL if path is None else resolve(str(path))
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
-        self.tokenizer, self._no_tokenizer = None, ""
+        self.tokenizer: Any = None
+        self._no_tokenizer = ""
         try:
             self.tokenizer = load_tokenizer(self.path)
         except ModelError as error:
