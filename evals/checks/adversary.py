@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hostile  # noqa: E402
 
 SECRET = "the user's own: 4d7c2f"
-LIMIT_S, LIMIT_BYTES, LIMIT_FILES = 60.0, 3 << 30, 256
+LIMIT_S, LIMIT_BYTES, LIMIT_FILES = 60.0, 2 << 30, 256
 EXIT_CODES = (0, 2, 3, 4, 5)
 PLANTS = ("bug", "hang", "memory", "canary", "copy", "json", "signal", "link")
 
@@ -122,7 +123,9 @@ CASES = {
         files=("found.yaml.search/state.json", "found.yaml.search/.quantkit-work", "recipe.yaml"),
     ),
 }
-SUITE = "description: small\ndemo: &no {limit: 1, perplexity: [{text: text.txt, window: 32, max_windows: 1}]}\n"
+TEXT = "The small fox walks along the river and sleeps. " * 40
+ASKED = "{limit: 1, perplexity: [{text: text.txt, window: 32, max_windows: 1}]}"
+SUITE = f"description: small\ndemo: {ASKED}\nothers: {ASKED}\n"
 
 
 def main() -> None:
@@ -132,18 +135,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; each has the next")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")
     parser.add_argument("--commands", default=",".join(CASES), help="names of cases, with commas")
-    parser.add_argument("--plant", choices=PLANTS, help="a defect that every run must find")
+    parser.add_argument("--plant", default="", help=f"defects that runs must find, in turns: {','.join(PLANTS)}")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a run")
     options = parser.parse_args()
     cases, counts, findings = options.commands.split(","), Counter[str](), 0
+    plants = itertools.cycle(filter(None, options.plant.split(",")))
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder) / "material"
-        prepare(material)
+        prepare(material, cases)
         for seed in range(options.seed, options.seed + options.runs):
             if time.monotonic() > end:
                 break
-            done = run(material, Path(folder) / "run", seed, cases, options.plant, options.limit)
+            done = run(material, Path(folder) / "run", seed, cases, next(plants, None), options.limit)
             counts[f"{done['case']}: {done['code']}"] += 1
             if done["findings"]:
                 findings += 1
@@ -152,40 +156,37 @@ def main() -> None:
     sys.exit(1 if findings else 0)
 
 
-def prepare(material: Path) -> None:
-    """One of each file that commands read, made by the commands themselves; heavy imports on the way."""
+def prepare(material: Path, cases: list[str]) -> None:
+    """One of each file that these cases read, made by the commands themselves; heavy imports on the way."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import quantkit
     from quantkit.demo import DEMO_MODEL
 
+    needed = {word for case in cases for word in (*CASES[case].arguments, *CASES[case].files)}
     material.mkdir()
     shutil.copytree(DEMO_MODEL, material / "m")
-    (material / "text.txt").write_text("The small fox walks along the river and sleeps. " * 40)
-    chats = [
-        {"messages": [{"role": "user", "content": "The fox"}]},
-        {"text": "The fox sleeps. " * 50},
-        {"input_ids": [1, 2, 3]},
-    ]
-    (material / "chats.jsonl").write_text("\n".join(map(json.dumps, [*chats[1:], *chats[1:]])))
-    (material / "suite.yaml").write_text(
-        SUITE.replace("&no ", "") + SUITE.split("\n")[1].replace("demo: &no", "others:")
-    )
+    shutil.copytree(DEMO_MODEL, material / "c")
+    (material / "c/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    (material / "text.txt").write_text(TEXT)
+    (material / "chats.jsonl").write_text("\n".join(map(json.dumps, [{"text": TEXT}, {"input_ids": [1, 2, 3]}] * 2)))
+    (material / "suite.yaml").write_text(SUITE)
     config = json.loads((material / "m/config.json").read_text())
     (material / "shape.yaml").write_text(json.dumps({**config, "name": "a shape"}))
     _command(material, "recipes", "show", "rtn-int4", to="recipe.yaml")
-    for name, format_ in (("q", "compressed-tensors"), ("g", "gptq")):
-        _command(material, *f"quantize m --recipe rtn-int4 --set format={format_} -o {name}".split())
-    _command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
-    _command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
-    shutil.copytree(material / "q", material / "r")
-    shutil.copytree(material / "m", material / "c")
-    (material / "c/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    _command(material, *CASES["search"].arguments, fault="state.json:3")
-    _command(material, *CASES["resume"].arguments, fault="progress.json:4")
-    assert (material / "half.partial/progress.json").exists(), "no interrupted run to go on with"
-    assert (material / "found.yaml.search/state.json").exists(), "no interrupted search to go on with"
-    assert quantkit
+    if needed & {"q", "q/report.json"}:
+        _command(material, *["quantize", "m", "--recipe", "rtn-int4", "-o", "q"])
+    if needed & {"g", "m.gguf"}:
+        _command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
+        _command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
+    if "q/report.json" in needed:
+        _command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
+        shutil.copytree(material / "q", material / "r")
+    if "search" in cases:
+        _command(material, *CASES["search"].arguments, fault="state.json:3")
+        assert (material / "found.yaml.search/state.json").exists(), "no interrupted search to go on with"
+    if "resume" in cases:
+        _command(material, *CASES["resume"].arguments, fault="progress.json:4")
+        assert (material / "half.partial/progress.json").exists(), "no interrupted run to go on with"
 
 
 def _command(folder: Path, *arguments: str, to: str = "/dev/null", fault: str = "") -> None:
@@ -237,7 +238,7 @@ def run(material: Path, folder: Path, seed: int, cases: list[str], plant: str | 
     return {
         "seed": seed,
         "case": name,
-        "changed": changed,
+        "changed": [f"planted: {plant}"] if plant else changed,
         "code": code,
         "seconds": round(time.monotonic() - began, 1),
         "findings": found,
@@ -250,15 +251,14 @@ def _mutated(work: Path, case: Case, generator: random.Random, mine: Path) -> st
     path = work / name
     if path.name == "SHARD":
         path = generator.choice(sorted(path.parent.glob("*.safetensors")))
-    if not path.is_file() or path.is_symlink():
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > 1 << 27:
         return f"{name}: changed already"
     return f"{name}: {hostile.mutate(path, generator, mine)}"
 
 
 def supervise(folder: Path, arguments: tuple[str, ...], limit: float, plant: str | None) -> tuple[int | None, int]:
-    """Exit code, None after a hang, and the bytes that it took beyond what it began with."""
+    """Exit code, None after a hang, and the most bytes that were resident."""
     ended, written = os.pipe()
-    began = _resident()
     child = os.fork()
     if child == 0:
         try:
@@ -278,7 +278,7 @@ def supervise(folder: Path, arguments: tuple[str, ...], limit: float, plant: str
     if not ready:
         os.killpg(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)
-    return os.waitstatus_to_exitcode(status) if ready else None, usage.ru_maxrss * 1024 - began
+    return os.waitstatus_to_exitcode(status) if ready else None, usage.ru_maxrss * 1024
 
 
 def _enter(work: Path, stdout: Path, stderr: Path) -> None:
@@ -305,10 +305,6 @@ def _main(arguments: tuple[str, ...]) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def _plant(name: str) -> None:
     """A defect in front of the first thing that a command computes."""
     from quantkit.cli import _output
@@ -321,7 +317,7 @@ def _plant(name: str) -> None:
         if name == "hang":
             time.sleep(3600)
         if name == "memory":
-            hoard = b"x" * (LIMIT_BYTES + (1 << 28))
+            hoard = b"x" * (LIMIT_BYTES + (1 << 26))
             assert hoard
         if name == "canary":
             Path("thesis.txt").unlink()
@@ -399,8 +395,8 @@ OUTPUTS = {
 def _touched(before: dict[str, str], after: dict[str, str], case: str) -> list[str]:
     ours = {f"work/{name}" for name in (*OUTPUTS.get(case, ()), "home")}
     differing = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    foreign = [name for name in differing if "/".join(name.split("/")[:2]) not in ours]
-    return [f"touched {sorted(foreign)[:3]}"] if set(foreign) - {"stdout", "stderr"} else []
+    foreign = [name for name in differing if "/".join(name.split("/")[:2]) not in {*ours, "stdout", "stderr"}]
+    return [f"touched {sorted(foreign)[:3]}"] if foreign else []
 
 
 def _written(before: dict[str, str], folder: Path) -> list[str]:
