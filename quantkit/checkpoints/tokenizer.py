@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _quiet_stdout():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # many classes for missing and broken files, and Rust's panics are no Exception
@@ -35,6 +39,22 @@ def load_tokenizer(folder: Path) -> Any:
             "download or copy it again"
         )
     return tokenizer
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Rust's `println!` about options of a file that it does not know goes to stderr: stdout is for results."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # closed
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _try_out(tokenizer: Any) -> None:

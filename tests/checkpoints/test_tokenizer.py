@@ -64,3 +64,13 @@ def test_a_child_is_told_apart_by_how_it_ends():
     assert ends_well(lambda: bytearray(1 << 28), seconds=30)
     assert not ends_well(lambda: bytearray(1 << 28), seconds=30, num_bytes=1 << 26)
     assert time.monotonic() - began < 25
+
+
+def test_what_a_library_prints_while_it_loads_is_no_result(tmp_path, capfd):
+    save_tokenizer(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data["added_tokens"] = [{**token, "auto_map": 1} for token in data["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    load_tokenizer(tmp_path)
+    streams = capfd.readouterr()
+    assert (streams.out, "Ignored unknown" in streams.err) == ("", True)
