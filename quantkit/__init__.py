@@ -8,64 +8,46 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from quantkit.api import list_recipes, load_recipe, plan, quantize, search, verify
-    from quantkit.compress.convert import convert
-    from quantkit.compress.recipe import Recipe
-    from quantkit.errors import QuantkitError
-    from quantkit.inspection import inspect
-    from quantkit.results import CheckpointSummary, CompressionResult, Report
-    from quantkit.runtime.llm import LLM
-    from quantkit.runtime.types import Completion, SamplingParams
+if TYPE_CHECKING:  # what type checkers see; `as` says that it is exported
+    from quantkit.api import list_recipes as list_recipes
+    from quantkit.api import load_recipe as load_recipe
+    from quantkit.api import plan as plan
+    from quantkit.api import quantize as quantize
+    from quantkit.api import search as search
+    from quantkit.api import verify as verify
+    from quantkit.compress.convert import convert as convert
+    from quantkit.compress.recipe import Recipe as Recipe
+    from quantkit.errors import QuantkitError as QuantkitError
+    from quantkit.inspection import inspect as inspect
+    from quantkit.results import CheckpointSummary as CheckpointSummary
+    from quantkit.results import CompressionResult as CompressionResult
+    from quantkit.results import Report as Report
+    from quantkit.runtime.llm import LLM as LLM
+    from quantkit.runtime.types import Completion as Completion
+    from quantkit.runtime.types import SamplingParams as SamplingParams
 
     __version__: str
 
-__all__ = [
-    "LLM",
-    "CheckpointSummary",
-    "Completion",
-    "CompressionResult",
-    "QuantkitError",
-    "Recipe",
-    "Report",
-    "SamplingParams",
-    "__version__",
-    "convert",
-    "inspect",
-    "list_recipes",
-    "load_recipe",
-    "plan",
-    "quantize",
-    "search",
-    "verify",
-]
-
 _HOMES = {
-    "LLM": "quantkit.runtime.llm",
-    "CheckpointSummary": "quantkit.results",
-    "Completion": "quantkit.runtime.types",
-    "CompressionResult": "quantkit.results",
-    "QuantkitError": "quantkit.errors",
-    "Recipe": "quantkit.compress.recipe",
-    "Report": "quantkit.results",
-    "SamplingParams": "quantkit.runtime.types",
-    "convert": "quantkit.compress.convert",
-    "inspect": "quantkit.inspection",
-    "list_recipes": "quantkit.api",
-    "load_recipe": "quantkit.api",
-    "plan": "quantkit.api",
-    "quantize": "quantkit.api",
-    "search": "quantkit.api",
-    "verify": "quantkit.api",
+    "api": ("list_recipes", "load_recipe", "plan", "quantize", "search", "verify"),
+    "compress.convert": ("convert",),
+    "compress.recipe": ("Recipe",),
+    "errors": ("QuantkitError",),
+    "inspection": ("inspect",),
+    "results": ("CheckpointSummary", "CompressionResult", "Report"),
+    "runtime.llm": ("LLM",),
+    "runtime.types": ("Completion", "SamplingParams"),
 }
+_HOME_OF = {name: f"quantkit.{home}" for home, names in _HOMES.items() for name in names}
+__all__ = sorted([*_HOME_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

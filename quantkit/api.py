@@ -14,7 +14,7 @@ from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.results import CompressionResult, Report, SearchResult
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.verify import VerifyOptions
+    from quantkit.evaluate.verify.run import VerifyOptions
     from quantkit.planning import Estimate
 
 __all__ = ["list_recipes", "load_recipe", "plan", "quantize", "search", "verify"]
@@ -96,16 +96,18 @@ def verify(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = what the checkpoint was made from.
         gates: e.g. `["recovery>=98.9", "kl<=0.02"]`; None = those of its recipe.
-        options: what to look at, see `quantkit.evaluate.verify.VerifyOptions`; None = everything, briefly.
+        options: what to look at, see `quantkit.evaluate.verify.run.VerifyOptions`; None = everything, briefly.
         output: directory for report.json, report.html, junit.xml and the model card; None = nothing is written.
         progress: told what is going on, in lines.
     Raises:
         QuantkitError: see `quantkit.errors`; a gate that does not hold raises nothing.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.evaluate.verify import verify_checkpoint, write_files
+    from quantkit.evaluate.verify.files import write_files
+    from quantkit.evaluate.verify.pair import check_pair
+    from quantkit.evaluate.verify.run import verify_pair
 
-    report = verify_checkpoint(checkpoint, baseline, gates=gates, options=options, progress=progress)
+    report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
     if output is not None:
         write_files(report, Path(output))
     return report
@@ -144,12 +146,12 @@ def search(
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.allocation.options import SearchOptions, SearchTarget
-    from quantkit.allocation.run import search as run
+    from quantkit.allocation.run import search_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
     options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
-    return run(None if model is None else str(model), target, options, progress=progress)
+    return search_recipe(None if model is None else str(model), target, options, progress=progress)
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:

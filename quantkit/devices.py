@@ -1,9 +1,11 @@
-"""The device that a user means by a name."""
+"""The device that a user means by a name, and the name that a device has."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from pathlib import Path
 
 import torch
 
@@ -28,3 +30,12 @@ def pick_device(name: str | torch.device) -> torch.device:
         count = torch.cuda.device_count()
         raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
     return device
+
+
+def processor_name() -> str:
+    """Name of the CPU as Linux has it; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""

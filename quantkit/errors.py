@@ -22,7 +22,8 @@ A message is one line: what, where (tensor, key or path), the value found, and w
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _LONGEST_NAME = 200  # comparing takes the product of two lengths
 
@@ -93,6 +94,15 @@ class ResourceError(QuantkitError):
 
 class AuditError(QuantkitError):
     """The finished checkpoint differs from the plan; this is a defect of quantkit."""
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """While open, the message of a deliberate error begins with `where`: the file, the module or the key."""
+    try:
+        yield
+    except QuantkitError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -6,11 +6,12 @@ Nothing is uploaded that is not in the checkpoint; the licence is the source's, 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.links import check_links
+from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
@@ -18,7 +19,6 @@ from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
 from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
-from quantkit.results import CheckpointSummary
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
 CARD = "README.md"
@@ -28,21 +28,8 @@ _CARRIED = ("license", "license_name", "license_link", "language", "base_model")
 _SERVE = {"llama.cpp": "llama-server -m {file}", "vllm": "vllm serve {repo}"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """What a card says about the model that was compressed.
-
-    Args:
-        base_model: its id on the hub, if it has one.
-        entries: front matter of its own card that goes on: licence and language.
-    """
-
-    base_model: str | None
-    entries: dict[str, Any]
-
-
-def find_origin(model: str | Path | None) -> Origin:
-    """Where a model comes from, by its own card.
+def find_origin(model: str | Path | None) -> dict[str, Any]:
+    """Front matter of the card of the model that was compressed, as far as it goes on: licence, language, hub id.
 
     Args:
         model: as it was given to `quantize`: a directory, a hub id, or None or "demo" for the bundled model.
@@ -50,41 +37,70 @@ def find_origin(model: str | Path | None) -> Origin:
         ModelError: a card whose front matter is not readable.
     """
     if model is None or str(model) == "demo":
-        return Origin(base_model=None, entries={})
-    folder = Path(model)
-    if not folder.exists() and _HUB_ID.fullmatch(str(model)):
-        from quantkit.checkpoints.source import resolve
-
-        return Origin(base_model=str(model), entries=_front_matter(resolve(str(model))))
-    entries = _front_matter(folder)
-    return Origin(base_model=entries.pop("base_model", None), entries=entries)
+        return {}
+    if not Path(model).exists() and _HUB_ID.fullmatch(str(model)):
+        return {**card_entries(resolve(str(model))), "base_model": str(model)}
+    return card_entries(Path(model))
 
 
-def hub_card(checkpoint: Path, repo: str, origin: Origin) -> str:
+def card_entries(folder: Path) -> dict[str, Any]:
+    """Entries of a model's own card that a card made from it repeats.
+
+    Raises:
+        ModelError: the front matter is not readable, or links lead out of the folder.
+    """
+    path = folder / CARD
+    if not path.is_file():
+        return {}
+    check_links(folder)
+    with path.open("rb") as file:
+        match = _FRONT.match(file.read(MAX_YAML_BYTES).decode("utf-8", errors="replace"))
+    entries = parse_yaml(match.group(1), f"the front matter of {path}", ModelError) if match else None
+    if not isinstance(entries, dict):
+        return {}
+    return {key: entries[key] for key in _CARRIED if entries.get(key) is not None}
+
+
+def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
     """The text of a model card.
 
     Args:
         checkpoint: directory or GGUF file.
         repo: id on the hub.
-        origin: of the model that was compressed.
+        origin: of the model that was compressed, see `find_origin`.
     """
     import yaml
 
     summary = inspect(checkpoint)
     format_: Format = FORMATS.load(summary.format)
-    front: dict[str, Any] = {key: value for key, value in origin.entries.items() if key != "base_model"}
-    if origin.base_model is not None:
-        front |= {"base_model": origin.base_model, "base_model_relation": "quantized"}
+    front = dict(origin)
+    if "base_model" in front:
+        front |= {"base_model": front.pop("base_model"), "base_model_relation": "quantized"}
     front |= {"library_name": format_.library, "pipeline_tag": "text-generation"}
     front["tags"] = ["quantkit", format_.tag or format_.name]
-    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n{_body(checkpoint, repo, origin, summary)}"
+    made = f"Compressed from {origin.get('base_model', 'a local model')} with quantkit"
+    recipe = f", recipe `{plain(summary.recipe)}`" if summary.recipe else ""
+    bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
+    serve = next(_SERVE[engine] for engine in format_.engines if engine in _SERVE)
+    modules = Table(
+        columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
+        rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),
+    )
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {repo.partition('/')[2]}",
+        f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
+        markdown_table(modules),
+        f"```sh\n{serve.format(repo=repo, file=checkpoint.name)}\n```\n",
+    ]
+    return "\n\n".join(parts)
 
 
 def push(
     checkpoint: str | Path,
     repo: str,
     *,
-    origin: Origin,
+    origin: Mapping[str, Any],
     private: bool = False,
     endpoint: str | None = None,
     token: str | None = None,
@@ -130,34 +146,3 @@ def push(
             f"cannot push {path} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is finished; "
             "log in with `hf auth login`, check the name and the network, and push again"
         ) from error
-
-
-def _front_matter(folder: Path) -> dict[str, Any]:
-    """Entries of a model's own card that a card made from it repeats."""
-    path = folder / CARD
-    if not path.is_file():
-        return {}
-    check_links(folder)
-    with path.open("rb") as file:
-        match = _FRONT.match(file.read(MAX_YAML_BYTES).decode("utf-8", errors="replace"))
-    entries = parse_yaml(match.group(1), f"the front matter of {path}", ModelError) if match else None
-    return {key: entries[key] for key in _CARRIED if key in entries} if isinstance(entries, dict) else {}
-
-
-def _body(checkpoint: Path, repo: str, origin: Origin, summary: CheckpointSummary) -> str:
-    made = f"Compressed from {origin.base_model or 'a local model'} with quantkit"
-    recipe = f", recipe `{plain(summary.recipe)}`" if summary.recipe else ""
-    bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
-    engine = next(engine for engine in FORMATS.load(summary.format).engines if engine in _SERVE)
-    serve = _SERVE[engine].format(repo=repo, file=checkpoint.name)
-    modules = Table(
-        columns=(Column("module"), Column("stored as"), Column("count", str), Column("size", byte_size)),
-        rows=tuple((row.kind, row.stored_as, row.count, row.num_bytes) for row in summary.modules),
-    )
-    parts = [
-        f"# {repo.partition('/')[2]}",
-        f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
-        markdown_table(modules),
-        f"```sh\n{serve}\n```\n",
-    ]
-    return "\n\n".join(parts)

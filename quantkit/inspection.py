@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import CONFIG_NAME, read_config
+from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
-from quantkit.formats._gguf_file import is_gguf, read_gguf
+from quantkit.formats._gguf_file import GGUFTensor, is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
-__all__ = ["compare", "inspect"]
+__all__ = ["compare", "inspect", "read_manifest", "section"]
 
-# Describes a weight and is not counted as its bits; so does the order of its groups.
+_COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
-_UNCOUNTED = (_SHAPE, "g_idx", "weight_g_idx")
 _GGUF_NUMBER = re.compile(r"^(blk)\.(\d+)\.")
 
 # Order of the rows; the linears of a layer are 1.
@@ -42,7 +42,7 @@ _RANKS = {"embedding": 0, "norms": 2, "head": 3}
 class _Module:
     """One module with tensors of its own: how it is stored, how many parameters it has."""
 
-    name: str
+    kind: str
     stored_as: str
     num_parameters: int
     num_bytes: int
@@ -59,34 +59,26 @@ def inspect(path: str | Path) -> CheckpointSummary:
         ModelError: not a model directory.
         CheckpointError: damaged, or quantized in a format that is not known.
     """
+    format_: Format = GGUF
+    recipe: str | None = None
+    layers: tuple[LayerRecord, ...] = ()
     if is_gguf(Path(path)):
-        return _inspect_gguf(Path(path))
-    reader = CheckpointReader(path)
-    recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
-    modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
-    recipe, layers = _read_manifest(reader.path)
-    format_ = DENSE if recognised is None else recognised[0]
-    return _summary(str(path), _architecture(reader.config), format_.name, modules, recipe, layers)
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "unknown"
-
-
-def _summary(
-    path: str,
-    architecture: str,
-    name: str,
-    modules: list[_Module],
-    recipe: str | None = None,
-    layers: tuple[LayerRecord, ...] = (),
-) -> CheckpointSummary:
+        file = read_gguf(Path(path))
+        architecture = str(file.metadata.get("general.architecture", "unknown"))
+        modules = [_gguf_module(name, info) for name, info in file.tensors.items()]
+    else:
+        reader = CheckpointReader(path)
+        recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
+        format_ = DENSE if recognised is None else recognised[0]
+        names = reader.config.get("architectures")
+        architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
+        modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
+        recipe, layers = _noted(read_manifest(reader.path))
     weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
     return CheckpointSummary(
-        path=path,
+        path=str(path),
         architecture=architecture,
-        format=name,
+        format=format_.name,
         num_parameters=sum(m.num_parameters for m in modules),
         num_bytes=sum(m.num_bytes for m in modules),
         bits_per_weight=8 * stored / weights if weights else None,
@@ -105,14 +97,15 @@ def _module(
     if recognised is None or linear is None:
         dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in infos.values()})
         count = sum(math.prod(info.shape) for info in infos.values())
-        return _Module(name=name, stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
-    codes = _num_codes(reader, name, infos, linear, recognised[0])
-    extra = {local: info for local, info in infos.items() if local == "bias"}
-    uncounted = sum(info.num_bytes for local, info in infos.items() if local in extra or local in _UNCOUNTED)
+        return _Module(kind=_kind(name), stored_as=", ".join(dtypes), num_parameters=count, num_bytes=num_bytes)
+    format_ = recognised[0]
+    codes = _num_codes(reader, name, infos, linear, format_)
+    # A weight's shape and the order of its groups describe it and are not counted as its bits.
+    uncounted = sum(infos[local].num_bytes for local in {"bias", _SHAPE, format_.order_name} & infos.keys())
     return _Module(
-        name=name,
+        kind=_kind(name),
         stored_as=linear.describe(),
-        num_parameters=codes + sum(math.prod(info.shape) for info in extra.values()),
+        num_parameters=codes + (math.prod(infos["bias"].shape) if "bias" in infos else 0),
         num_bytes=num_bytes,
         num_quantized=codes,
         quantized_bytes=num_bytes - uncounted,
@@ -120,7 +113,7 @@ def _module(
 
 
 def _num_codes(
-    reader: CheckpointReader, name: str, infos: Mapping[str, Any], linear: LinearScheme, format_: Format
+    reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme, format_: Format
 ) -> int:
     if _SHAPE in infos:
         return int(reader.tensor(f"{name}.{_SHAPE}").prod())
@@ -133,39 +126,31 @@ def _num_codes(
     return int(packed.num_bytes * 8 // linear.weight.dtype.bits)
 
 
-def _inspect_gguf(path: Path) -> CheckpointSummary:
-    file = read_gguf(path)
-    modules = []
-    for name, info in file.tensors.items():
-        count = math.prod(info.shape)
-        modules.append(
-            _Module(
-                name=_GGUF_NUMBER.sub(r"\1.\2.", name).rpartition(".")[0],
-                stored_as=info.block.name,
-                num_parameters=count,
-                num_bytes=info.num_bytes,
-                num_quantized=count if info.is_quantized else 0,
-                quantized_bytes=info.num_bytes if info.is_quantized else 0,
-            )
-        )
-    return _summary(str(path), str(file.metadata.get("general.architecture", "unknown")), GGUF.name, modules)
+def _gguf_module(name: str, info: GGUFTensor) -> _Module:
+    count = math.prod(info.shape)
+    return _Module(
+        kind=_kind(_GGUF_NUMBER.sub(r"\1.\2.", name).rpartition(".")[0]),
+        stored_as=info.block.name,
+        num_parameters=count,
+        num_bytes=info.num_bytes,
+        num_quantized=count if info.is_quantized else 0,
+        quantized_bytes=info.num_bytes if info.is_quantized else 0,
+    )
 
 
-def _summaries(modules: Iterable[_Module]) -> list[ModuleSummary]:
+def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
     """Modules of one kind that are stored alike as one row: embedding, linears, norms, head."""
     groups: dict[tuple[str, str], list[_Module]] = {}
     for module in modules:
-        groups.setdefault((_kind(module.name), module.stored_as), []).append(module)
-    return [
-        ModuleSummary(
+        groups.setdefault((module.kind, module.stored_as), []).append(module)
+    for (kind, stored_as), members in sorted(groups.items(), key=lambda item: _RANKS.get(item[0][0], 1)):
+        yield ModuleSummary(
             kind=kind,
             stored_as=stored_as,
             count=len(members),
             num_parameters=sum(member.num_parameters for member in members),
             num_bytes=sum(member.num_bytes for member in members),
         )
-        for (kind, stored_as), members in sorted(groups.items(), key=lambda item: _RANKS.get(item[0][0], 1))
-    ]
 
 
 def _kind(name: str) -> str:
@@ -180,30 +165,31 @@ def _kind(name: str) -> str:
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
-def _read_manifest(folder: Path) -> tuple[str | None, tuple[LayerRecord, ...]]:
-    """Recipe name and layer records from quantkit.json; what it lacks is left out.
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
+    """What quantkit noted about a checkpoint in a JSON file beside it; empty where it noted nothing.
 
     Raises:
-        CheckpointError: the file is not JSON.
+        CheckpointError: the file is there and not readable.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None, ()
-    manifest = read_json(path, CheckpointError, "delete it to inspect without it")
-    recipe, result = (_object(manifest.get(key)) for key in ("recipe", "result"))
-    name = recipe.get("name") or result.get("recipe")
-    return name if isinstance(name, str) else None, tuple(_records(result.get("layers")))
+    path = folder / name
+    return read_object(path, CheckpointError, "copy it again, or delete it to go on without") if path.exists() else {}
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _records(layers: Any) -> Iterable[LayerRecord]:
-    """Records of the layers; the manifest leaves out what differs from run to run, and other versions may lack more."""
+def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...]]:
+    """Recipe name and records of the layers."""
+    recipe, result = section(manifest, "recipe"), section(manifest, "result")
+    layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
-        with contextlib.suppress(ReportError):
-            yield LayerRecord.from_dict(layer)
+        with contextlib.suppress(ReportError):  # another version's manifest may lack fields
+            records.append(LayerRecord.from_dict(layer))
+    name = recipe.get("name") or result.get("recipe")
+    return name if isinstance(name, str) else None, tuple(records)
+
+
+def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An entry that should be an object; empty where it is not there, or something else."""
+    entry = data.get(name)
+    return entry if isinstance(entry, dict) else {}
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
@@ -231,14 +217,11 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
     )
 
 
-_COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
-
-
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:
     """Entries that differ; none between a directory and a file, which say everything differently."""
     if is_gguf(left) != is_gguf(right):
         return
-    sides = [read_gguf(path).metadata if is_gguf(path) else read_config(path) for path in (left, right)]
+    sides = [read_gguf(path).metadata if is_gguf(path) else read_config_file(path) for path in (left, right)]
     flat = [dict(_leaves(side)) for side in sides]
     for key in sorted(flat[0].keys() | flat[1].keys()):
         values = [_short(side[key]) if key in side else "absent" for side in flat]

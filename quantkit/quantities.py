@@ -14,7 +14,7 @@ MISSING = "-"
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BYTES = {**_DECIMAL, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -119,8 +119,8 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         InputError: not an amount of at least one byte.
     """
-    units, text = {**_DECIMAL, **_BINARY}, "" if isinstance(size, bool) else str(size)
-    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", units, "memory", "24GiB or 24GB"))
+    text = "" if isinstance(size, bool) else str(size)
+    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", _BYTES, "memory", "24GiB or 24GB"))
     if amount < 1:
         raise InputError(f"memory {size!r} is less than a byte; write it as 24GiB or 24GB")
     return amount
@@ -132,8 +132,7 @@ def parse_rate(text: str) -> float:
     Raises:
         InputError: not a rate.
     """
-    units = {**_DECIMAL, **_BINARY}
-    return _amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?(?:/s)?", units, "bandwidth", "4.3TB/s or 40GB/s")
+    return _amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?(?:/s)?", _BYTES, "bandwidth", "4.3TB/s or 40GB/s")
 
 
 def parse_flops(text: str) -> float:
@@ -177,7 +176,7 @@ def parse_parameters(text: str) -> tuple[float, float]:
 
 def _amount(text: str, unit: str, factors: dict[str, int], noun: str, examples: str) -> float:
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(.*?)\s*", text)
-    found = re.fullmatch(unit, number[2]) if number else None
-    if number is None or found is None:
+    prefix = re.fullmatch(unit, number[2]) if number else None
+    if number is None or prefix is None:
         raise InputError(f"{noun} {text!r} is not an amount; write it as {examples}")
-    return float(number[1]) * factors[found[1].lower()]
+    return float(number[1]) * factors[prefix[1].lower()]

@@ -30,20 +30,23 @@ class Registry:
     def names(self) -> list[str]:
         """Sorted names of all members, without importing them; `base` and private modules are none."""
         path = importlib.import_module(self.package).__path__
-        found = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name.replace("_", "-") for name in found if name != "base" and not name.startswith("_"))
+        modules = (module.name for module in pkgutil.iter_modules(path))
+        return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
 
-    def load(self, name: str) -> Any:
-        """The member called `name`; hyphens and underscores are the same.
+    def find(self, name: str) -> str:
+        """The name of the member called `name`, which is not imported; hyphens and underscores are the same.
 
         Raises:
             InputError: no such member; the message lists the names and suggests the nearest.
         """
         key, names = name.replace("_", "-"), self.names()
         if key not in names:
-            hint = suggestion(key, names)
-            raise InputError(f"unknown {self.noun} {name!r}{hint}; there are: {', '.join(names)}")
-        module = importlib.import_module(f"{self.package}.{key.replace('-', '_')}")
+            raise InputError(f"unknown {self.noun} {name!r}{suggestion(key, names)}; there are: {', '.join(names)}")
+        return key
+
+    def load(self, name: str) -> Any:
+        """The member called `name`; raises as `find`."""
+        module = importlib.import_module(f"{self.package}.{self.find(name).replace('-', '_')}")
         return getattr(module, self.attribute)
 
     def all(self) -> dict[str, Any]:

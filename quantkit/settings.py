@@ -15,8 +15,9 @@ def setting(default: Any, text: str, **option: Any) -> Any:
     Args:
         default: value if nothing is given. A tuple's option is repeatable.
         text: what it means, as `--help` prints it.
-        option: what the option is and accepts: `flag` (`--seed`, `--bos/--no-bos`), `metavar`, `choices`; the bounds
-            `minimum`, `maximum`, `above` and `below` (without the bound itself); `kind`, the type of a value where
-            neither default nor bounds tell; `commas` for several values in one, `1,8`; `shown`, printed as the default.
+        option: what the option is and accepts: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`);
+            `choices`; the bounds `minimum`, `maximum`, `above` and `below` (without the bound itself); `kind`, the type
+            of a value where neither default nor bounds tell; `commas` for several values in one, `1,8`; `read`, which
+            makes the value of the text that was given; `shown`, printed as the default.
     """
     return field(default=default, metadata={"text": text, **option})

@@ -1,10 +1,11 @@
-"""Text, JSON and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Bytes, text, JSON and YAML from files that strangers may have written: read, parsed and quoted within bounds.
 
 Not a schema: what the data means is said where it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import resource
@@ -12,22 +13,23 @@ import stat
 import sys
 import time
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from quantkit.errors import InputError, first_line
+from quantkit.errors import CheckpointError, InputError, first_line
 
-__all__ = ["MAX_YAML_BYTES", "bounded", "parse_json", "parse_yaml", "read_json", "read_text", "shorten"]
+CHUNK_BYTES = 1 << 22
 
 MAX_YAML_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 26
+_AGAIN = "download or copy it again"
 _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
 _MAX_REASON = 200
+_BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def shorten(value: Any, limit: int = 60) -> str:
@@ -38,11 +40,43 @@ def shorten(value: Any, limit: int = 60) -> str:
         limit: characters to keep.
     """
     text = ""
-    for piece in _written(value, limit):
-        text += piece
+    for part in _written(value, limit):
+        text += part
         if len(text) > limit:
             return text[: limit - 3] + "..."
     return text
+
+
+@contextlib.contextmanager
+def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
+    """A file to read whose system errors become one line.
+
+    Args:
+        path: of the file.
+        kind: what to raise.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+
+
+def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Bytes [start, start + num_bytes) of a file, at most `size` at a time.
+
+    Raises:
+        CheckpointError: they are not there, or cannot be read.
+    """
+    with opened(path) as file:
+        file.seek(start)
+        for left in range(num_bytes, 0, -size):
+            chunk = file.read(min(size, left))
+            if len(chunk) < min(size, left):
+                raise CheckpointError(
+                    f"{path} ended {left - len(chunk)} bytes early: it changed while it was read; run the command again"
+                )
+            yield chunk
 
 
 def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -> str:
@@ -68,8 +102,8 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         raise kind(f"{path}: cannot be read as text: {error}") from None
 
 
-def read_json(path: Path, kind: type[InputError], todo: str = "download or copy it again") -> dict[str, Any]:
-    """The JSON object in a regular file, see `parse_json`.
+def read_object(path: Path, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
+    """The JSON object in a regular file, see `parse_object`.
 
     Args:
         path: of the file; links are followed.
@@ -78,10 +112,10 @@ def read_json(path: Path, kind: type[InputError], todo: str = "download or copy 
     Raises:
         InputError: of this kind: it cannot be read, or is no JSON object.
     """
-    return parse_json(read_text(path, kind, _MAX_JSON_BYTES), str(path), kind, todo)
+    return parse_object(read_text(path, kind, _MAX_JSON_BYTES), str(path), kind, todo)
 
 
-def parse_json(text: str | bytes, where: str, kind: type[InputError], todo: str) -> dict[str, Any]:
+def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
     """A JSON object, stricter than JSON: neither deeper nor with longer numbers than the code behind it can bear.
 
     Args:
@@ -121,7 +155,7 @@ def _check_depth(data: Any) -> None:
     raise ValueError(f"values are nested more than {_MAX_DEPTH} deep")
 
 
-@contextmanager
+@contextlib.contextmanager
 def bounded(seconds: float = 10.0, num_bytes: int = 1 << 30) -> Iterator[None]:
     """Ends Python code of strangers, such as a template, that takes too long or too much; looked at line by line.
 
@@ -173,21 +207,18 @@ def _one_line(text: str) -> str:
 
 
 def _written(value: Any, limit: int) -> Iterator[str]:
-    """The `repr` of a value, piece by piece; each piece is at most a few times `limit` long."""
-    if type(value) is dict:
-        yield "{"
-        for index, (key, item) in enumerate(value.items()):
-            yield ", " if index else ""
-            yield from _written(key, limit)
-            yield ": "
-            yield from _written(item, limit)
-        yield "}"
-    elif type(value) in (list, tuple):
-        yield "[" if type(value) is list else "("
+    """The `repr` of a value, part by part; each is at most a few times `limit` long."""
+    brackets = _BRACKETS.get(type(value))
+    if brackets is not None:
+        yield brackets[0]
         for index, item in enumerate(value):
             yield ", " if index else ""
             yield from _written(item, limit)
-        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+            if type(value) is dict:
+                yield ": "
+                yield from _written(value[item], limit)
+        yield "," if type(value) is tuple and len(value) == 1 else ""
+        yield brackets[1]
     elif isinstance(value, str | bytes):
         yield repr(value[: limit + 1])
     elif type(value) is int and value.bit_length() > 4 * limit:

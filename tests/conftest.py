@@ -27,7 +27,10 @@ from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
-from tests.helpers import FAMILIES, TEXT, make_model
+from quantkit.results import Report
+from tests.helpers import FAMILIES, TEXT, make_model, save_tokenizer
+from tests.report.synthetic import make_report
+from tests.runtime.helpers import make_loud_model
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 if DEVICES == ["cpu"]:
@@ -61,6 +64,20 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama; not to be changed by tests."""
     return make_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def loud_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose every weight matters, in 512 tokens of context; not to be changed by tests."""
+    folder = make_loud_model(tmp_path_factory.mktemp("loud"), "llama")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def broken_report() -> Report:
+    """A report of a checkpoint that failed four of six gates."""
+    return make_report(broken=True)
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,12 @@ def known_to_transformers(family: str) -> bool:
     return family in CONFIG_MAPPING_NAMES
 
 
+EVERY_FAMILY = [
+    name for name in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *COMPRESSED_ONLY) if known_to_transformers(name)
+]
+"""Of which there are tiny models, and transformers has them."""
+
+
 def one_of_each(names: Iterable[str], choices: Collection[Any]) -> list[Any]:
     """Every pair, for `parametrize`; slow but for one choice of each name: the next name's is the next one."""
     return [

@@ -92,8 +92,8 @@ def module(kind, count, num_parameters, stored_as="bfloat16"):
 def test_packed_codes_are_counted_as_the_weights_they_stand_for(tmp_path):
     schemes = {f"model.layers.{i}.mlp.down_proj": INT4_G32 for i in range(NUM_LAYERS)}
     summary = inspect(quantized(tmp_path, schemes))
-    found = rows(summary)["mlp.down_proj", "int4 g32 asym"]
-    assert (found.count, found.num_parameters) == (NUM_LAYERS, NUM_LAYERS * N * K)
+    row = rows(summary)["mlp.down_proj", "int4 g32 asym"]
+    assert (row.count, row.num_parameters) == (NUM_LAYERS, NUM_LAYERS * N * K)
     assert summary.num_parameters == sum(tensor.numel() for tensor in dense_tensors().values())
     assert summary.format == "compressed-tensors"
     # 4 bits of code, and per group of 32 one bfloat16 scale and one zero point of 4 bits.
@@ -105,11 +105,11 @@ def test_one_kind_stored_in_two_ways_is_two_rows(tmp_path):
     four_bits = LinearScheme(weight=dataclasses.replace(INT4_G32.weight, symmetric=True))
     schemes = {f"model.layers.{i}.self_attn.q_proj": four_bits for i in range(NUM_LAYERS)}
     schemes["model.layers.2.self_attn.q_proj"] = INT8_CHANNEL
-    found = rows(inspect(quantized(tmp_path, schemes)))
-    assert found["self_attn.q_proj", "int4 g32"].count == NUM_LAYERS - 1
-    assert found["self_attn.q_proj", "int8 channel"].count == 1
+    stored = rows(inspect(quantized(tmp_path, schemes)))
+    assert stored["self_attn.q_proj", "int4 g32"].count == NUM_LAYERS - 1
+    assert stored["self_attn.q_proj", "int8 channel"].count == 1
     # The bias is a parameter, but no weight bit.
-    assert found["self_attn.q_proj", "int8 channel"].num_parameters == N * K + N
+    assert stored["self_attn.q_proj", "int8 channel"].num_parameters == N * K + N
 
 
 def test_quantized_activations_are_named(tmp_path):

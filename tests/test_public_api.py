@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -16,33 +17,27 @@ from quantkit.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
 
-PUBLIC = [
-    "LLM",
-    "CheckpointSummary",
-    "Completion",
-    "CompressionResult",
-    "QuantkitError",
-    "Recipe",
-    "Report",
-    "SamplingParams",
-    "__version__",
-    "convert",
-    "inspect",
-    "list_recipes",
-    "load_recipe",
-    "plan",
-    "quantize",
-    "search",
-    "verify",
-]
+FUNCTIONS = {"quantize", "convert", "inspect", "verify", "search", "plan", "list_recipes", "load_recipe"}
 
 
-def test_these_names_are_public():
-    assert quantkit.__all__ == PUBLIC
-    assert set(PUBLIC) <= set(dir(quantkit))
+def test_type_checkers_see_the_names_that_are_fetched():
+    tree = ast.parse(Path(quantkit.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].asname]
+    seen = {name.asname: node.module for node in imports for name in node.names if name.asname == name.name}
+    assert seen == quantkit._HOME_OF
+    assert {*seen, "__version__"} == set(quantkit.__all__) <= set(dir(quantkit))
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "__version__"])
+def test_what_users_do_and_what_they_read_of_is_public():
+    assert {name for name in quantkit.__all__ if inspect.isfunction(getattr(quantkit, name))} == FUNCTIONS
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    imported = ",".join(re.findall(r"^ *from quantkit import (.+)$", pages, flags=re.MULTILINE))
+    named = {*re.findall(r"\bquantkit\.([A-Za-z_]+)\(", pages), *re.findall(r"\w+", imported)}
+    assert len(named) > 5
+    assert named <= set(quantkit.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in quantkit.__all__ if name != "__version__"])
 def test_every_name_is_there_and_documented(name):
     thing = getattr(quantkit, name)
     assert thing.__name__ == name
@@ -55,7 +50,7 @@ def test_every_name_is_there_and_documented(name):
 
 
 def test_an_unknown_name_is_an_attribute_error_that_helps():
-    with pytest.raises(AttributeError, match="no attribute 'quantise'; public names: LLM, CheckpointSummary"):
+    with pytest.raises(AttributeError, match=r"no attribute 'quantise'; public names: CheckpointSummary, .*LLM"):
         _ = quantkit.quantise
     assert not hasattr(quantkit, "LLMs")
 
@@ -135,15 +130,15 @@ def test_the_wrapper_and_the_pipeline_agree_on_their_options():
 
 
 def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatch, tmp_path):
-    from quantkit.evaluate import verify as verification
+    from quantkit.evaluate.verify import pair, run
     from tests.report.synthetic import make_report
 
     calls = []
     report = make_report()
-    monkeypatch.setattr(verification, "verify_checkpoint", lambda *a, **options: calls.append((a, options)) or report)
+    monkeypatch.setattr(pair, "check_pair", lambda *given: calls.append(given) or given)
+    monkeypatch.setattr(run, "verify_pair", lambda given, options, progress: report if given is calls[-1] else None)
     assert quantkit.verify("out") is report
-    assert calls[0][0] == ("out", None)
     assert not list(tmp_path.iterdir())
     quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new")
-    assert (calls[1][0], calls[1][1]["gates"]) == (("out", "model"), ["kl<=0.1"])
+    assert calls == [("out", None, None), ("out", "model", ["kl<=0.1"])]
     assert (tmp_path / "new" / "report.json").is_file()

@@ -14,7 +14,7 @@ from rows import METHODS, MODELS, NUMBERS, Model
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
-from quantkit.results.statistics import compare_pairs
+from quantkit.results.statistics.paired import compare_pairs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 ORIGINAL = "original"

@@ -22,7 +22,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model import model as model_module
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-OPERATIONS = ("rms_norm", "add_rms_norm", "layer_norm", "rotary_", "gated", "activate")
+OPERATIONS = ("rms_norm", "layer_norm", "rotary_", "gated", "activate")
 
 
 class Recorder:

@@ -24,12 +24,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from quantkit.evaluate.language_model import QuantkitLM
-from quantkit.evaluate.tasks import TaskSource, load_tasks
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.tasks import load_tasks
 
 
-def run(model: Any, names: list[str], source: TaskSource, limit: int | None) -> tuple[dict[str, Any], float]:
+def run(model: Any, names: list[str], source: EvaluationOptions, limit: int | None) -> tuple[dict[str, Any], float]:
     """Samples by task, and seconds of CPU time."""
-    tasks = [one for task in load_tasks(names, source) for one in (task if isinstance(task, list) else [task])]
+    tasks = load_tasks(names, source)
     manager = TaskManager(include_defaults=False)
     began = time.process_time()
     found = simple_evaluate(model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=0)
@@ -85,7 +86,7 @@ def main() -> int:
     """Run both, compare, print."""
     args = arguments()
     torch.set_num_threads(args.threads)
-    source = TaskSource(include_path=tuple(args.include_path), data=tuple(args.data))
+    source = EvaluationOptions(include_path=tuple(args.include_path), data=tuple(args.data))
     names = args.tasks.split(",")
     model = QuantkitLM(args.model, dtype="float32", threads=args.threads)
     ours, seconds = run(model, names, source, args.limit)

@@ -28,7 +28,7 @@ import quantkit
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe
-from quantkit.results.statistics import compare_pairs
+from quantkit.results.statistics.paired import compare_pairs
 from quantkit.runtime.llm import LLM
 
 STEPS = {"rtn": [], "awq": ["awq"], "gptq": ["gptq"], "awq+gptq": [{"awq": {"clip": False}}, "gptq"]}

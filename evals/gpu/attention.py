@@ -76,8 +76,10 @@ def paged(kind: str, case: Case, device: str) -> dict[str, Any]:
     query = torch.randn(tokens, case.heads, case.dim, device=device, dtype=dtype)
     key, value = (torch.randn(tokens, case.kv_heads, case.dim, device=device, dtype=dtype) for _ in range(2))
     options = AttentionOptions(scale=case.dim**-0.5)
-    found = measure([lambda cache=cache: cache.attend(0, query, key, value, step, options) for cache in caches], device)
-    return {**found, "bytes": size}
+    timing = measure(
+        [lambda cache=cache: cache.attend(0, query, key, value, step, options) for cache in caches], device
+    )
+    return {**timing, "bytes": size}
 
 
 def peer(kind: str, case: Case, device: str) -> dict[str, Any]:
@@ -95,15 +97,15 @@ def bench(cases: list[Case], arguments: argparse.Namespace, results: Results) ->
                 continue
             label = "quantkit bf16" if kind == "auto" else kind if kind in PEERS else f"quantkit {kind}"
             work = partial(peer if kind in PEERS else paged, kind, case, device)
-            found = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
+            timing = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
             if device == "cuda":
                 torch.cuda.empty_cache()
-            if found is None:
+            if timing is None:
                 continue
-            base = found["us"] if kind == "auto" else base
-            bandwidth, rate = found["bytes"] / found["us"] * 1e6, case.flop / found["us"] * 1e6
+            base = timing["us"] if kind == "auto" else base
+            bandwidth, rate = timing["bytes"] / timing["us"] * 1e6, case.flop / timing["us"] * 1e6
             results.extend(
-                speedup_to_own_bf16=base / found["us"] if base else None,
+                speedup_to_own_bf16=base / timing["us"] if base else None,
                 gigabytes_per_s=bandwidth / 1e9,
                 share_of_copy=bandwidth / results.meta["copy_bandwidth"],
                 teraflops=rate / 1e12,

@@ -67,8 +67,8 @@ def launch_products(recorder: Recorder, dtype: torch.dtype) -> None:
             if unpacked:
                 scale = _meta(count, 1, dtype=torch.float32)
                 x = QuantizedActivations(codes=_meta(count, inputs, dtype=torch.int8), scale=scale, dtype=dtype)
-            found = spaces.products(count, weight.packing, _chip())
-            for choice in with_neighbours(choice for choice in found if not isinstance(choice, Cublas)):
+            seeds = spaces.products(count, weight.packing, _chip())
+            for choice in with_neighbours(choice for choice in seeds if not isinstance(choice, Cublas)):
                 recorder.label = f"int{bits} g{group}{' asym' if zeros else ''}, {count} rows, {tuned.to_json(choice)}"
                 with configs.forced(choice):
                     w4a16.multiply(x, weight, None)
@@ -101,11 +101,11 @@ def launch_pages(recorder: Recorder, dtype: torch.dtype) -> None:
             halved = kind == "int4"
             default = choices.default_prefill(dim, PAGE, kind != "auto", halved, _chip())
             decodes = spaces.decodes(page_size=PAGE, head_dim=dim, halved=halved)
-            for new, found in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
+            for new, seeds in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
                 batch = _batch(count, new)
                 states = tuple(_meta(count * new, number, dim, dtype=dtype) for number in (4 * heads, heads, heads))
                 attend = paged_decode.attend if new == 1 else paged_prefill.attend
-                for choice in with_neighbours(found):
+                for choice in with_neighbours(seeds):
                     recorder.label = f"{kind} KV, {dim} channels, {tuned.to_json(choice)}"
                     with configs.forced(choice):
                         attend(states, views, replace(batch), options, torch.empty_like(states[0]))

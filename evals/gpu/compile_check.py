@@ -8,7 +8,7 @@ What is compiled is what the Python functions launch: they run on tensors withou
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
 have, on an error of the compiler, and on a kernel of the package that nothing here launches. What has been compiled
 before (`evals/results/compile/kernels.json`) is not compiled again unless its source, types, constants or options have
-changed; `--write` keeps what is new, drops what nothing launches any more, and writes `docs/kernels-resources.md`.
+changed; `--write` keeps what is new, drops what nothing launches any more, and writes `resources.md` beside it.
 `--check` compiles nothing: it says what the file lacks, what it has too much, and what in it cannot be shipped.
 `--candidates` compiles what `quantkit tune` may choose, which takes long and is not part of the rest.
 """
@@ -303,11 +303,11 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         recorder.label = f"{width} features"
         x = meta(4, width, dtype=dtype)
         ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0)
-        ops.add_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0)
+        ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x)
         for quantization in QUANTIZATIONS if width >= 4096 else ():
             fixed = ", fixed scale" if quantization.step else ""
             recorder.label = f"{width} features to {quantization.name}{fixed}"
-            ops.quantized_rms_norm(x, x, meta(width, dtype=dtype), 1e-5, 0.0, quantization)
+            ops.rms_norm(x, meta(width, dtype=dtype), 1e-5, 0.0, x, quantization)
     angles = meta(4, 64, dtype=torch.float32)
     for interleaved in (False, True):
         recorder.label = "interleaved" if interleaved else "halves"
@@ -317,7 +317,7 @@ def launch_small(recorder: Recorder, dtype: torch.dtype) -> None:
         ops.gated(meta(4, 2 * 14336, dtype=dtype), name)
     for quantization in QUANTIZATIONS:
         recorder.label = f"silu to {quantization.name}" + (", fixed scale" if quantization.step else "")
-        ops.quantized_gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
+        ops.gated(meta(4, 2 * 14336, dtype=dtype), "silu", quantization)
 
 
 def launch_sampling(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -382,37 +382,37 @@ def everything(
     targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES, every: Sequence[Work] = WORK
 ) -> dict[tuple[str, int], Launch]:
     """All launches by key and chip."""
-    found = {}
+    launches = {}
     for target in targets:
         kinds = [getattr(torch, name) for name in dtypes if name != "float16" or target in FLOAT16_CHIPS]
-        found |= {(launch.key, target): launch for launch in record(target, kinds, every)}
-    return found
+        launches |= {(launch.key, target): launch for launch in record(target, kinds, every)}
+    return launches
 
 
-def _compile(wanted: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
-    """Compile what is wanted; what has no problem is kept, every now and then also on disk."""
-    found: list[Resources] = []
-    for launch, item in compile_all(wanted, arguments.jobs):
-        found.append(item)
+def _compile(work: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
+    """Compile some launches; what has no problem is kept, every now and then also on disk."""
+    compiled: list[Resources] = []
+    for launch, item in compile_all(work, arguments.jobs):
+        compiled.append(item)
         if not item.problem:
-            store.found[launch.key, item.target] = item
+            store.known[launch.key, item.target] = item
         if item.problem or arguments.verbose:
             print(item, item.problem, flush=True)
-        if arguments.write and len(found) % 20 == 0:
+        if arguments.write and len(compiled) % 20 == 0:
             store.write()
-            print(f"{len(found)} of {len(wanted)}", flush=True)
-    return found
+            print(f"{len(compiled)} of {len(work)}", flush=True)
+    return compiled
 
 
 def differences(launches: dict[tuple[str, int], Launch], store: Store) -> list[str]:
     """What is wrong with what is known of all launches, one line each; empty if nothing is."""
-    new = {at: launch for at, launch in launches.items() if at not in store.found}
-    stale = [item for at, item in store.found.items() if at not in launches]
+    new = {at: launch for at, launch in launches.items() if at not in store.known}
+    stale = [item for at, item in store.known.items() if at not in launches]
     said = [f"{launch.name} for sm_{at[1]}, {launch.label}: not compiled" for at, launch in new.items()]
     said += [f"{item.kernel} for sm_{item.target}, {item.label}: nothing launches it" for item in stale]
     said += [
         f"{item.kernel} for sm_{item.target}, {item.label}: {item.problem}"
-        for item in store.found.values()
+        for item in store.known.values()
         if item.problem
     ]
     said += [f"{name}: in the package, but nothing here launches it" for name in unlaunched(launches.values())]
@@ -434,11 +434,11 @@ def _compile_candidates(arguments: argparse.Namespace) -> None:
     from candidates import WORK as every
 
     launches = everything(arguments.targets, arguments.dtypes, every)
-    wanted = [(launch, target) for (_, target), launch in launches.items() if arguments.kernel in launch.name]
-    print(f"{len(wanted)} candidates to compile", flush=True)
+    work = [(launch, target) for (_, target), launch in launches.items() if arguments.kernel in launch.name]
+    print(f"{len(work)} candidates to compile", flush=True)
     arguments.write = False
-    wrong = [item for item in _compile(wanted, Store(), arguments) if item.problem]
-    print(f"{len(wanted)} candidates compiled, {len(wrong)} with a problem")
+    wrong = [item for item in _compile(work, Store(), arguments) if item.problem]
+    print(f"{len(work)} candidates compiled, {len(wrong)} with a problem")
     sys.exit(bool(wrong))
 
 
@@ -464,18 +464,18 @@ def main() -> None:
     store = Store.read()
     if arguments.all or store.triton != Store().triton:
         store = Store()
-    wanted = {at: launch for at, launch in launches.items() if arguments.kernel in launch.name}
-    new = [(launch, target) for (key, target), launch in wanted.items() if (key, target) not in store.found]
-    print(f"{len(wanted)} launches, {len(wanted) - len(new)} known, {len(new)} to compile", flush=True)
+    chosen = {at: launch for at, launch in launches.items() if arguments.kernel in launch.name}
+    new = [(launch, target) for (key, target), launch in chosen.items() if (key, target) not in store.known]
+    print(f"{len(chosen)} launches, {len(chosen) - len(new)} known, {len(new)} to compile", flush=True)
     wrong = [item for item in _compile(new, store, arguments) if item.problem]
     for name in missing:
         print(f"{name} is in the package, but nothing here launches it")
     if arguments.write:
         every = everything()
-        store.found = {at: item for at, item in store.found.items() if at in every}
+        store.known = {at: item for at, item in store.known.items() if at in every}
         store.write()
         PAGE.write_text(table(store))
-        print(f"{len(store.found)} of {len(every)} known")
+        print(f"{len(store.known)} of {len(every)} known")
     print(f"{len(new)} compiled, {len(wrong)} with a problem, {len(missing)} kernels unchecked")
     sys.exit(bool(wrong or missing))
 

@@ -29,7 +29,7 @@ from attention import PAGE, decode_batch, fill
 from random_model import make_model
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout, kv_scheme, page_bytes
+from quantkit.kernels.layouts import KVLayout, page_bytes
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.assembly import build_engine
@@ -55,7 +55,7 @@ PROMPTS = (512, 2048, 8192)
 
 def _milliseconds(step: Any, device: str, samples: int = 5, count: int = 4) -> float:
     """Median over steps that follow one another without waiting, as far as they let the host run ahead."""
-    found = []
+    times = []
     if device != "cuda":
         samples = count = 1
     for _ in range(samples):
@@ -64,8 +64,8 @@ def _milliseconds(step: Any, device: str, samples: int = 5, count: int = 4) -> f
         for _ in range(count):
             step()
         _wait(device)
-        found.append((time.perf_counter() - begun) / count * 1e3)
-    return median(found)
+        times.append((time.perf_counter() - begun) / count * 1e3)
+    return median(times)
 
 
 def _wait(device: str) -> None:
@@ -77,23 +77,23 @@ def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: 
     """Milliseconds of a decode step."""
 
     def step() -> object:
-        found = model.forward(batch, cache)
-        return found.values.argmax(-1) if found.best is None else found.best
+        logits = model.forward(batch, cache)
+        return logits.values.argmax(-1) if logits.best is None else logits.best
 
     if device == "cuda":
         step()
         step()
-    found: dict[str, Any] = {"eager_ms": _milliseconds(step, device)}
+    times: dict[str, Any] = {"eager_ms": _milliseconds(step, device)}
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 step()
-            found["graph_ms"] = _milliseconds(graph.replay, device)
+            times["graph_ms"] = _milliseconds(graph.replay, device)
         except Exception as error:  # a host sync inside
             torch.cuda.synchronize()
-            found["graph"] = f"not captured: {str(error).splitlines()[0][:120]}"
-    return found
+            times["graph"] = f"not captured: {str(error).splitlines()[0][:120]}"
+    return times
 
 
 def kv_bytes(layouts: list[KVLayout], batch: int, context: int) -> int:
@@ -103,7 +103,7 @@ def kv_bytes(layouts: list[KVLayout], batch: int, context: int) -> int:
 
 def one_step(model: NativeModel, kv: str, batch: int, context: int, device: str) -> dict[str, Any]:
     """Times of a step over a cache of its own."""
-    layouts = model.layouts(kv_scheme(kv), PAGE)
+    layouts = model.layouts(kv, PAGE)
     stored = kv_bytes(layouts, batch, context)
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -116,10 +116,10 @@ def one_step(model: NativeModel, kv: str, batch: int, context: int, device: str)
     fill(cache)
     model.reserve(context)
     with torch.inference_mode():
-        found = step_times(model, cache, plan, device)
-    best = min(value for key, value in found.items() if key.endswith("_ms"))
+        times = step_times(model, cache, plan, device)
+    best = min(value for key, value in times.items() if key.endswith("_ms"))
     moved = model.stored_bytes + stored
-    return {**found, "bytes": moved, "tokens_per_s": batch / best * 1e3, "gigabytes_per_s": moved / best / 1e6}
+    return {**times, "bytes": moved, "tokens_per_s": batch / best * 1e3, "gigabytes_per_s": moved / best / 1e6}
 
 
 def steps(
@@ -184,7 +184,7 @@ def serve(model: NativeModel, kv: str, batch: int, prompt: int, new: int, way: s
                 times.append(time.perf_counter())
         status = engine.runner.graph_status
     half = new // 2
-    found: dict[str, Any] = {
+    times: dict[str, Any] = {
         "seconds": times[-1] - begun,
         "output_tokens_per_s": batch * new / (times[-1] - begun),
         "step_ms": median((b - a) * 1e3 for a, b in zip(times[-half:-1], times[1 - half :], strict=True)),
@@ -193,8 +193,8 @@ def serve(model: NativeModel, kv: str, batch: int, prompt: int, new: int, way: s
     if events:
         torch.cuda.synchronize()
         gpu = median(first.elapsed_time(last) for first, last in events[-half:])
-        found |= {"gpu_ms": gpu, "host_share": max(0.0, 1 - gpu / found["step_ms"])}
-    return found
+        times |= {"gpu_ms": gpu, "host_share": max(0.0, 1 - gpu / times["step_ms"])}
+    return times
 
 
 def _record_events(engine: Engine) -> list[tuple[Any, Any]]:

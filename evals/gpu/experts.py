@@ -101,23 +101,23 @@ def _grouped_mm(name: str, sizes: tuple[int, int, int, int], device: torch.devic
     return run
 
 
-def _make(kind: str) -> Callable[[str, tuple[int, int, int, int], torch.device], Mix]:
+def _builder_of(kind: str) -> Callable[[str, tuple[int, int, int, int], torch.device], Mix]:
     return {"loop bf16": _loop, "torch _grouped_mm": _grouped_mm}.get(kind, _quantkit)
 
 
 def _run(kind: str, made: list[Mix], label: str, tokens: int, device: str) -> dict[str, Any]:
     count, picks, hidden, width = SHAPES[label]
-    place = torch.device(device)
+    target = torch.device(device)
     weight_bytes = 3 * hidden * width * (33 / 64 if "w4a16" in kind else 2)
     if not made:
         copies = num_copies(int(weight_bytes * picks), device, limit=4)
-        made.extend(_make(kind)(kind, SHAPES[label], place) for _ in range(copies))
-    x = torch.randn(tokens, hidden, device=place, dtype=dtype_on(device))
-    scores = [torch.randn(tokens, count, device=place, dtype=dtype_on(device)) for _ in made]
-    found = measure([partial(mix, x, score) for mix, score in zip(made, scores, strict=True)], device)
+        made.extend(_builder_of(kind)(kind, SHAPES[label], target) for _ in range(copies))
+    x = torch.randn(tokens, hidden, device=target, dtype=dtype_on(device))
+    scores = [torch.randn(tokens, count, device=target, dtype=dtype_on(device)) for _ in made]
+    timing = measure([partial(mix, x, score) for mix, score in zip(made, scores, strict=True)], device)
     active = sum(len(reference.route(score, picks, True)[1].unique()) for score in scores) / len(scores)
     moved = weight_bytes * active + 2 * tokens * picks * (2 * hidden + 2 * width)
-    return {**found, "active": active, "bytes": moved, "gigabytes_per_s": moved / found["us"] / 1e3}
+    return {**timing, "active": active, "bytes": moved, "gigabytes_per_s": moved / timing["us"] / 1e3}
 
 
 def bench(arguments: argparse.Namespace, results: Results) -> None:
@@ -128,16 +128,16 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
             made: list[Mix] = []
             for tokens in every:
                 work = partial(_run, kind, made, label, tokens, arguments.device)
-                found = results.attempt(work, shape=label, tokens=tokens, kind=kind)
-                if found is None:
+                timing = results.attempt(work, shape=label, tokens=tokens, kind=kind)
+                if timing is None:
                     continue
                 if kind == KINDS[0]:
-                    base[label, tokens] = found["us"]
+                    base[label, tokens] = timing["us"]
                 _, picks, hidden, width = SHAPES[label]
                 results.extend(
-                    speedup=base[label, tokens] / found["us"] if (label, tokens) in base else None,
-                    share_of_copy=found["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
-                    teraflops=6 * tokens * picks * hidden * width / found["us"] / 1e6,
+                    speedup=base[label, tokens] / timing["us"] if (label, tokens) in base else None,
+                    share_of_copy=timing["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
+                    teraflops=6 * tokens * picks * hidden * width / timing["us"] / 1e6,
                 )
             made.clear()
             if arguments.device == "cuda":

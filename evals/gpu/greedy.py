@@ -56,7 +56,7 @@ def variants(tiny: bool) -> Iterator[tuple[str, str, str, bool]]:
             yield Path(folder).name, folder, kv, False
 
 
-def make(recipe: str, folder: Path) -> None:
+def quantize(recipe: str, folder: Path) -> None:
     """The demo model in a recipe's number types."""
     data = {**load(recipe).source, "steps": [], "gates": []}
     data["calibration"] = {"data": "bundled", "samples": 8, "sequence_length": 64}
@@ -79,7 +79,7 @@ class Checkpoints:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._work, self._made = work, {}
         for recipe in dict.fromkeys(name for name in recipes if name and not Path(name).is_dir()):
-            command = [sys.executable, __file__, "--make", recipe, str(work / recipe)]
+            command = [sys.executable, __file__, "--quantize", recipe, str(work / recipe)]
             self._made[recipe] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def path(self, recipe: str) -> Path | None:
@@ -103,12 +103,12 @@ def generate(llm: quantkit.LLM, num_tokens: int) -> list[list[int]]:
     return [list(done.token_ids) for done in llm.generate(list(PROMPTS[:2] if num_tokens < 8 else PROMPTS), params)]
 
 
-def make_llm(path: Path | None, device: str, kv: str, sequences: int, graphs: bool = True) -> quantkit.LLM:
+def open_llm(path: Path | None, device: str, kv: str, sequences: int, graphs: bool = True) -> quantkit.LLM:
     """An engine: float32 without the GPU's kernels on the CPU, float16 with them otherwise."""
     os.environ["QUANTKIT_CUDA_GRAPHS"] = "1" if graphs else "0"
     dtype = "float32" if device == "reference" else "float16"
-    place = "cpu" if device == "reference" else device
-    return quantkit.LLM(path, device=place, dtype=dtype, kv_cache=kv, max_length=256, max_sequences=sequences)
+    target = "cpu" if device == "reference" else device
+    return quantkit.LLM(path, device=target, dtype=dtype, kv_cache=kv, max_length=256, max_sequences=sequences)
 
 
 def compare(
@@ -117,19 +117,19 @@ def compare(
     """How far one way of the GPU engine gives the CPU engine's text."""
     known = memory.setdefault(f"{path} {kv}", {})
     if not known:
-        known["llm"] = make_llm(path, "reference", kv, 1)
+        known["llm"] = open_llm(path, "reference", kv, 1)
         known["tokens"] = generate(known["llm"], num_tokens)
     sequences, graphs = WAYS[way]
-    llm = make_llm(path, device, kv, sequences, graphs)
-    found = generate(llm, num_tokens)
+    llm = open_llm(path, device, kv, sequences, graphs)
+    tokens = generate(llm, num_tokens)
     gaps = []
-    for prompt, ours, theirs in zip(PROMPTS, found, known["tokens"], strict=False):
+    for prompt, ours, theirs in zip(PROMPTS, tokens, known["tokens"], strict=False):
         equal = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if equal is not None:
             gaps.append(_gap(known["llm"], known["llm"].encode(prompt) + theirs[:equal]))
     return {
-        "prompts": len(found),
-        "same": len(found) - len(gaps),
+        "prompts": len(tokens),
+        "same": len(tokens) - len(gaps),
         "ties": sum(gap < TIE for gap in gaps),
         "largest_gap": max(gaps, default=0.0),
         "graphs": llm.engine.runner.graph_status or "none",
@@ -158,10 +158,10 @@ def bench(arguments: argparse.Namespace, results: Results) -> int:
                     return compare(made.path(recipe), kv, arguments.device, way, num_tokens, memory)
 
                 before = len(results.rows)
-                found = results.attempt(work, weights=name, kv=kv, way=way, judged=not rounds)
-                if found is not None and not rounds:
-                    wrong += found["same"] + found["ties"] < found["prompts"]
-                elif found is None and len(results.rows) > before:
+                outcome = results.attempt(work, weights=name, kv=kv, way=way, judged=not rounds)
+                if outcome is not None and not rounds:
+                    wrong += outcome["same"] + outcome["ties"] < outcome["prompts"]
+                elif outcome is None and len(results.rows) > before:
                     wrong += 1
         made.stop()
     results.meta["wrong"] = wrong
@@ -170,8 +170,8 @@ def bench(arguments: argparse.Namespace, results: Results) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--make"]:
-        make(sys.argv[2], Path(sys.argv[3]))
+    if sys.argv[1:2] == ["--quantize"]:
+        quantize(sys.argv[2], Path(sys.argv[3]))
         sys.exit()
     options = parse(60)
     sys.exit(bool(bench(options, Results("greedy", options))))

@@ -97,21 +97,21 @@ TINY_PLAN = ((("tiny",), tuple(KINDS), (1, 17)),)
 
 
 def _measure(
-    make: Make, weight_bytes: float, shape: tuple[int, int], rows: tuple[int, ...], device: str
+    build: Make, weight_bytes: float, shape: tuple[int, int], rows: tuple[int, ...], device: str
 ) -> Iterator[tuple[int, Callable[[], dict[str, Any]]]]:
     """One measurement per number of rows over the same rotating weights, made when first needed."""
-    place = torch.device(device)
+    target = torch.device(device)
     linears: list[Callable[[Tensor], Tensor]] = []
 
     def run(count: int) -> dict[str, Any]:
         if not linears:
             copies = num_copies(int(shape[0] * shape[1] * weight_bytes), device)
-            linears.extend(make(*shape, place) for _ in range(copies))
-        x = torch.randn(count, shape[1], device=place, dtype=dtype_on(device))
-        found = measure([lambda linear=linear: linear(x) for linear in linears], device)
+            linears.extend(build(*shape, target) for _ in range(copies))
+        x = torch.randn(count, shape[1], device=target, dtype=dtype_on(device))
+        timing = measure([lambda linear=linear: linear(x) for linear in linears], device)
         moved = getattr(linears[0], "stored_bytes", shape[0] * shape[1] * weight_bytes) + 2 * count * sum(shape)
         kernel = getattr(linears[0], "description", "")
-        return {**found, "bytes": moved, "gigabytes_per_s": moved / found["us"] / 1e3, "kernel": kernel}
+        return {**timing, "bytes": moved, "gigabytes_per_s": moved / timing["us"] / 1e3, "kernel": kernel}
 
     for count in rows:
         yield count, partial(run, count)
@@ -142,17 +142,17 @@ def _bench_one(
     base: dict[tuple[str, int], float],
 ) -> None:
     """One kind of linear of one shape, with what follows from its times."""
-    shape, (make, weight_bytes) = SHAPES[label], KINDS[kind]
-    for count, work in _measure(make, weight_bytes, shape, rows, device):
-        found = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
-        if found is None:
+    shape, (build, weight_bytes) = SHAPES[label], KINDS[kind]
+    for count, work in _measure(build, weight_bytes, shape, rows, device):
+        timing = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
+        if timing is None:
             continue
         if kind == "cublas bf16":
-            base[label, count] = found["us"]
-        rate = 2 * count * shape[0] * shape[1] / found["us"] * 1e6
+            base[label, count] = timing["us"]
+        rate = 2 * count * shape[0] * shape[1] / timing["us"] * 1e6
         results.extend(
-            speedup=base[label, count] / found["us"] if (label, count) in base else None,
-            share_of_copy=found["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
+            speedup=base[label, count] / timing["us"] if (label, count) in base else None,
+            share_of_copy=timing["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
             teraflops=rate / 1e12,
             share_of_gemm=rate / results.meta["gemm_rate"],
         )

@@ -4,7 +4,7 @@
     python evals/gpu/page.py [--write docs/performance.md] [--results FOLDER]
 
 Without `--results` every folder of evals/results with figures of a GPU is shown; with none there is one sentence.
-First what is wanted of the GPU path (least, goal) beside what was measured, then a table per bench. Figures of a
+First the goals of the GPU path (least, goal) beside what was measured, then a table per bench. Figures of a
 rehearsal on the CPU are only shown where their folder is named, under a heading that says so.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wanted import ITEMS, PARTS, Found, Item, Row, Run, best_peer, read_run
+from goals import ITEMS, PARTS, Figure, Item, Row, Run, best_peer, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/performance.md"
@@ -36,25 +36,27 @@ def _shown(value: float | None, unit: str) -> str:
 
 
 def item_lines(run: Run) -> Iterator[str]:
-    """The table of what is wanted."""
+    """The table of goals."""
     yield "| | least | goal | measured | | to best peer | of ceiling | commit |"
     yield "|---|---|---|---|---|---|---|---|"
     for item in ITEMS:
-        found = Found() if run.is_rehearsal else item.measure(run)
+        figure = Figure() if run.is_rehearsal else item.measure(run)
         sign = "≤ " if item.at_most else "≥ "
-        least, goal = item.told or (sign + _shown(item.least, item.unit), sign + _shown(item.goal, item.unit))
-        peer = "-" if found.peer is None else _shown(found.peer, "times")
-        ceiling = "-" if found.ceiling is None else _shown(found.ceiling, "share")
-        commit = str(run.meta(found.part).get("commit", "-"))[:8]
-        cells = (item.name, least, goal, _shown(found.value, item.unit), _met(item, found), peer, ceiling, commit)
+        least, goal = item.in_words or (sign + _shown(item.least, item.unit), sign + _shown(item.goal, item.unit))
+        peer = "-" if figure.peer is None else _shown(figure.peer, "times")
+        ceiling = "-" if figure.ceiling is None else _shown(figure.ceiling, "share")
+        commit = str(run.meta(figure.part).get("commit", "-"))[:8]
+        cells = (item.name, least, goal, _shown(figure.value, item.unit), _met(item, figure), peer, ceiling, commit)
         yield "| " + " | ".join(cells) + " |"
 
 
-def _met(item: Item, found: Found) -> str:
+def _met(item: Item, figure: Figure) -> str:
     """What has been reached."""
-    if found.value is None:
+    if figure.value is None:
         return ""
-    least, goal = (found.value <= limit if item.at_most else found.value >= limit for limit in (item.least, item.goal))
+    least, goal = (
+        figure.value <= limit if item.at_most else figure.value >= limit for limit in (item.least, item.goal)
+    )
     return "goal" if goal else "least" if least else "**missed**"
 
 
@@ -117,8 +119,8 @@ def bench_lines(run: Run) -> Iterator[str]:
     yield from _table("Quantization", run.rows("quantization"), {**gptq, "model_minutes": "min, 32 layers"})
     text = {"way": "how", "prompts": "texts", "same": "same", "ties": "ties", "judged": "judged"}
     yield from _table("Greedy text, GPU and CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
-    found = {"kind": "", "errors": "errors", "tests_passed": "tests"}
-    yield from _table("compute-sanitizer", run.rows("sanitizer"), found)
+    columns = {"kind": "", "errors": "errors", "tests_passed": "tests"}
+    yield from _table("compute-sanitizer", run.rows("sanitizer"), columns)
 
 
 def _left_out(run: Run) -> Iterator[str]:
@@ -162,8 +164,8 @@ def section(folders: list[Path]) -> str:
 
 def gpu_folders(results: Path) -> list[Path]:
     """Folders with figures of a GPU."""
-    found = sorted({path.parent for part in PARTS for path in results.glob(f"*/{part}.json")})
-    return [folder for folder in found if not read_run(folder).is_rehearsal]
+    folders = sorted({path.parent for part in PARTS for path in results.glob(f"*/{part}.json")})
+    return [folder for folder in folders if not read_run(folder).is_rehearsal]
 
 
 def replaced(page: str, text: str) -> str:

@@ -96,8 +96,8 @@ def torchao(rows: int, width: int, device: torch.device) -> Product:
 
 def marlin(rows: int, width: int, device: torch.device) -> Product:
     """GPTQModel's Marlin, groups of 128, symmetric."""
-    found = _need("gptqmodel.nn_modules.qlinear.marlin", device)
-    kind = getattr(found, "MarlinQuantLinear", None) or getattr(found, "MarlinLinear", None)
+    module = _need("gptqmodel.nn_modules.qlinear.marlin", device)
+    kind = getattr(module, "MarlinQuantLinear", None) or getattr(module, "MarlinLinear", None)
     if kind is None:
         raise Absent("gptqmodel has no class MarlinQuantLinear or MarlinLinear")
     module = kind(

@@ -104,9 +104,11 @@ class RandomWeights:
         """One linear out of modules that read the same input."""
         shapes = [self._shape(name.rsplit(".", 1)[1]) for name in names]
         is_router = names[0].endswith(".gate")  # which nobody quantizes
-        return self.make(sum(rows for rows, _ in shapes), shapes[0][1], None if is_router else self.kind, read_share)
+        return self.linear_of(
+            sum(rows for rows, _ in shapes), shapes[0][1], None if is_router else self.kind, read_share
+        )
 
-    def make(self, rows: int, width: int, kind: str | None, read_share: float = 1.0) -> Linear:
+    def linear_of(self, rows: int, width: int, kind: str | None, read_share: float = 1.0) -> Linear:
         """A linear of random weights; a decode step reads this much of it."""
         if kind is None:
             weight = torch.randn(rows, width, device=self.device, dtype=self.dtype) * width**-0.5
@@ -140,9 +142,11 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
     ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
     embedding = source.tensor("embedding", (config.vocab_size, config.hidden_size))
     blocks = [build_block(source, index, ropes) for index in range(len(config.layers))]  # type: ignore[arg-type]
-    head = source.make(config.vocab_size, config.hidden_size, head_kind)
+    head = source.linear_of(config.vocab_size, config.hidden_size, head_kind)
     return NativeModel(
         config=config,
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
         embedding=embedding,
         blocks=blocks,
         ropes=ropes,

@@ -105,39 +105,39 @@ def _sign(value: Any, path: tuple[int, ...], constant: bool, launch: Launch) -> 
 def source_key(kernel: JITFunction[Any]) -> str:
     """Hash of a kernel's source with that of the device functions and constants it names."""
     if kernel not in _KEYS:
-        found: dict[str, str] = {}
-        _collect(kernel, found)
+        sources: dict[str, str] = {}
+        _collect(kernel, sources)
         _KEYS[kernel] = hashlib.sha256(
-            "\n".join(f"{name}\n{found[name]}" for name in sorted(found)).encode()
+            "\n".join(f"{name}\n{sources[name]}" for name in sorted(sources)).encode()
         ).hexdigest()
     return _KEYS[kernel]
 
 
-def _collect(kernel: JITFunction[Any], found: dict[str, str]) -> None:
+def _collect(kernel: JITFunction[Any], sources: dict[str, str]) -> None:
     function = kernel.fn
     own = f"{function.__module__}.{function.__qualname__}"
-    if own in found:
+    if own in sources:
         return
     source = textwrap.dedent(inspect.getsource(function))
-    found[own] = _tokens(source)
+    sources[own] = _tokens(source)
     for name, value in _named(ast.parse(source), function.__globals__):
         if isinstance(value, JITFunction):
-            _collect(value, found)
+            _collect(value, sources)
         elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
-            found[f"{own}.{name}"] = repr(value)
+            sources[f"{own}.{name}"] = repr(value)
 
 
 def _named(tree: ast.AST, known: dict[str, Any]) -> list[tuple[str, Any]]:
     """What the names in a function stand for, also those behind a module's name."""
-    found = []
+    values = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in known:
-            found.append((node.id, known[node.id]))
+            values.append((node.id, known[node.id]))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = known.get(node.value.id)
             if isinstance(module, ModuleType) and not module.__name__.startswith("triton"):
-                found.append((f"{node.value.id}.{node.attr}", getattr(module, node.attr, None)))
-    return found
+                values.append((f"{node.value.id}.{node.attr}", getattr(module, node.attr, None)))
+    return values
 
 
 def _tokens(source: str) -> str:

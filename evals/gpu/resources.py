@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "evals/results/compile/kernels.json"
-PAGE = ROOT / "docs/kernels-resources.md"
+PAGE = ROOT / "evals/results/compile/resources.md"
 # Shared memory that one block may ask for, KiB: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 # The assembler puts a few registers aside to fit one more block on a processor; more than that is a kernel too large.
@@ -60,11 +60,11 @@ class Store:
 
     Args:
         triton: version of the compiler; what another has said is not kept.
-        found: by key and chip.
+        known: by key and chip.
     """
 
     triton: str = triton.__version__
-    found: dict[tuple[str, int], Resources] = field(default_factory=dict)
+    known: dict[tuple[str, int], Resources] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = STORE) -> Store:
@@ -72,17 +72,17 @@ class Store:
         if not path.exists():
             return cls()
         data = json.loads(path.read_text())
-        found = {
+        known = {
             (key, int(chip)): Resources(entry["kernel"], entry["label"], int(chip), *numbers)
             for key, entry in data["kernels"].items()
             for chip, numbers in entry["chips"].items()
         }
-        return cls(data["triton"], found)
+        return cls(data["triton"], known)
 
     def write(self, path: Path = STORE) -> None:
         """One line per entry, sorted, so that changes show."""
         entries: dict[str, dict[str, object]] = {}
-        for (key, chip), item in sorted(self.found.items(), key=lambda pair: (pair[1].kernel, pair[1].label, pair[0])):
+        for (key, chip), item in sorted(self.known.items(), key=lambda pair: (pair[1].kernel, pair[1].label, pair[0])):
             entry = entries.setdefault(key, {"kernel": item.kernel, "label": item.label, "chips": {}})
             entry["chips"][str(chip)] = [item.registers, item.shared, item.spills]  # type: ignore[index]
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
@@ -115,8 +115,8 @@ def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple
         return
     # Forked, so that what has been recorded is there.
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for index, found in pool.imap_unordered(_compile_number, range(len(work))):
-            yield work[index][0], found
+        for index, item in pool.imap_unordered(_compile_number, range(len(work))):
+            yield work[index][0], item
 
 
 def _compile_number(index: int) -> tuple[int, Resources]:
@@ -143,7 +143,7 @@ def _cuobjdump(*arguments: str) -> str:
 
 def table(store: Store) -> str:
     """A page: for each kernel and chip the most that any variant needs."""
-    found = list(store.found.values())
+    items = list(store.known.values())
     lines = [
         "# What the GPU kernels need",
         "",
@@ -156,10 +156,10 @@ def table(store: Store) -> str:
         "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
         "|---|" + "---|" * len(SHARED_KIB),
     ]
-    for name in sorted({item.kernel for item in found}):
+    for name in sorted({item.kernel for item in items}):
         cells = []
         for target in SHARED_KIB:
-            rows = [item for item in found if item.kernel == name and item.target == target]
+            rows = [item for item in items if item.kernel == name and item.target == target]
             most, shared, spills = (
                 max((getattr(row, key) for row in rows), default=0) for key in ("registers", "shared", "spills")
             )

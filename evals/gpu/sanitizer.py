@@ -21,10 +21,10 @@ SHARE = {"memcheck": 0.6, "racecheck": 0.4}
 
 def check(tool: str, seconds: float, device: str) -> dict[str, Any]:
     """Errors that a tool finds."""
-    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if found is None or device != "cuda":
-        raise Absent("compute-sanitizer is not on this machine" if found is None else "needs a CUDA device")
-    command = [found, "--tool", tool, "--target-processes", "application-only", sys.executable, "-m", "pytest"]
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None or device != "cuda":
+        raise Absent("compute-sanitizer is not on this machine" if program is None else "needs a CUDA device")
+    command = [program, "--tool", tool, "--target-processes", "application-only", sys.executable, "-m", "pytest"]
     command += ["-o", "addopts=", "-o", "required_plugins=", "-q", "-x", "-p", "no:cacheprovider", "-k", TESTS]
     command += ["tests/kernels/gpu/test_on_gpu.py"]
     try:
@@ -46,8 +46,8 @@ def main() -> int:
     wrong = 0
     for tool, share in SHARE.items():
         kind = f"compute-sanitizer {tool}"
-        found = results.attempt(lambda tool=tool, share=share: _check(tool, share, arguments), kind=kind)
-        wrong += 0 if found is None else found["errors"]
+        outcome = results.attempt(lambda tool=tool, share=share: _check(tool, share, arguments), kind=kind)
+        wrong += 0 if outcome is None else outcome["errors"]
     results.save()
     return int(wrong > 0)
 

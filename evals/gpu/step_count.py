@@ -28,7 +28,6 @@ from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.gpu as kernels
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import kv_scheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.model import NativeModel
 
@@ -150,14 +149,14 @@ def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> t
     count, pools = StepCount(), set[int]()
     with _on_meta(count, pools):
         model = make_model(shape, weights, META)
-        cache = KVCache(model.layouts(kv_scheme(kv), PAGE), batch * -(-context // PAGE), batch, META)
+        cache = KVCache(model.layouts(kv, PAGE), batch * -(-context // PAGE), batch, META)
         stored = [*cache._pools, *(tail for tail in cache._residuals if tail is not None)]
         pools |= {tensor.untyped_storage()._cdata for tensor in stored}
         count.launches.clear()
         count.bytes_read, count.num_layers = 0, len(model.blocks)
         with _Operations(count):
-            found = model.forward(decode_batch(batch, context), cache)
-            assert found.best is not None, "the likeliest tokens come with the logits"
+            logits = model.forward(decode_batch(batch, context), cache)
+            assert logits.best is not None, "the likeliest tokens come with the logits"
     return count, model
 
 

@@ -93,7 +93,7 @@ class Results:
         if self.out_of_time or kind in self._absent:
             return None
         try:
-            found = work()
+            figures = work()
         except (Absent, ImportError) as error:
             self._absent.add(kind)
             self.add(kind=kind, absent=f"peer not present: {first_line(error)}")
@@ -105,8 +105,8 @@ class Results:
             self.add(**labels, error=f"{type(error).__name__}: {first_line(error)}")
             return None
         self._failures[kind] = -(10**6)  # it works; what fails from here on is about the shape
-        self.add(**labels, **found)
-        return found
+        self.add(**labels, **figures)
+        return figures
 
     def guard(self, work: Callable[[], None], **labels: Any) -> None:
         """Run work that adds rows itself; an error becomes a row."""
@@ -142,21 +142,21 @@ def describe(device: str) -> dict[str, Any]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "absent"
-    found: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
+    meta: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    found["commit"] = done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
+    meta["commit"] = done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
     if device != "cuda":
         return {
-            **found,
+            **meta,
             "device": platform.processor() or "cpu",
             "rehearsal": True,
             "copy_bandwidth": copy_bandwidth(1 << 20, device),
         }
     properties = torch.cuda.get_device_properties(0)
-    found["copy_bandwidth"] = copy_bandwidth()
+    meta["copy_bandwidth"] = copy_bandwidth()
     torch.cuda.empty_cache()  # of which the part may need all
     return {
-        **found,
+        **meta,
         "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,

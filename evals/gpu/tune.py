@@ -13,15 +13,16 @@ import torch
 from timing import dtype_on, parse
 
 from quantkit.benchmark import tune as tuning
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import Outcome
 from quantkit.benchmark.tune_cases import Shapes, cases_of
-from quantkit.benchmark.tune_device import TuneOptions, tune_device, versions
+from quantkit.benchmark.tune_device import tune_device, versions
 from quantkit.benchmark.tune_problems import opener
 from quantkit.kernels.gpu import spaces
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 
-OPTIONS = TuneOptions(shapes=("8B",), rows=(1, 16), batches=(32,), kv_types=("auto", "int8", "int4"))
+OPTIONS = TuneOptions(shapes=("8B",), rows=(1, 16), batches=(32,), kv_types=("auto", "int8", "int4"), again=True)
 TINY = Shapes(
     linears=((64, 512, LinearScheme(weight=WeightScheme(dtype=INT4, group_size=128))),),
     query_heads=4,
@@ -33,20 +34,21 @@ TINY = Shapes(
 def report(outcome: Outcome | None, number: int, total: int) -> None:
     """A line for each case."""
     if outcome is not None:
-        found = outcome.problem if outcome.entry is None else f"{outcome.entry.ratio:.3f} {outcome.entry.choice}"
-        print(f"{number}/{total} {outcome.case.label}: {found}, dropped {outcome.dropped or 'none'}", flush=True)
+        summary = outcome.problem if outcome.entry is None else f"{outcome.entry.ratio:.3f} {outcome.entry.choice}"
+        print(f"{number}/{total} {outcome.case.label}: {summary}, dropped {outcome.dropped or 'none'}", flush=True)
 
 
 def rehearse(seconds: float, path: Path) -> None:
     """The same through Triton's interpreter, few candidates and samples: whatever is fastest there says nothing."""
     spaces.refined = lambda choice, chip: []
     tuning._FIRST_SAMPLES, tuning._LAST_SAMPLES = 1, 3
-    cases = cases_of([TINY], rows=(1, 5), batches=(1,), context=40, kv_types=("int8",), chip=0)
+    small = TuneOptions(rows=(1, 5), batches=(1,), context=40, kv_types=("int8",))
+    cases = cases_of([TINY], small, chip=0)
     few = [replace(case, candidates=case.candidates[-1:]) for case in cases]
-    place = torch.device("cpu")
+    target = torch.device("cpu")
     made = tuning.tune(
         few,
-        opener(place, dtype_on("cpu")),
+        opener(target, dtype_on("cpu")),
         path=path,
         device="Triton's interpreter",
         capability=0,
@@ -67,7 +69,7 @@ def main() -> None:
         with torch.inference_mode():
             rehearse(arguments.seconds, path)
         return
-    made = tune_device(OPTIONS, seconds=arguments.seconds, again=True, output=path, report=report)
+    made = tune_device(replace(OPTIONS, seconds=arguments.seconds, output=path), report=report)
     print(f"{len(made.outcomes)} cases, {made.num_left} left; {path}")
 
 

@@ -6,8 +6,9 @@ scheme, so every candidate is symmetric.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,14 @@ class Candidate:
         return f"{self.dtype}:{self.group_size}"
 
     @property
+    def file_name(self) -> str:
+        """`name` where colons cannot be."""
+        return f"{self.dtype}-{self.group_size}"
+
+    @property
     def weights(self) -> dict[str, Any]:
-        """`weights:` of a recipe."""
-        return {"dtype": self.dtype, "group_size": self.group_size, "symmetric": True}
+        """`weights:` of an override."""
+        return {"dtype": self.dtype, "group_size": self.group_size}
 
 
 def base_groups(base: Recipe) -> int | str:
@@ -108,82 +114,39 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
     return tuple(candidates)
 
 
+def changed(base: Recipe, default: Candidate, **fields: Any) -> Recipe:
+    """The base recipe with these weights where no override says otherwise, and with further fields replaced."""
+    weights = {f"weights.{key}": value for key, value in {**default.weights, "symmetric": True}.items()}
+    return build(patched(base.source, {**weights, **fields}), base.name)
+
+
 def uniform(base: Recipe, candidate: Candidate) -> Recipe:
     """The base recipe with these weights throughout, under a name of its own."""
-    name = f"{candidate.dtype}-{candidate.group_size}"
-    changes = {"name": name, "gates": [], **{f"weights.{key}": value for key, value in candidate.weights.items()}}
-    return build(patched({"gates": list(base.gates), **base.source}, changes), base.name)
+    return changed(base, candidate, name=candidate.file_name)
 
 
-def mixed(base: Recipe, default: Candidate, choices: Sequence[tuple[Sequence[str], Candidate | None]]) -> Recipe:
-    """The base recipe with weights of their own for some modules.
-
-    Args:
-        base: recipe.
-        default: of what `choices` does not name.
-        choices: full module names and their candidate; None = ignored.
-    """
-    return build(patched(base.source, mixed_changes(default, choices)), base.name)
+def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, Any]:
+    """An entry of a recipe's `overrides`: what these modules are given; None = they are ignored."""
+    return {"modules": list(patterns), **({"skip": True} if candidate is None else {"weights": candidate.weights})}
 
 
-def mixed_changes(default: Candidate, choices: Sequence[tuple[Sequence[str], Candidate | None]]) -> dict[str, Any]:
-    """What `mixed` changes in a recipe's data."""
-    overrides = [
-        {"modules": list(modules), **({"skip": True} if candidate is None else {"weights": _size_only(candidate)})}
-        for modules, candidate in choices
-    ]
-    return {**{f"weights.{key}": value for key, value in default.weights.items()}, "overrides": overrides}
-
-
-def _size_only(candidate: Candidate) -> dict[str, Any]:
-    return {"dtype": candidate.dtype, "group_size": candidate.group_size}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usable:
-    """The candidates that a model and a format allow.
-
-    Args:
-        candidates: in the order given.
-        notes: why others were left out, one line each.
-        num_weights: in the linears that a search may change.
-        least_bytes: of these linears, each in its smallest candidate.
-    """
-
-    candidates: tuple[Candidate, ...]
-    notes: tuple[str, ...]
-    num_weights: int
-    least_bytes: int
-
-    def require(self, bits: float | None) -> None:
-        """Refuse a target below the smallest choice.
-
-        Args:
-            bits: per weight at most; None = something else is asked for.
-        Raises:
-            GateFailure: says what the least is.
-        """
-        least = 8 * self.least_bytes / self.num_weights
-        if bits is not None and bits < least:
-            smallest = ", ".join(candidate.name for candidate in self.candidates[:4])
-            raise GateFailure(
-                f"bits<={bits:g} cannot be reached: the smallest of the candidates ({smallest}"
-                f"{', ...' if len(self.candidates) > 4 else ''}) take {least:.3f} bits per weight, scales included; "
-                "ask for more, or give smaller --candidates"
-            )
-
-
-def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str) -> Usable:
+def usable(
+    model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str, bits: float | None = None
+) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Those that the model's widths and the recipe's format allow, also beside one another.
 
     Args:
         model: directory or hub id; None = the demo model.
         base: the recipe to start from.
-        candidates: wanted.
+        candidates: asked for.
         device: where it will be compressed.
+        bits: per weight at most; None = something else is the target.
+    Returns:
+        the candidates in the order given, and why others were left out, one line each.
     Raises:
         RecipeError: the base recipe has overrides, or none of the candidates can be used.
         ModelError: the model cannot be compressed.
+        GateFailure: the smallest choice has more bits; says how many.
     """
     if base.source["overrides"]:
         raise RecipeError(f"recipe {base.name!r} has overrides, which a search decides; take them out, or use ignore")
@@ -192,39 +155,50 @@ def usable(model: str | None, base: Recipe, candidates: Sequence[Candidate], dev
             f"a {base.format} file is not run by quantkit, so nothing can be measured; search with another format"
         )
     kept: list[Candidate] = []
-    least: dict[str, int] = {}
+    least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0
     notes: list[str] = []
     refused: SchemeError | None = None
     for candidate in candidates:
         try:
             plan = build_plan(model, uniform(base, candidate), _NOWHERE, device)
-            names, sizes = list(plan.linears), dict(_stored_bytes(plan))
-            layer = [name for name in names if name.rsplit(".", 2)[0] == names[0].rsplit(".", 2)[0]]
-            if kept and len(layer) < len(names):
-                build_plan(model, mixed(base, kept[0], [(layer, candidate)]), _NOWHERE, device)
+            sizes = _sizes(plan)
+            # A format may hold a scheme alone and not beside another one: the first block is tried among the others.
+            first = next(iter(sizes)).rsplit(".", 2)[0]
+            block = [name for name in sizes if name.rsplit(".", 2)[0] == first]
+            if kept and len(block) < len(sizes):
+                beside = changed(base, kept[0], overrides=[override(block, candidate)])
+                build_plan(model, beside, _NOWHERE, device)
         except SchemeError as error:
             refused = error
             notes.append(f"left out {candidate.name}: {first_line(error)}")
             continue
         kept.append(candidate)
-        least = {name: min(size, least.get(name, size)) for name, size in sizes.items()}
-        weights = sum(n * k for _, n, k in _shapes(plan))
+        least = {name: min(size, least.get(name, size)) for name, (_, size) in sizes.items()}
+        weights = sum(count for count, _ in sizes.values())
     if not kept:
         raise RecipeError(f"none of the candidates can be used: {refused}")
-    return Usable(candidates=tuple(kept), notes=tuple(notes), num_weights=weights, least_bytes=sum(least.values()))
+    _require(bits, 8 * sum(least.values()) / weights, [candidate.name for candidate in kept])
+    return tuple(kept), tuple(notes)
 
 
-def _shapes(plan: Plan) -> Iterator[tuple[str, int, int]]:
-    """Full name, N and K of each linear to quantize."""
+def _require(bits: float | None, least: float, names: list[str]) -> None:
+    """Refuse a target below the smallest choice."""
+    if bits is not None and bits < least:
+        raise GateFailure(
+            f"bits<={bits:g} cannot be reached: the smallest of the candidates ({', '.join(names[:4])}"
+            f"{', ...' if len(names) > 4 else ''}) take {least:.3f} bits per weight, scales included; "
+            "ask for more, or give smaller --candidates"
+        )
+
+
+def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Weights and bytes of each linear to quantize by full name, counted as `bits_per_weight` of a result is."""
+    sizes = {}
     for index, schemes in enumerate(plan.layers):
         shapes = plan.skeleton.linear_shapes(index)
-        yield from ((f"{plan.skeleton.layer_name(index)}.{name}", *shapes[name]) for name in schemes)
-
-
-def _stored_bytes(plan: Plan) -> Iterator[tuple[str, int]]:
-    """Bytes that each linear will take, as `bits_per_weight` of a result counts them."""
-    forms = {scheme: from_linear(scheme, plan.recipe.format) for scheme in set(plan.linears.values())}
-    for name, out_features, in_features in _shapes(plan):
-        size = plan.scale_dtype[name].itemsize
-        yield name, forms[plan.linears[name]].matrix_bytes(out_features, in_features, size)
+        for name, scheme in schemes.items():
+            full = f"{plan.skeleton.layer_name(index)}.{name}"
+            form, scale_bytes = from_linear(scheme, plan.recipe.format), plan.scale_dtype[full].itemsize
+            sizes[full] = (math.prod(shapes[name]), form.matrix_bytes(*shapes[name], scale_bytes))
+    return sizes

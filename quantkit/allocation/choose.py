@@ -10,34 +10,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from quantkit.allocation.solve import Choice, Option, least_cost, least_sensitivity, total
 from quantkit.errors import GateFailure
+
+if TYPE_CHECKING:
+    from quantkit.allocation.sensitivities import MeasuredGroups
 
 _ROUNDS = 3  # of moving every group; each measures the model about twice per group
 _PAIRS = 6  # of moves that are measured where all of them together do not help
 _TRIES = 5  # for a KL: each corrects by how far the parts were from the whole
 
 
-class Groups(Protocol):
-    """What can be chosen for each group; see `measure.Measured`."""
-
-    @property
-    def options(self) -> list[tuple[Option, ...]]:
-        """Options of every group."""
-        ...
-
-    def kl(self, choice: Choice) -> float:
-        """KL of the whole model with this choice."""
-        ...
-
-
 Progress = Callable[[str], None]
 
 
 def within_budget(
-    groups: Groups, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None
+    groups: MeasuredGroups, budget: float, *, rounds: int = _ROUNDS, progress: Progress = lambda _: None
 ) -> Choice:
     """The choice with the least KL that was found within a budget.
 
@@ -67,7 +57,7 @@ def within_budget(
     return choice
 
 
-def within_kl(groups: Groups, kl: float, *, progress: Progress = lambda _: None) -> Choice:
+def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda _: None) -> Choice:
     """The cheapest choice that was found with at most this KL, all groups together.
 
     Args:
@@ -87,7 +77,8 @@ def within_kl(groups: Groups, kl: float, *, progress: Progress = lambda _: None)
         if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
-            break
+            break  # what is left would rarely pay for one group's next option
+        # The parts do not add up to the whole: by how far they were off, the limit of their sum is moved.
         limit *= 0.99 * kl / measured
     if best is None:
         raise GateFailure(f"no choice reaches a KL of {kl:g}; allow more, or give larger candidates")
@@ -109,7 +100,7 @@ def steps(group: Sequence[Option], at: int) -> tuple[int, ...]:
     return (at, *down, *up)
 
 
-def _moves(groups: Groups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
+def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
     """What may be better than a choice, the most promising first: all moves that pay, then the best of one or two."""
     options = groups.options
     rows = [steps(group, at) for group, at in zip(options, choice, strict=True)]
@@ -118,28 +109,28 @@ def _moves(groups: Groups, choice: Choice, best: float, budget: float) -> Iterat
     assert together is not None  # the choice at hand is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
-    single = [(place, n) for place, row in enumerate(rows) for n in range(1, len(row))]
-    room = budget - total(options, choice).cost
-    found = []
-    for moved in (*((one,) for one in single), *itertools.combinations(single, 2)):
-        if len({place for place, _ in moved}) < len(moved):
+    # All moves together may do to each other what none does alone, so few of them are tried too.
+    single = [(position, n) for position, row in enumerate(rows) for n in range(1, len(row))]
+    left = budget - total(options, choice).cost
+    paying = []
+    for moves in (*((one,) for one in single), *itertools.combinations(single, 2)):
+        if len({position for position, _ in moves}) < len(moves):
             continue
-        cost = sum(near[place][n].cost - near[place][0].cost for place, n in moved)
-        gain = sum(near[place][n].sensitivity for place, n in moved)
-        if cost <= room and gain < 0:
-            found.append((gain, moved))
-    for _, moved in sorted(found)[:_PAIRS]:
-        changed = dict(moved)
-        yield tuple(rows[place][changed.get(place, 0)] for place in range(len(choice)))
+        cost = sum(near[position][n].cost - near[position][0].cost for position, n in moves)
+        gain = sum(near[position][n].sensitivity for position, n in moves)
+        if cost <= left and gain < 0:
+            paying.append((gain, moves))
+    for _, moves in sorted(paying)[:_PAIRS]:
+        moved = dict(moves)
+        yield tuple(row[moved.get(position, 0)] for position, row in enumerate(rows))
 
 
-def _neighbours(groups: Groups, choice: Choice, best: float) -> list[list[Option]]:
+def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[list[Option]]:
     """For each group: its options one step away, with what each does beside the others as chosen."""
-    found = []
-    for number, group in enumerate(groups.options):
-        row = []
-        for at in steps(group, choice[number]):
-            moved = (*choice[:number], at, *choice[number + 1 :])
-            row.append(replace(group[at], sensitivity=0.0 if at == choice[number] else groups.kl(moved) - best))
-        found.append(row)
-    return found
+
+    def beside(number: int, at: int) -> Option:
+        moved = (*choice[:number], at, *choice[number + 1 :])
+        change = 0.0 if at == choice[number] else groups.kl(moved) - best
+        return replace(groups.options[number][at], sensitivity=change)
+
+    return [[beside(number, at) for at in steps(group, choice[number])] for number, group in enumerate(groups.options)]

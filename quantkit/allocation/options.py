@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.quantities import parse_bytes
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ class SearchOptions:
 
     Args:
         recipe: to start from: its steps, calibration, format and what it ignores stay.
-        output: file of the recipe to write; None = `./<model>-<target>.yaml`.
         work: without it they are kept beside the output, until done.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: keywords of `LLM`; the arithmetic is float32 unless given.
@@ -30,33 +30,31 @@ class SearchOptions:
     """
 
     recipe: Recipe
-    output: Path | None = None
+    output: Path | None = setting(
+        None, "Recipe to write.", flag="-o --output FILE", kind=Path, shown="./<model>-<target>.yaml"
+    )
     candidates: tuple[str, ...] = setting(
         (),
         "Number types to choose from, e.g. int4,int4:32,int8:channel.",
-        flag="--candidates",
-        metavar="A,B",
+        flag="--candidates A,B",
         commas=True,
         shown="all integers",
     )
-    text: str | None = setting(
-        None, "Text that the loss is measured on.", flag="--text", metavar="FILE", shown="a shipped one"
-    )
+    text: str | None = setting(None, "Text that the loss is measured on.", flag="--text FILE", shown="a shipped one")
     max_tokens: int = setting(8192, "Tokens of that text for each measurement.", flag="--tokens", minimum=2)
     work: Path | None = setting(
-        None, "Folder that keeps trials and numbers for further searches.", flag="--work", metavar="DIR", kind=Path
+        None, "Folder that keeps trials and numbers for further searches.", flag="--work DIR", kind=Path
     )
     checkpoint: Path | None = setting(
-        None,
-        "Folder for the compressed model that is measured at the end.",
-        flag="--checkpoint",
-        metavar="DIR",
-        kind=Path,
+        None, "Folder for the compressed model that is measured at the end.", flag="--checkpoint DIR", kind=Path
     )
     device: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = True
     overwrite: bool = False
+
+
+_CONDITIONS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}", "recovery": "recovery>={:g}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +67,7 @@ class SearchTarget:
 
     bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
     num_bytes: int | None = setting(
-        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size", metavar="SIZE"
+        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size SIZE", read=parse_bytes
     )
     kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(
@@ -82,15 +80,12 @@ class SearchTarget:
     )
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.bits, self.num_bytes, self.kl, self.recovery) if value is not None]
+        given = [value for name in _CONDITIONS if (value := getattr(self, name)) is not None]
         if len(given) != 1 or not 0 < given[0] < math.inf:  # nan is neither
             raise InputError("a search needs one target above zero: bits, a size, a KL or a recovery")
 
     @property
     def text(self) -> str:
         """As a condition, e.g. `bits<=4.5`."""
-        if self.bits is not None:
-            return f"bits<={self.bits:g}"
-        if self.num_bytes is not None:
-            return f"bytes<={self.num_bytes}"
-        return f"kl<={self.kl:g}" if self.kl is not None else f"recovery>={self.recovery:g}"
+        values = ((condition, getattr(self, name)) for name, condition in _CONDITIONS.items())
+        return next(condition.format(value) for condition, value in values if value is not None)

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.allocation.options import SearchOptions
 from quantkit.checkpoints.replaceable import check_regular
 from quantkit.checkpoints.staging import Stage, open_stage
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError
 
 
@@ -31,50 +32,45 @@ class Outputs:
     recipe: Stage
     checkpoint: Stage | None
 
-    def hand_over(self, draft: Path, trial: Path | None) -> None:
+    @property
+    def draft(self) -> Path:
+        """The recipe until everything is known; only then it gets its name."""
+        return self.recipe.work.path / self.recipe.output.name
+
+    def hand_over(self, trial: Path) -> None:
         """The recipe and what was asked for beside it take their places; the rest goes.
 
         Args:
-            draft: the finished recipe in the work folder.
-            trial: the model compressed by it, there too.
+            trial: the model compressed by the recipe, in the work folder.
         """
-        try:
-            file = self.recipe.work.path / self.recipe.output.name
-            shutil.copyfile(draft, file)
-            self.recipe.promote(file)
-            if self.checkpoint is not None and trial is not None:
+        with writing(self.recipe.output):
+            self.recipe.promote(self.draft)
+            if self.checkpoint is not None:
                 shutil.move(trial, self.checkpoint.work.checkpoint)
                 self.checkpoint.promote(self.checkpoint.work.checkpoint)
             if not self.keep_work:
                 self.work.clear()
-        except OSError as error:
-            raise translate_os_error(error, self.recipe.output) from error
 
 
 @contextmanager
-def open_outputs(
-    output: Path, checkpoint: Path | None, work: Path | None, *, resume: bool, overwrite: bool
-) -> Iterator[Outputs]:
+def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
     """Refuse what is taken, before anything is spent, and lock the rest.
 
     Args:
         output: file of the recipe.
-        checkpoint: directory of the compressed model; None = it is not kept.
-        work: where trials are kept; None = `<output>.search`, until done.
-        resume: go on with what is there; otherwise it is deleted.
-        overwrite: replace an existing recipe or checkpoint.
+        options: of the search; without a `work` of its own, trials are kept in `<output>.search` until done.
     Raises:
         OutputError: one of them is somebody else's, a link, or being written by another process.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"output {output} is the recipe to write; give a name that ends in .yaml")
     with ExitStack() as stack:
-        recipe = stack.enter_context(open_stage(output, "search", overwrite=overwrite, check=check_regular))
+        recipe = stack.enter_context(open_stage(output, "search", overwrite=options.overwrite, check=check_regular))
         model = None
-        if checkpoint is not None:
-            model = stack.enter_context(open_stage(checkpoint, "search", overwrite=overwrite))
-        beside = output.with_name(f"{output.name}.search")
-        folder = stack.enter_context(work_folder(work or beside, "search", option="--work"))
-        if not resume:
-            folder.clear()
-        yield Outputs(work=folder, keep_work=work is not None, recipe=recipe, checkpoint=model)
+        if options.checkpoint is not None:
+            model = stack.enter_context(open_stage(options.checkpoint, "search", overwrite=options.overwrite))
+        folder = options.work or output.with_name(f"{output.name}.search")
+        work = stack.enter_context(work_folder(folder, "search", option="--work"))
+        if not options.resume:
+            work.clear()
+        yield Outputs(work=work, keep_work=options.work is not None, recipe=recipe, checkpoint=model)

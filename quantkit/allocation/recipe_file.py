@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from quantkit.allocation.candidates import Candidate
+from quantkit.allocation.candidates import Candidate, override
 from quantkit.allocation.sensitivities import MeasuredGroup
 from quantkit.allocation.solve import Choice
 from quantkit.checkpoints.writer import write_text
@@ -28,40 +28,37 @@ def default_candidate(candidates: Sequence[Candidate], groups: Sequence[Measured
     return candidates[counts.most_common(1)[0][0] if counts else 0]
 
 
-def overrides(
-    candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice
-) -> list[tuple[list[tuple[MeasuredGroup, list[str]]], Candidate | None]]:
-    """Groups that differ from the default, by what they are given.
+def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> list[dict[str, Any]]:
+    """What differs from the default, an entry for each candidate in use.
 
     Args:
         candidates: in the order that `choice` counts in; one beyond the last is leaving alone.
         groups: the groups.
         choice: number of the candidate of each.
-    Returns:
-        for each candidate in use but the default: its groups, each with patterns, and the candidate or None.
     """
     common = default_candidate(candidates, groups, choice)
     every = [name for group in groups for name in group.modules]
     entries = []
     for number, candidate in enumerate([*candidates, None]):
-        mine = [
-            (group, _patterns(group.modules, every)) for group, n in zip(groups, choice, strict=True) if n == number
-        ]
-        if mine and candidate != common:
-            entries.append((mine, candidate))
+        chosen = [group for group, n in zip(groups, choice, strict=True) if n == number]
+        if chosen and candidate != common:
+            entries.append(override([name for group in chosen for name in _patterns(group.modules, every)], candidate))
     return entries
 
 
-def flat(
-    entries: Sequence[tuple[Sequence[tuple[MeasuredGroup, list[str]]], Candidate | None]],
-) -> list[tuple[list[str], Candidate | None]]:
-    """Overrides without their groups, as `candidates.mixed` takes them."""
-    return [([name for _, names in mine for name in names], candidate) for mine, candidate in entries]
+def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str]:
+    """What to say of each group, by the pattern that an override of it begins with."""
+    every = [name for group in groups for name in group.modules]
+    return {
+        _patterns(group.modules, every)[0]: f"layer {group.layer} {group.name}: "
+        f"KL {group.options[number].sensitivity:.2g} alone"
+        for group, number in zip(groups, choice, strict=True)
+    }
 
 
 def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
     """The modules' names, or one pattern that matches these and no others where they are many."""
-    if len(modules) > _FEW:
+    if len(modules) > _FEW:  # experts by the hundred are no recipe that people read
         pattern = f"{_shared([name.split('.') for name in modules])}*"
         if set(fnmatch.filter(every, pattern)) == set(modules):
             return [pattern]
@@ -69,55 +66,41 @@ def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
 
 
 def _shared(names: Sequence[Sequence[str]]) -> str:
-    """The pieces that all names begin with: `model.layers.0.mlp.`."""
+    """The parts that all names begin with: `model.layers.0.mlp.`."""
     count = 0
     while all(len(name) > count for name in names) and len({name[count] for name in names}) == 1:
         count += 1
     return ".".join([*names[0][:count], ""])
 
 
-def write_recipe(
-    path: Path,
-    recipe: Recipe,
-    entries: Sequence[tuple[Sequence[tuple[MeasuredGroup, list[str]]], Candidate | None]],
-    remarks: Sequence[str],
-    sensitivity: dict[tuple[int, str], float],
-) -> None:
+def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns: Mapping[str, str]) -> None:
     """Write a recipe as YAML for people.
 
     Args:
         path: of the file.
         recipe: what it has to say when it is read again.
-        entries: its overrides, see `overrides`.
         remarks: lines at the top.
-        sensitivity: KL of each group alone in its chosen form, by layer and name.
+        of_patterns: a line above a pattern of an override.
     """
     source = recipe.source
     lines = [f"# {text}" for text in remarks]
     lines += [f"name: {_flow(recipe.name)}", f"description: {_flow(recipe.description)}"]
     lines += [f"weights: {_flow(source['weights'])}"]
-    if "activations" in source:
-        lines += [f"activations: {_flow(source['activations'])}"]
-    if source["ignore"]:
-        lines += [f"ignore: {_flow(source['ignore'])}"]
-    lines += ["overrides:" if entries else "overrides: []"]
-    for mine, candidate in entries:
-        what = (
-            "skip: true"
-            if candidate is None
-            else f"weights: {{dtype: {candidate.dtype}, group_size: {candidate.group_size}}}"
-        )
-        lines += [f"  - {what}", "    modules:"]
-        for group, names in mine:
-            lines += [f"      # layer {group.layer} {group.name}: KL {sensitivity[group.layer, group.name]:.2g} alone"]
-            lines += [f"      - {_flow(name)}" for name in names]
+    lines += [f"{key}: {_flow(source[key])}" for key in ("activations", "ignore") if source.get(key)]
+    lines += ["overrides:" if source["overrides"] else "overrides: []"]
+    for entry in source["overrides"]:
+        weights = {key: value for key, value in entry.get("weights", {}).items() if key in ("dtype", "group_size")}
+        lines += [f"  - weights: {_flow(weights)}" if weights else "  - skip: true", "    modules:"]
+        for pattern in entry["modules"]:
+            lines += [f"      # {of_patterns[pattern]}"] if pattern in of_patterns else []
+            lines += [f"      - {_flow(pattern)}"]
     lines += ["steps:" if source["steps"] else "steps: []", *(f"  - {_flow(step)}" for step in source["steps"])]
-    lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _SAID]
+    lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _WRITTEN]
     lines += [f"gates: {_flow(list(recipe.gates))}"] if recipe.gates else []
     write_text(path, "\n".join([*lines, ""]))
 
 
-_SAID = ("name", "description", "weights", "activations", "ignore", "overrides", "steps")
+_WRITTEN = ("name", "description", "weights", "activations", "ignore", "overrides", "steps")
 
 
 def _flow(value: Any) -> str:

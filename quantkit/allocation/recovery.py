@@ -12,7 +12,7 @@ from quantkit.errors import DataError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import evaluate
 from quantkit.results import EvaluationResult, SearchResult
-from quantkit.results.statistics import ALL_TASKS, compare_evaluations
+from quantkit.results.statistics.comparison import ALL_TASKS, compare_evaluations
 from quantkit.runtime.llm import LLM
 
 _SEEN = 0.5  # per cent: a loss below this is taken for it, since items are too few to show it
@@ -26,11 +26,11 @@ class Judge:
 
     Args:
         original: loaded.
-        wanted: per cent of its scores.
+        goal: per cent of its scores.
     """
 
     original: LLM
-    wanted: float
+    goal: float
     _answers: EvaluationResult | None = field(default=None)
 
     def recovery(self, llm: LLM) -> float:
@@ -48,18 +48,13 @@ class Judge:
             raise DataError("the suite 'quick' has no task that gives a recovery here; search for --kl instead")
         return overall
 
-    def first_kl(self, rough: tuple[LLM, float]) -> float:
-        """A KL that may do, learned from a coarse model.
-
-        Args:
-            rough: the model and its KL.
-        """
-        llm, kl = rough
-        lost = max(_SEEN, 100 - self.recovery(llm))
-        return kl * min(_LARGEST, (100 - self.wanted) / lost)
+    def first_kl(self, coarse: LLM, kl: float) -> float:
+        """A KL that may do, learned from a coarse model and its KL."""
+        lost = max(_SEEN, 100 - self.recovery(coarse))
+        return kl * min(_LARGEST, (100 - self.goal) / lost)
 
     def next_kl(self, missed: SearchResult) -> float:
         """A stricter KL after a miss."""
         assert missed.recovery is not None
-        share = (100 - self.wanted) / max(_SEEN, 100 - missed.recovery)
+        share = (100 - self.goal) / max(_SEEN, 100 - missed.recovery)
         return missed.measured_kl * max(_STRICTER[0], min(_STRICTER[1], share))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.allocation.candidates import Candidate, uniform
-from quantkit.allocation.solve import Choice, Option
+from quantkit.allocation.solve import Choice, Option, total
 from quantkit.allocation.state import SearchState
 from quantkit.compress.pipeline import quantize
 from quantkit.compress.recipe import Recipe
@@ -23,9 +24,9 @@ from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.sensitivity import Probe
-from quantkit.results import CompressionResult
+from quantkit.results import CompressionResult, LinearRecord
 from quantkit.runtime.llm import LLM
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +60,13 @@ class TrialRunner:
         if not output.exists():
             return quantize(self.model, recipe, output, device=self.device)
         try:
-            manifest, made = (read_json(output / f"{name}.json", ResumeError) for name in ("quantkit", "quantkit-run"))
+            manifest, made = (
+                read_object(output / f"{name}.json", ResumeError) for name in ("quantkit", "quantkit-run")
+            )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
-            same = [manifest["recipe"], manifest["identity"]["source"], sizes] == [
-                json.loads(json.dumps(recipe.source)),
-                self.source,
-                present,
-            ]
+            asked = json.loads(json.dumps(recipe.source))
+            same = (manifest["recipe"], manifest["identity"]["source"], sizes) == (asked, self.source, present)
         except (OSError, ResumeError, KeyError, TypeError, AttributeError):
             same = False
         if not same:
@@ -113,7 +113,7 @@ class MeasuredGroups:
     rest_bytes: int
     _probe: Probe
     _state: SearchState
-    _names: tuple[str, ...] = field(default=())
+    _names: tuple[str, ...]
 
     @property
     def options(self) -> list[tuple[Option, ...]]:
@@ -124,6 +124,14 @@ class MeasuredGroups:
     def num_weights(self) -> int:
         """Of all groups."""
         return sum(group.num_weights for group in self.groups)
+
+    def total(self, choice: Choice) -> Option:
+        """Bytes of a choice, and what its groups do one at a time, added up."""
+        return total(self.options, choice)
+
+    def bits_per_weight(self, choice: Choice) -> float:
+        """Stored bits of a choice, scales included."""
+        return 8 * self.total(choice).cost / self.num_weights
 
     def kl(self, choice: Choice) -> float:
         """KL of the original with every group in its chosen form, none of it additive."""
@@ -151,33 +159,36 @@ def measure_groups(
         ModelError: a model does not run natively, or groups differ between candidates.
     """
     forms: list[list[FusedGroup]] = []
-    sensitivities: list[list[float]] = []
-    sizes: list[dict[str, tuple[int, int]]] = []
+    options: list[list[Option]] = []
+    linears: dict[str, LinearRecord] = {}
     rest = 0
     for candidate in candidates:
         recipe = uniform(runner.base, candidate)
         runner.progress(f"compressing with {candidate.name}")
         made = runner.compress(recipe, runner.folder / recipe.name)
         groups = find_fused_groups(runner.load(runner.folder / recipe.name), original)
+        linears = {f"{layer.name}.{linear.name}": linear for layer in made.layers for linear in layer.linears}
+        costs = [sum(_stored_bytes(linears[module]) for module in group.modules) for group in groups]
+        measured = _sensitivities(runner, candidate, groups, probe, state)
         forms.append(groups)
-        sensitivities.append(_sensitivities(runner, candidate, groups, probe, state))
-        sizes.append(_sizes(made))
-        rest = made.output_bytes - sum(stored for _, stored in sizes[-1].values())
-        gc.collect()
+        options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
+        rest = made.output_bytes - sum(map(_stored_bytes, linears.values()))
+        gc.collect()  # what the candidate's model holds in cycles, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; is everything ignored?")
-    measured = [
-        _measured_group(
-            number,
-            [groups[number] for groups in forms],
-            [of_candidate[number] for of_candidate in sensitivities],
-            sizes,
+    measured_groups = [
+        MeasuredGroup(
+            layer=group[0].layer,
+            name=group[0].name,
+            modules=group[0].modules,
+            num_weights=sum(math.prod(linears[module].shape) for module in group[0].modules),
+            options=(*of_group, Option(cost=group[0].stored_bytes, sensitivity=0.0)),
+            forms=group,
         )
-        for number in range(len(forms[0]))
+        for group, of_group in zip(zip(*forms, strict=True), zip(*options, strict=True), strict=True)
     ]
-    return MeasuredGroups(
-        groups=measured, rest_bytes=rest, _probe=probe, _state=state, _names=tuple(c.name for c in candidates)
-    )
+    names = tuple(candidate.name for candidate in candidates)
+    return MeasuredGroups(groups=measured_groups, rest_bytes=rest, _probe=probe, _state=state, _names=names)
 
 
 def _sensitivities(
@@ -192,29 +203,5 @@ def _sensitivities(
     return sensitivities
 
 
-def _sizes(made: CompressionResult) -> dict[str, tuple[int, int]]:
-    """Number of weights and stored bytes of each quantized linear, by full name."""
-    sizes = {}
-    for layer in made.layers:
-        for linear in layer.linears:
-            count = linear.shape[0] * linear.shape[1]
-            sizes[f"{layer.name}.{linear.name}"] = (count, round(linear.bits_per_weight * count / 8))
-    return sizes
-
-
-def _measured_group(
-    number: int, forms: list[FusedGroup], sensitivities: list[float], sizes: list[dict[str, tuple[int, int]]]
-) -> MeasuredGroup:
-    group = forms[0]
-    costs = [sum(stored[module][1] for module in group.modules) for stored in sizes]
-    options = [
-        Option(cost=cost, sensitivity=sensitivity) for cost, sensitivity in zip(costs, sensitivities, strict=True)
-    ]
-    return MeasuredGroup(
-        layer=group.layer,
-        name=group.name,
-        modules=group.modules,
-        num_weights=sum(sizes[0][module][0] for module in group.modules),
-        options=(*options, Option(cost=group.stored_bytes, sensitivity=0.0)),
-        forms=tuple(forms),
-    )
+def _stored_bytes(linear: LinearRecord) -> int:
+    return round(linear.bits_per_weight * math.prod(linear.shape) / 8)

@@ -17,7 +17,7 @@ from quantkit.checkpoints.writer import write_json
 from quantkit.compress.pipeline.identity import differences
 from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 
 class SearchState:
@@ -31,7 +31,7 @@ class SearchState:
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self._path, self._identity = path, json.loads(json.dumps(identity))
+        self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
         self._numbers: dict[str, float] = {}
         self.threads = torch.get_num_threads()  # that the first of them was measured with
         self.resumed = 0
@@ -48,6 +48,7 @@ class SearchState:
         """
         if key not in self._numbers:
             self._numbers[key] = measure()
+            # At once: measuring takes seconds to minutes, and a kill may come at any time.
             write_json(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
@@ -57,7 +58,7 @@ class SearchState:
 
     def _read(self) -> None:
         todo = "start over with --no-resume"
-        saved = read_json(self._path, ResumeError, todo)
+        saved = read_object(self._path, ResumeError, todo)
         try:
             self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
             self.threads = min(max(1, int(saved.get("threads", self.threads))), MAX_THREADS)

@@ -99,14 +99,30 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
     Args:
         run, baseline: the same workload, as many rounds each.
     """
+    rounds = list(zip(split_rounds(run), split_rounds(baseline), strict=True))
     ratios = []
     for metric, (read, more_is_faster) in _METRICS.items():
         value, other = read(run), read(baseline)
-        ours = [read(part) for part in split_rounds(run)]
-        theirs = [read(part) for part in split_rounds(baseline)]
-        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a and b]
-        if value and other and pairs:
-            ratios.append(_ratio(run.workload.name, metric, value, other, pairs, more_is_faster))
+        pairs = [(ours, theirs) for ours, theirs in ((read(a), read(b)) for a, b in rounds) if ours and theirs]
+        if not (value and other and pairs):
+            continue
+        rates = [a / b for a, b in pairs]
+        noise = max(_spread([a for a, _ in pairs]), _spread([b for _, b in pairs]))
+        is_above = min(rates) > 1
+        verdict: Verdict = "noise"
+        if (is_above or max(rates) < 1) and abs(value / other - 1) > noise:
+            verdict = "faster" if is_above == more_is_faster else "slower"
+        ratio = Ratio(
+            workload=run.workload.name,
+            metric=metric,
+            value=value,
+            baseline=other,
+            low=min(rates),
+            high=max(rates),
+            noise=noise,
+            verdict=verdict,
+        )
+        ratios.append(ratio)
     return ratios
 
 
@@ -118,27 +134,6 @@ def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[
         if other is not None and run.workload.name != SWEEP_NAME and run.rounds == other.rounds:
             ratios.extend(compare_runs(run, other))
     return ratios
-
-
-def _ratio(
-    workload: str, metric: str, value: float, other: float, pairs: list[tuple[float, float]], more_is_faster: bool
-) -> Ratio:
-    ratios = [a / b for a, b in pairs]
-    noise = max(_spread([a for a, _ in pairs]), _spread([b for _, b in pairs]))
-    above, below = min(ratios) > 1, max(ratios) < 1
-    seen = (above or below) and abs(value / other - 1) > noise
-    faster = above == more_is_faster
-    verdict: Verdict = ("faster" if faster else "slower") if seen else "noise"
-    return Ratio(
-        workload=workload,
-        metric=metric,
-        value=value,
-        baseline=other,
-        low=min(ratios),
-        high=max(ratios),
-        noise=noise,
-        verdict=verdict,
-    )
 
 
 def _spread(values: list[float]) -> float:

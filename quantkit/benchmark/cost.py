@@ -7,6 +7,7 @@ B sequences, T new tokens of all of them, L tokens of context of each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +50,13 @@ class Cost:
     """
 
     read_bytes: int
-    expert_bytes: int
-    num_experts: int
-    chosen_experts: int
+    expert_bytes: int = 0
+    num_experts: int = 1
+    chosen_experts: int = 1
     parameters: int
-    head_parameters: int
-    head_bytes: int
-    layers: tuple[LayerCost, ...]
+    head_parameters: int = 0
+    head_bytes: int = 0
+    layers: tuple[LayerCost, ...] = ()
     product: str
 
     def weight_bytes(self, tokens: int) -> int:
@@ -106,13 +107,14 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
         layouts: of its KV cache.
     """
     if not isinstance(model, NativeModel):
-        size = model.dtype.itemsize
-        return _make_cost(model, model.stored_bytes // size, 0, [], (0, 0), (1, 1))
+        return Cost(
+            read_bytes=model.stored_bytes,
+            parameters=model.stored_bytes // model.dtype.itemsize,
+            product=product_type(model),
+        )
     config, experts = model.config, model.config.experts
-    parts = [linear for block in model.blocks for linear in _linears(block)]
+    linears = [linear for block in model.blocks for linear in _linears(block)]
     share = 1.0 if experts is None else experts.num_chosen / experts.num_experts
-    parameters = sum(_size(linear) * (share if routed else 1.0) for linear, routed in parts)
-    routed_bytes = round(sum(linear.stored_bytes * share for linear, routed in parts if routed))
     layers = [
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
@@ -121,9 +123,17 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
         )
         for layout, layer in zip(layouts, config.layers, strict=True)
     ]
-    counts = (1, 1) if experts is None else (experts.num_experts, experts.num_chosen)
-    head = _size(model.head), model.head.stored_bytes
-    return _make_cost(model, round(parameters), routed_bytes, layers, head, counts)
+    return Cost(
+        read_bytes=model.stored_bytes,
+        expert_bytes=round(sum(linear.stored_bytes * share for linear, routed in linears if routed)),
+        num_experts=1 if experts is None else experts.num_experts,
+        chosen_experts=1 if experts is None else experts.num_chosen,
+        parameters=round(sum(_size(linear) * (share if routed else 1.0) for linear, routed in linears)),
+        head_parameters=_size(model.head),
+        head_bytes=model.head.stored_bytes,
+        layers=tuple(layers),
+        product=product_type(model),
+    )
 
 
 def product_type(model: Model) -> str:
@@ -138,50 +148,21 @@ def product_type(model: Model) -> str:
 
 def linear_kinds(model: Model) -> dict[str, int]:
     """Linears by number type and kernel, most frequent first."""
-    counts: dict[str, int] = {}
-    if isinstance(model, NativeModel):
-        for linear in [linear for block in model.blocks for linear, _ in _linears(block)]:
-            counts[linear.description] = counts.get(linear.description, 0) + 1
-        counts[f"head {model.head.description}"] = 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def _make_cost(
-    model: Model,
-    parameters: int,
-    expert_bytes: int,
-    layers: list[LayerCost],
-    head: tuple[int, int],
-    experts: tuple[int, int],
-) -> Cost:
-    return Cost(
-        read_bytes=model.stored_bytes,
-        expert_bytes=expert_bytes,
-        num_experts=experts[0],
-        chosen_experts=experts[1],
-        parameters=parameters,
-        head_parameters=head[0],
-        head_bytes=head[1],
-        layers=tuple(layers),
-        product=product_type(model),
-    )
+    if not isinstance(model, NativeModel):
+        return {}
+    counts = Counter(linear.description for block in model.blocks for linear, _ in _linears(block))
+    return dict(Counter({**counts, f"head {model.head.description}": 1}).most_common())
 
 
 def _linears(block: Any) -> Iterator[tuple[Any, bool]]:
     """The linears of a block, and whether each belongs to an expert that only some tokens are sent to."""
-    yield block.attention.qkv, False
-    yield block.attention.output, False
-    mixture = hasattr(block.mlp, "router")
-    whole = [block.mlp] if not mixture else [block.mlp.shared] if block.mlp.shared is not None else []
-    for mlp in whole:
-        yield mlp.up, False
-        yield mlp.down, False
-    if mixture:
-        yield block.mlp.router, False
-        if block.mlp.shared_gate is not None:
-            yield block.mlp.shared_gate, False
-        for linear in block.mlp.linears:
-            yield linear, True
+    mlp, is_mixture = block.mlp, hasattr(block.mlp, "router")
+    dense = mlp.shared if is_mixture else mlp
+    plain = [block.attention.qkv, block.attention.output, *((dense.up, dense.down) if dense is not None else ())]
+    if is_mixture:
+        plain += [mlp.router, *([] if mlp.shared_gate is None else [mlp.shared_gate])]
+        yield from ((linear, True) for linear in mlp.linears)
+    yield from ((linear, False) for linear in plain)
 
 
 def _size(linear: Any) -> int:

@@ -18,12 +18,13 @@ from quantkit.benchmark.serving_rules import busy, goodput, queue, stalls
 from quantkit.benchmark.steps import decode_steps, fit_itl
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
-from quantkit.results.statistics import percentile
+from quantkit.results.statistics.summary import percentile
 
 _PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
 _BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
+_QUIET = "Measure again when nothing else runs."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +46,9 @@ class _Facts:
     prefill: RooflineRecord | None
 
     @property
-    def bytes_per_weight(self) -> float:
-        """Of the products, scales included."""
-        return self.cost.read_bytes / max(1, self.cost.parameters + self.cost.head_parameters)
+    def has_small_cache(self) -> bool:
+        """Whether keys and values are quantized."""
+        return self.result.kv_cache in ("int8", "fp8", "int4")
 
 
 def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
@@ -60,12 +61,11 @@ def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if not runs:
         return Diagnosis()
-    decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
     facts = _Facts(
         result=result,
         cost=cost,
         alone=min(runs, key=lambda run: run.workload.concurrency or 1_000_000),
-        decode=tuple(decode),
+        decode=tuple(sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)),
         prefill=next((r for r in result.roofline if r.phase == "prefill"), None),
     )
     return Diagnosis(findings=tuple(_findings(facts, runs)))
@@ -88,13 +88,10 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
             f"{ratio.ratio:.2f}, by round {ratio.low:.2f} to {ratio.high:.2f}, noise {as_percent(ratio.noise)}"
             f"{_allowed(result, baseline, ratio)}"
         )
+        factor = times(1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio)
+        statement = f"In {ratio.workload} {result.model} {verb}s {factor} {ratio.verdict} than {baseline.model}."
         if ratio.verdict == "noise":
             statement = f"In {ratio.workload} both {verb} alike, within the noise."
-        else:
-            factor = 1 / ratio.ratio if ratio.verdict == "faster" else ratio.ratio
-            statement = (
-                f"In {ratio.workload} {result.model} {verb}s {times(factor)} {ratio.verdict} than {baseline.model}."
-            )
         findings.append(Finding(statement=statement, evidence=evidence))
     return Diagnosis(findings=tuple(findings))
 
@@ -214,12 +211,11 @@ def _decode_binding(facts: _Facts, record: RooflineRecord) -> Finding:
             statement=f"Memory traffic binds decoding at batch {record.batch}; what share of the bandwidth it uses is "
             "not known: the machine was busier while that was measured.",
             evidence=evidence,
-            advice="Measure again when nothing else runs.",
+            advice=_QUIET,
         )
+    where, used = "Memory traffic", as_percent(record.mbu)
     if record.mbu > 1:
         where, used = "Reading the weights from the processor's caches, not from memory,", "more than all"
-    else:
-        where, used = "Memory traffic", as_percent(record.mbu)
     advice, saved = _fewer_bytes(facts, cost, weights, cached)
     gain = f"about {times(record.bytes_moved / (record.bytes_moved - saved))} at batch {record.batch}" if saved else ""
     return Finding(
@@ -234,8 +230,7 @@ def _fewer_bytes(facts: _Facts, cost: Cost, weights: int, cached: float) -> tupl
     """What to make smaller, and the bytes of a step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
-        smaller = facts.result.kv_cache not in ("int8", "fp8", "int4")
-        if smaller:
+        if not facts.has_small_cache:
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
         return ("Take --kv-cache int4." if facts.result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
     linears = weights - cost.head_bytes
@@ -255,10 +250,9 @@ def _weight_only_payoff(facts: _Facts) -> Iterator[Finding]:
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
-    size = 4 if cost.product == "float32" else 2
-    full = break_even_rows(size * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
-    small = min(facts.bytes_per_weight, _INT4_BYTES)
-    shrinks = break_even_rows(small * (cost.parameters + cost.head_parameters), cost.row_flops(), *speeds)
+    size, weights = 4 if cost.product == "float32" else 2, cost.parameters + cost.head_parameters
+    full = break_even_rows(size * weights, cost.row_flops(), *speeds)
+    shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), cost.row_flops(), *speeds)
     if full < 1:
         statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
     else:
@@ -288,7 +282,6 @@ def _cache_weight(facts: _Facts) -> Iterator[Finding]:
         slope, error = fitted.coefficients[1], fitted.standard_errors[1]
         grows = f"{duration(1000 * slope)} (+/- {duration(1000 * error)}) per 1,000 tokens of context"
         evidence += f"; ITL grows by {grows}" if slope > 2 * error else "; ITL does not measurably grow with context"
-    quantized = facts.result.kv_cache in ("int8", "fp8", "int4")
     if share < 0.3:
         yield Finding(
             statement=f"The KV cache is the small part: {as_percent(share)} of what a step reads at batch "
@@ -300,7 +293,7 @@ def _cache_weight(facts: _Facts) -> Iterator[Finding]:
         statement=f"The KV cache is {as_percent(share)} of what a step reads at batch {record.batch}, context "
         f"{record.context}.",
         evidence=evidence,
-        advice="Take --kv-cache int4." if quantized else "Quantize it: --kv-cache int8.",
+        advice="Take --kv-cache int4." if facts.has_small_cache else "Quantize it: --kv-cache int8.",
         expected_gain=f"{times(1 / (1 - 0.48 * share))} at most in that step, and twice the tokens in the same memory",
     )
 

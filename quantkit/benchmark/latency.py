@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
@@ -65,12 +65,12 @@ class Driver:
         self.clock, self.sleep = clock, sleep
         self.finished: list[RequestTiming] = []
         self._engine = engine
-        self._flying: dict[int, _Request] = {}
+        self._under_way: dict[int, _Request] = {}
 
     @property
-    def num_flying(self) -> int:
+    def num_under_way(self) -> int:
         """Requests that have not ended."""
-        return len(self._flying)
+        return len(self._under_way)
 
     def send(self, prompt: Sequence[int], new_tokens: int, arrived_s: float | None = None) -> None:
         """Hand a request to the engine.
@@ -82,24 +82,24 @@ class Driver:
         """
         now = self.clock()
         number = self._engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-        self._flying[number] = _Request(number, len(prompt), now if arrived_s is None else arrived_s)
+        self._under_way[number] = _Request(number, len(prompt), now if arrived_s is None else arrived_s)
 
     def step(self) -> None:
         """One step of the engine, and the time at which its tokens were there."""
         outputs = self._engine.step()
         now = self.clock()
         for output in outputs:
-            request = self._flying.get(output.request_id)
+            request = self._under_way.get(output.request_id)
             if request is None:
                 continue  # somebody else's
             request.token_s.extend([now] * len(output.token_ids))
             if output.completion is not None:
-                del self._flying[request.number]
+                del self._under_way[request.number]
                 self._finish(request, output, now)
 
     def drain(self) -> None:
         """Step until nothing is under way."""
-        while self._flying:
+        while self._under_way:
             self.step()
 
     def _finish(self, request: _Request, output: StepOutput, now: float) -> None:
@@ -110,11 +110,8 @@ class Driver:
                 f"request {request.number} ended with {completion.finish_reason!r} after {len(request.token_s)} tokens "
                 "instead of at its length; its time would mislead"
             )
-        self.finished.append(
-            dataclasses.replace(
-                completion.timing, arrived_s=request.arrived_s, token_s=tuple(request.token_s), finished_s=now
-            )
-        )
+        times: dict[str, Any] = {"arrived_s": request.arrived_s, "token_s": tuple(request.token_s), "finished_s": now}
+        self.finished.append(dataclasses.replace(completion.timing, **times))
 
 
 def run_load(
@@ -141,9 +138,7 @@ def run_load(
         warmup.send(prompt, new_tokens)
     warmup.drain()
     driver = Driver(engine, clock, sleep)
-    requests = deque(
-        zip(load.prompts[load.num_warmup :], load.new_tokens[load.num_warmup :], strict=True),
-    )
+    requests = deque(zip(load.prompts[load.num_warmup :], load.new_tokens[load.num_warmup :], strict=True))
     if load.due_s:
         _arrive(driver, requests, load.due_s)
     elif static:
@@ -158,8 +153,8 @@ Requests = deque[tuple[tuple[int, ...], int]]
 
 
 def _in_a_loop(driver: Driver, requests: Requests, concurrency: int) -> None:
-    while requests or driver.num_flying:
-        while requests and driver.num_flying < concurrency:
+    while requests or driver.num_under_way:
+        while requests and driver.num_under_way < concurrency:
             driver.send(*requests.popleft())
         driver.step()
 
@@ -175,10 +170,10 @@ def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:
     """Each request is sent when it is due, or as soon after that as a running step allows; it counts from when due."""
     start = driver.clock()
     waiting = deque(start + due for due in due_s)
-    while waiting or driver.num_flying:
+    while waiting or driver.num_under_way:
         while waiting and waiting[0] <= driver.clock():
             driver.send(*requests.popleft(), arrived_s=waiting.popleft())
-        if driver.num_flying:
+        if driver.num_under_way:
             driver.step()
         elif waiting:
             driver.sleep(max(0.0, waiting[0] - driver.clock()))

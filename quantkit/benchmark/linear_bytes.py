@@ -16,8 +16,8 @@ _TORCH_GROUPS = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where linears run.
+class LinearKernels:
+    """Which kernels run linears.
 
     Args:
         device: of the model.
@@ -30,16 +30,16 @@ class Place:
     native: bool
 
 
-def dense_bytes(rows: int, width: int, bias: bool, stored: torch.dtype, place: Place) -> int:
+def dense_bytes(rows: int, width: int, bias: bool, stored: torch.dtype, kernels: LinearKernels) -> int:
     """A linear (N, K) whose weight is values, of dtype `stored` in the checkpoint."""
-    if not place.native:
-        return rows * (width + bias) * place.dtype.itemsize
-    size = 2 if torch.bfloat16 in (place.dtype, stored) else 4
+    if not kernels.native:
+        return rows * (width + bias) * kernels.dtype.itemsize
+    size = 2 if torch.bfloat16 in (kernels.dtype, stored) else 4
     return padded(rows, _PANEL) * (padded(width, 2) * size + 4 * bias)
 
 
 def quantized_bytes(
-    rows: int, width: int, scheme: LinearScheme, bias: bool, scale_dtype: torch.dtype, place: Place
+    rows: int, width: int, scheme: LinearScheme, bias: bool, scale_dtype: torch.dtype, kernels: LinearKernels
 ) -> int:
     """Codes, scales, zero points and bias of a linear (N, K).
 
@@ -48,16 +48,16 @@ def quantized_bytes(
         scheme: how it is stored.
         bias: whether it has one.
         scale_dtype: of the scales in the checkpoint.
-        place: where it runs.
+        kernels: that run it.
     """
     if scheme.activation is not None and not scheme.activation.is_per_token:
         scheme = replace(scheme, activation=None)  # rounded before the product, not by its kernel
     groups = scheme.weight.num_groups(width)
     group, kind = width // groups, scheme.weight.dtype
-    if not place.native:
-        return _torch_bytes(rows, width, scheme, bias, place)
+    if not kernels.native:
+        return _torch_bytes(rows, width, scheme, bias, kernels)
     if groups > 1 and group % 2:
-        return dense_bytes(rows, width, bias, place.dtype, place)
+        return dense_bytes(rows, width, bias, kernels.dtype, kernels)
     integer = kind.name == "int8" and scheme.activation is not None and scheme.activation.dtype.name == "int8"
     integer = integer and (groups == 1 or group % 4 == 0)
     codes = padded(width, 4 if integer else 2) * (4 if kind.kind == "int" and kind.bits <= 4 else 8) // 8
@@ -66,10 +66,10 @@ def quantized_bytes(
     return padded(rows, _PANEL) * (codes + scales + zeros + 4 * bias)
 
 
-def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, place: Place) -> int:
+def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, kernels: LinearKernels) -> int:
     """In the layout of torch's own kernels where they take it, else as the values it decodes to."""
     groups = scheme.weight.num_groups(width)
-    on_cpu, in_bf16 = place.device.type == "cpu", place.dtype == torch.bfloat16
+    on_cpu, in_bf16 = kernels.device.type == "cpu", kernels.dtype == torch.bfloat16
     kind = scheme.weight.dtype
     inputs = None if scheme.activation is None else scheme.activation.dtype.name
     if kind.kind == "int" and kind.bits <= 4 and inputs is None:
@@ -82,7 +82,7 @@ def _torch_bytes(rows: int, width: int, scheme: LinearScheme, bias: bool, place:
     sixteens = rows % 16 == 0 and width % 16 == 0
     if kind.name == inputs == "fp8" and groups == 1 and not on_cpu and in_bf16 and sixteens:
         return rows * (width + 4 + 2 * bias)
-    return dense_bytes(rows, width, bias, place.dtype, place)
+    return dense_bytes(rows, width, bias, kernels.dtype, kernels)
 
 
 def padded(count: int, multiple: int) -> int:

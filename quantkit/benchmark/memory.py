@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from quantkit.benchmark.predict import Prediction, total_bytes
+from quantkit.benchmark.options import BenchmarkOptions
+from quantkit.benchmark.predict import Prediction
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.rope import RopeTable
+from quantkit.runtime.types import SamplingParams
 
 # What a walk does not enter: modules, classes and functions lead to everything, a rotary table is no weight.
 _CLOSED = (
@@ -79,64 +82,58 @@ def process_bytes(device: torch.device) -> int | None:
     return None
 
 
-def memory_records(
-    model: Model,
-    cache: KVCache | None,
-    prediction: Prediction | None,
-    *,
-    num_pages: int,
-    max_sequences: int,
-    page_size: int,
-    step: tuple[int, int, int],
-    activations: int,
-    device: torch.device,
-) -> tuple[MemoryRecord, ...]:
-    """One record per part and one for their sum.
+def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOptions) -> tuple[MemoryRecord, ...]:
+    """One record per part, activations of a step that is as large as a step gets, and one for their sum.
 
     Args:
-        model, cache: loaded.
+        llm: loaded and idle.
         prediction: made from headers; None where there is none.
-        num_pages, max_sequences, page_size: of the cache.
-        step: new tokens, longest context and logit rows of the largest step.
-        activations: observed, of that step.
-        device: where they are.
+        options: of the benchmark, whose requests make the largest step.
     """
-    pool = residuals = None
+    engine, cache = llm.engine, llm.engine.runner.cache
+    settings, count = engine.config, max(options.concurrencies, default=1)
+    tokens = min(settings.token_budget, count * options.prompt_tokens)
+    pages, residuals = engine.pool.num_pages, 0 if cache is None else cache.residual_bytes
+    predicted: dict[str, int] = {}
+    if prediction is not None:
+        predicted["weights"] = prediction.weight_bytes
+        predicted["activations"] = prediction.activation_bytes(tokens, options.prompt_tokens, count)
     if prediction is not None and cache is not None:
-        pool, residuals = num_pages * prediction.page_bytes, max_sequences * prediction.residual_bytes
-    observed_residuals = 0 if cache is None else cache.residual_bytes
+        predicted["kv pool"] = pages * prediction.page_bytes
+        predicted["kv residuals"] = settings.max_sequences * prediction.residual_bytes
+
+    def largest_step() -> None:
+        for _ in range(count):
+            engine.add([1] * options.prompt_tokens, SamplingParams(max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+
+    pool = None if cache is None else observed_cache_bytes(cache) - residuals
+    capacity = "kept by transformers" if cache is None else f"{pages * settings.page_size:,} tokens of capacity"
+    estimated = f"step of {tokens} tokens; the prediction is an estimate"
+    observed = (
+        ("weights", observed_weight_bytes(llm.model), ""),
+        ("kv pool", pool, capacity),
+        ("kv residuals", residuals, "newest keys, not quantized yet" if residuals else ""),
+        ("activations", observed_activation_bytes(largest_step, llm.device), estimated),
+    )
     parts = [
-        MemoryRecord(
-            part="weights",
-            predicted_bytes=None if prediction is None else prediction.weight_bytes,
-            observed_bytes=observed_weight_bytes(model),
-        ),
-        MemoryRecord(
-            part="kv pool",
-            predicted_bytes=pool,
-            observed_bytes=None if cache is None else observed_cache_bytes(cache) - observed_residuals,
-            note=f"{num_pages * page_size:,} tokens of capacity" if cache is not None else "kept by transformers",
-        ),
-        MemoryRecord(
-            part="kv residuals",
-            predicted_bytes=residuals,
-            observed_bytes=observed_residuals,
-            note="newest keys, not quantized yet" if observed_residuals else "",
-        ),
-        MemoryRecord(
-            part="activations",
-            predicted_bytes=None if prediction is None else prediction.activation_bytes(*step),
-            observed_bytes=activations,
-            note=f"step of {step[0]} tokens; the prediction is an estimate",
-        ),
+        MemoryRecord(part=part, predicted_bytes=predicted.get(part), observed_bytes=size, note=note)
+        for part, size, note in observed
+        if predicted.get(part) or size
     ]
-    parts = [record for record in parts if record.predicted_bytes or record.observed_bytes]
     peak = MemoryRecord(
         part="peak",
-        predicted_bytes=total_bytes(record.predicted_bytes for record in parts),
-        observed_bytes=total_bytes(record.observed_bytes for record in parts),
+        predicted_bytes=_total(record.predicted_bytes for record in parts),
+        observed_bytes=_total(record.observed_bytes for record in parts),
     )
-    return (*parts, peak, _rest(peak, device))
+    return (*parts, peak, _rest(peak, llm.device))
+
+
+def _total(parts: Iterable[int | None]) -> int | None:
+    """Their sum; None when one is not known."""
+    known = list(parts)
+    return None if None in known else sum(part or 0 for part in known)
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:

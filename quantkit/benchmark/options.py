@@ -1,17 +1,24 @@
-"""What a user can ask of a benchmark. No torch: `--help` is answered from it."""
+"""What a user can ask of a benchmark and of `tune`. No torch: `--help` is answered from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import RequestError
+from quantkit.runtime.config import KV_TYPES
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.results import Workload
 
 ROUNDS_AGAINST = 4  # of a comparison in turns
+
+
+def _goodput_limit(metric: str, flag: str) -> Any:
+    text = f"Longest {metric} of a request that counts as goodput."
+    return setting(None, text, flag=f"{flag} SECONDS", above=0, kind=float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,16 +30,10 @@ class BenchmarkOptions:
     """
 
     concurrencies: tuple[int, ...] = setting(
-        (1, 8), "Requests in flight at once.", flag="--batch", metavar="N,...", minimum=1, commas=True
+        (1, 8), "Requests in flight at once.", flag="--batch N,...", minimum=1, commas=True
     )
     rates: tuple[float, ...] = setting(
-        (),
-        "Requests per second, as Poisson arrivals.",
-        flag="--rate",
-        metavar="R,...",
-        above=0,
-        kind=float,
-        commas=True,
+        (), "Requests per second, as Poisson arrivals.", flag="--rate R,...", above=0, kind=float, commas=True
     )
     prompt_tokens: int = setting(256, "Tokens in each prompt.", flag="--prompt-tokens", minimum=1)
     new_tokens: int = setting(128, "Tokens made for each request.", flag="--new-tokens", minimum=1)
@@ -46,28 +47,18 @@ class BenchmarkOptions:
     rounds: int = setting(
         1, "Repetitions of every run.", flag="--rounds", minimum=1, shown=f"1; {ROUNDS_AGAINST} with --against"
     )
-    ttft_limit_s: float | None = setting(
-        None,
-        "Longest TTFT of a request that counts as goodput.",
-        flag="--ttft-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
-    )
-    tpot_limit_s: float | None = setting(
-        None,
-        "Longest TPOT of a request that counts as goodput.",
-        flag="--tpot-limit",
-        metavar="SECONDS",
-        above=0,
-        kind=float,
-    )
+    ttft_limit_s: float | None = _goodput_limit("TTFT", "--ttft-limit")
+    tpot_limit_s: float | None = _goodput_limit("TPOT", "--tpot-limit")
     seed: int = setting(0, "Seed of prompts and arrivals.", flag="--seed", minimum=0)
 
     def __post_init__(self) -> None:
-        counts = {"concurrency": min(self.concurrencies, default=1), "number of rounds": self.rounds}
-        counts |= {"prompt length": self.prompt_tokens, "number of new tokens": self.new_tokens}
-        counts |= {} if self.num_requests is None else {"number of requests": self.num_requests}
+        counts = {
+            "concurrency": min(self.concurrencies, default=1),
+            "number of rounds": self.rounds,
+            "prompt length": self.prompt_tokens,
+            "number of new tokens": self.new_tokens,
+            "number of requests": 1 if self.num_requests is None else self.num_requests,
+        }
         for name, value in counts.items():
             if value < 1:
                 raise RequestError(f"the {name} is {value}; it must be 1 at least")
@@ -88,10 +79,51 @@ class BenchmarkOptions:
         from quantkit.benchmark.workload import closed_loop, poisson, sweep  # not for --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
-        asked: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
-        found = [closed_loop(number, **asked) for number in dict.fromkeys(self.concurrencies)]
+        requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}
+        loads = [closed_loop(number, **requests) for number in dict.fromkeys(self.concurrencies)]
         if self.static:
-            found += [replace(load, name=f"static-{load.concurrency}") for load in found]
-        found += [poisson(rate, **asked) for rate in dict.fromkeys(self.rates)]
-        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in found]
+            loads += [replace(load, name=f"static-{load.concurrency}") for load in loads]
+        loads += [poisson(rate, **requests) for rate in dict.fromkeys(self.rates)]
+        limited = [replace(w, ttft_limit_s=self.ttft_limit_s, tpot_limit_s=self.tpot_limit_s) for w in loads]
         return [*limited, sweep(**sizes)] if 1 in self.concurrencies else limited
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """What is tuned, and for how long. What each means stands beside it.
+
+    Args:
+        model: directory or hub id of a checkpoint; None = an 8B Llama, unless `shapes` says something else.
+    """
+
+    model: str | None = None
+    shapes: tuple[str, ...] = setting(
+        (), "Layers of a Llama of that size.", flag="--shapes", choices=("1B", "8B", "70B")
+    )
+    bits: int = setting(4, "Weights of --shapes.", flag="--bits", choices=("4", "8"), read=int)
+    group: int = setting(128, "Group size of --shapes; 0 = a scale per output.", flag="--group", minimum=0)
+    asymmetric: bool = setting(False, "Weights of --shapes with zero points.", flag="--asymmetric")
+    rows: tuple[int, ...] = setting((1, 4, 16, 64), "Rows of inputs.", flag="--rows N,...", minimum=1, commas=True)
+    batches: tuple[int, ...] = setting(
+        (1, 8, 32), "Sequences of decode steps.", flag="--batch N,...", minimum=1, commas=True
+    )
+    context: int = setting(4000, "Tokens per sequence.", flag="--context", minimum=2)
+    kv_types: tuple[str, ...] = setting(
+        ("auto", "fp8", "int8", "int4"),
+        "Number types of keys and values.",
+        flag="--kv-cache TYPE,...|none",
+        choices=(*KV_TYPES, "none"),
+        commas=True,
+    )
+    seconds: float = setting(
+        300, "Stop after this long; the same command goes on.", flag="--seconds", above=0, kind=float
+    )
+    again: bool = setting(False, "Measure also what has been measured.", flag="--again")
+    output: Path | None = setting(
+        None, "File to write.", flag="-o --output FILE", kind=Path, shown="in the cache folder, where kernels look"
+    )
+    device: str = setting("auto", "Which GPU.", flag="--device auto|cuda[:i]")
+
+    def __post_init__(self) -> None:
+        if self.kv_types == ("none",):
+            object.__setattr__(self, "kv_types", ())

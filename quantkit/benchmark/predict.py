@@ -7,20 +7,23 @@ N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from quantkit.benchmark.linear_bytes import Place, dense_bytes, quantized_bytes
+from quantkit.benchmark.linear_bytes import LinearKernels, dense_bytes, quantized_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
-from quantkit.kernels.layouts import kv_dtype, page_bytes, residual_bytes
+from quantkit.kernels.layouts import page_bytes, residual_bytes
+from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.models.families import find
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -59,7 +62,7 @@ class Prediction:
         Args:
             tokens: new ones of the step, T.
             context: of its longest sequence, L.
-            rows: whose logits are wanted.
+            rows: whose logits are computed.
         """
         config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -83,7 +86,7 @@ def predict(
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
     kv_cache: str = "auto",
-    page_size: int = 64,
+    page_size: int = DEFAULT_PAGE_SIZE,
     head_dtype: str | None = None,
 ) -> Prediction | None:
     """What a model directory will take when it is loaded like this; nothing but headers is read.
@@ -94,24 +97,17 @@ def predict(
     Returns:
         None for a model that only transformers runs: how it lays weights out is not known here.
     """
-    reader, place = CheckpointReader(Path(path)), torch.device(device)
     try:
-        config = read_config(reader.config, find(reader.config))
-        format_, scheme = find_format(reader)
+        reader, config, scheme = _read_headers(Path(path))
     except InputError:
         return None
-    chosen, _ = pick_dtype(dtype, reader, config, place)
-    on_cpu = place.type == "cpu" and cpu.load() is not None
-    sizes = _Sizes(
-        reader=reader,
-        config=config,
-        scheme=scheme if format_ is not None else None,
-        place=Place(device=place, dtype=chosen, native=on_cpu),
-    )
-    caches = read_stored_cache(reader, config).choose(kv_cache)
-    layouts = config_layouts(config, caches, page_size, kv_dtype(kv_cache, chosen))
+    target = torch.device(device)
+    chosen, _ = pick_dtype(dtype, reader, config, target)
+    on_cpu = target.type == "cpu" and cpu.load() is not None
+    kernels = LinearKernels(device=target, dtype=chosen, native=on_cpu)
+    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
     return Prediction(
-        weight_bytes=sizes.total(head_dtype),
+        weight_bytes=_Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).total(head_dtype),
         page_bytes=page_bytes(layouts),
         residual_bytes=residual_bytes(layouts, 1),
         config=config,
@@ -130,12 +126,37 @@ def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int
     Raises:
         ModelError, CheckpointError: there is no such model, or only transformers runs it.
     """
+    reader, config, scheme = _read_headers(path)
+    kernels = LinearKernels(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
+    products = _Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).products()
+    return config, [(p.name, p.rows, p.width, p.scheme) for p in products if p.scheme is not None]
+
+
+def max_length(model: Path | str | None) -> int | None:
+    """Tokens of a sequence that a model can have, from its config.json; None where only transformers knows.
+
+    Args:
+        model: directory or hub id; None = the demo model.
+    """
+    prediction = predict(DEMO_MODEL if model is None else resolve(str(model)))
+    return None if prediction is None else prediction.config.max_length
+
+
+def _read_headers(path: Path) -> tuple[CheckpointReader, ModelConfig, Scheme | None]:
+    """A checkpoint, its config, and how its linears are stored; None = as values."""
     reader = CheckpointReader(path)
     config = read_config(reader.config, find(reader.config))
-    format_, scheme = find_format(reader)
-    place = Place(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
-    sizes = _Sizes(reader=reader, config=config, scheme=None if format_ is None else scheme, place=place)
-    return config, sizes.quantized()
+    return reader, config, find_format(reader)[1]
+
+
+class _Product(NamedTuple):
+    """Linears (N, K) that run as one, by the name of the first; scheme None = its weight is values."""
+
+    name: str
+    rows: int
+    width: int
+    scheme: LinearScheme | None
+    bias: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,61 +166,48 @@ class _Sizes:
     reader: CheckpointReader
     config: ModelConfig
     scheme: Scheme | None
-    place: Place
+    kernels: LinearKernels
 
     def total(self, head_dtype: str | None) -> int:
         manifest = manifest_of(self.config, self.reader)
         table = f"{self.config.family.embedding}.weight"
         plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
-        total = 0
+        total = self._head(head_dtype, self._stored(table))
         for name, shape in plain.items():
             if len(shape) == 3:  # all experts of a layer
                 count, rows, width = shape
-                total += count * dense_bytes(rows, width, False, self._stored(name), self.place)
+                total += count * dense_bytes(rows, width, False, self._stored(name), self.kernels)
             else:  # the embedding stays as it is stored
-                kept = self._stored(name) if name == table else self.place.dtype
+                kept = self._stored(name) if name == table else self.kernels.dtype
                 total += math.prod(shape) * kept.itemsize
-        head = None if self.config.tied else head_name(self.config.family, self.reader)
-        total += sum(self._group(group, manifest.linears) for group in self._groups(set(manifest.linears) - {head}))
-        return total + self._head(head, head_dtype, self._stored(table))
+        rounded = head_name(self.config.family, self.reader) if head_dtype is not None else None
+        return total + sum(self._product_bytes(product) for product in self.products() if product.name != rounded)
 
-    def quantized(self) -> list[tuple[str, int, int, LinearScheme]]:
-        """Name, N, K and scheme of each product whose weight is codes."""
-        linears, found = manifest_of(self.config, self.reader).linears, []
-        for group in self._groups(set(linears)):
-            schemes = [self._scheme_of(name) for name in group]
-            alike = all(scheme == schemes[0] for scheme in schemes)
-            for names, scheme in [(group, schemes[0])] if alike else zip(([n] for n in group), schemes, strict=True):
-                if scheme is not None:
-                    rows = sum(linears[name][0] for name in names)
-                    found.append((names[0], rows, linears[names[0]][1], scheme))
-        return found
+    def products(self) -> Iterator[_Product]:
+        """Linears as they are multiplied with: fused where they are stored alike."""
+        linears = manifest_of(self.config, self.reader).linears
+        for group in self._fused_groups(set(linears)):
+            kinds = [(self._scheme_of(name), self._stored(f"{name}.weight")) for name in group]
+            bias = any(f"{name}.bias" in self.reader for name in group)  # zero where only others have one
+            alike = all(kind == kinds[0] for kind in kinds)
+            for names in [group] if alike else [[name] for name in group]:
+                rows, width = sum(linears[name][0] for name in names), linears[names[0]][1]
+                yield _Product(names[0], rows, width, self._scheme_of(names[0]), bias)
 
-    def _groups(self, linears: set[str]) -> list[list[str]]:
+    def _fused_groups(self, linears: set[str]) -> Iterator[list[str]]:
         """Linears as they are fused: query, key and value, and the two that an MLP's input goes through."""
-        data, groups, left = self.config.family, [], set(linears)
-        fused: list[tuple[str, ...]] = [data.parts.qkv, data.parts.up]
-        if data.experts is not None and self.config.experts is not None:
-            fused += [
-                tuple(n.format(expert=e) for n in data.experts.up) for e in range(self.config.experts.num_experts)
-            ]
-            fused.append(data.experts.shared_up)
-        for index in range(len(self.config.layers)):
-            for names in fused:
-                group = [f"{data.layers}.{index}.{name}" for name in names]
-                if group and left.issuperset(group):
-                    groups.append(group)
-                    left -= set(group)
-        return [*groups, *([name] for name in sorted(left))]
-
-    def _group(self, names: list[str], linears: dict[str, tuple[int, int]]) -> int:
-        """Linears in one layout if they are stored alike, else one by one."""
-        kinds = [(self._scheme_of(name), self._stored(f"{name}.weight")) for name in names]
-        bias = any(f"{name}.bias" in self.reader for name in names)
-        if all(kind == kinds[0] for kind in kinds):
-            rows, width = sum(linears[name][0] for name in names), linears[names[0]][1]
-            return self._linear(rows, width, bias, names[0])
-        return sum(self._linear(*linears[name], bias, name) for name in names)
+        family, experts = self.config.family, self.config.family.experts
+        fused: list[tuple[str, ...]] = [family.parts.qkv, family.parts.up]
+        if experts is not None and self.config.experts is not None:
+            fused.append(experts.shared_up)
+            for number in range(self.config.experts.num_experts):
+                fused.append(tuple(name.format(expert=number) for name in experts.up))
+        for index, names in itertools.product(range(len(self.config.layers)), fused):
+            group = [f"{family.layers}.{index}.{name}" for name in names]
+            if group and linears.issuperset(group):
+                yield group
+                linears -= set(group)
+        yield from ([name] for name in sorted(linears))
 
     def _scheme_of(self, name: str) -> LinearScheme | None:
         """How a linear is stored; None = as values."""
@@ -208,46 +216,25 @@ class _Sizes:
 
     def _stored(self, name: str) -> torch.dtype:
         """Of a tensor in the checkpoint; of the computation where there is none of that name."""
-        return self.reader.info(name).dtype if name in self.reader else self.place.dtype
+        return self.reader.info(name).dtype if name in self.reader else self.kernels.dtype
 
-    def _linear(self, rows: int, width: int, bias: bool, name: str) -> int:
-        scheme = self._scheme_of(name)
+    def _product_bytes(self, product: _Product) -> int:
+        name, rows, width, scheme, bias = product
         if scheme is None:
-            return dense_bytes(rows, width, bias, self._stored(f"{name}.weight"), self.place)
+            return dense_bytes(rows, width, bias, self._stored(f"{name}.weight"), self.kernels)
         scale = f"{name}.weight_scale"
         stored = self.reader.info(scale).dtype if scale in self.reader else torch.float16
-        return quantized_bytes(rows, width, scheme, bias, stored, self.place)
+        return quantized_bytes(rows, width, scheme, bias, stored, self.kernels)
 
-    def _head(self, name: str | None, head_dtype: str | None, table: torch.dtype) -> int:
-        """The output head; one that shares the embedding is a copy where kernels have a layout of their own."""
+    def _head(self, head_dtype: str | None, table: torch.dtype) -> int:
+        """An output head that is rounded, or that shares the embedding: a copy where kernels have their own layout."""
         rows, width = self.config.vocab_size, self.config.hidden_size
-        bias = name is not None and f"{name}.bias" in self.reader
-        stored = table if name is None else self._stored(f"{name}.weight")
-        if head_dtype is not None:
-            kind = _HEADS[head_dtype]
-            size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
-            scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
-            return quantized_bytes(rows, width, scheme, bias, stored, self.place)
-        if name is None:
-            shared = not self.place.native and table == self.place.dtype
-            return 0 if shared else dense_bytes(rows, width, False, table, self.place)
-        return self._group([name], {name: (rows, width)})
-
-
-def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Their sum; None when one is not known."""
-    known = list(parts)
-    return None if any(part is None for part in known) else sum(part for part in known if part is not None)
-
-
-def max_length(model: Path | str | None) -> int | None:
-    """Tokens of a sequence that a model can have, from its config.json; None where only transformers knows.
-
-    Args:
-        model: directory or hub id; None = the demo model.
-    """
-    reader = CheckpointReader(DEMO_MODEL if model is None else resolve(str(model)))
-    try:
-        return read_config(reader.config, find(reader.config)).max_length
-    except InputError:
-        return None
+        if head_dtype is None:
+            shared = not self.config.tied or (not self.kernels.native and table == self.kernels.dtype)
+            return 0 if shared else dense_bytes(rows, width, False, table, self.kernels)
+        name = head_name(self.config.family, self.reader)
+        bias, stored = f"{name}.bias" in self.reader, table if self.config.tied else self._stored(f"{name}.weight")
+        kind = _HEADS[head_dtype]
+        size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
+        scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
+        return quantized_bytes(rows, width, scheme, bias, stored, self.kernels)

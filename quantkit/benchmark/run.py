@@ -13,18 +13,16 @@ from quantkit.benchmark.ceilings import Ceilings, measure_ceilings
 from quantkit.benchmark.compare import join_rounds, turns
 from quantkit.benchmark.cost import Cost, linear_kinds, model_cost
 from quantkit.benchmark.latency import run_load
-from quantkit.benchmark.memory import memory_records, observed_activation_bytes
+from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
-from quantkit.benchmark.workload import check_room, make_load, request_key
+from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
-from quantkit.devices import pick_device
-from quantkit.models.cache import DEFAULT_PAGE_SIZE
+from quantkit.devices import pick_device, processor_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.types import SamplingParams
 
 Progress = Callable[[str], None]
 
@@ -59,17 +57,12 @@ def check_target(
     """
     settings = engine or {}
     path = DEMO_MODEL if model is None else resolve(str(model))
-    prediction = predict(
-        path,
-        dtype=settings.get("dtype", "auto"),
-        device=pick_device(settings.get("device", "auto")),
-        kv_cache=settings.get("kv_cache", "auto"),
-        page_size=settings.get("page_size", DEFAULT_PAGE_SIZE),
-        head_dtype=settings.get("head_dtype"),
-    )
+    known = {name: settings[name] for name in ("dtype", "kv_cache", "page_size", "head_dtype") if name in settings}
+    prediction = predict(path, device=pick_device(settings.get("device", "auto")), **known)
     if prediction is not None:
-        room = min(prediction.config.max_length, settings.get("max_length") or prediction.config.max_length)
-        check_room(options.workloads(), room, f"the context of {_name(model)}")
+        longest = prediction.config.max_length
+        longest = min(longest, settings.get("max_length") or longest)
+        check_capacity(options.workloads(), longest, f"the context of {_name(model)}")
     return path, prediction
 
 
@@ -87,7 +80,7 @@ def load_target(
     """
     path, prediction = check_target(model, options, engine)
     llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
-    check_room(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
+    check_capacity(options.workloads(), llm.engine.capacity, f"the room for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
     cost = model_cost(llm.model, () if cache is None else cache.layouts)
     return BenchmarkTarget(name=_name(model), llm=llm, prediction=prediction, cost=cost)
@@ -104,41 +97,20 @@ def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
 
 
-def measure_model(
-    target: BenchmarkTarget, options: BenchmarkOptions, ceilings: Ceilings, progress: Progress = lambda _: None
-) -> BenchmarkResult:
-    """Measure one model.
-
-    Args:
-        target: loaded and idle.
-        options: what to measure.
-        ceilings: of the machine, measured just before.
-        progress: told what is going on.
-    """
-    return _measure_all([target], options, ceilings, progress)[0]
-
-
-def measure_against(
-    target: BenchmarkTarget,
-    baseline: BenchmarkTarget,
+def measure_targets(
+    targets: Sequence[BenchmarkTarget],
     options: BenchmarkOptions,
     ceilings: Ceilings,
     progress: Progress = lambda _: None,
-) -> tuple[BenchmarkResult, BenchmarkResult]:
-    """Measure two models in turns, the same requests for both; see `compare`.
+) -> list[BenchmarkResult]:
+    """Measure one model, or several in turns with the same requests for all; see `compare`.
 
     Args:
-        target, baseline: loaded and idle.
-        options: what to measure; its rounds are rounds of both.
-        ceilings, progress: see `measure_model`.
+        targets: loaded and idle.
+        options: what to measure; its rounds are rounds of all.
+        ceilings: of the machine, measured just before.
+        progress: called with what is going on.
     """
-    first, second = _measure_all([target, baseline], options, ceilings, progress)
-    return first, second
-
-
-def _measure_all(
-    targets: Sequence[BenchmarkTarget], options: BenchmarkOptions, ceilings: Ceilings, progress: Progress
-) -> list[BenchmarkResult]:
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
     workloads = options.workloads()
     for group in _twins(workloads):
@@ -183,38 +155,12 @@ def _finish(
     return BenchmarkResult(
         model=target.name,
         runs=runs,
-        memory=_memory(target, options),
+        memory=memory_records(target.llm, target.prediction, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,
         capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
-    )
-
-
-def _memory(target: BenchmarkTarget, options: BenchmarkOptions) -> Any:
-    """All parts, with activations from a step that is as large as a step gets."""
-    engine, count = target.llm.engine, max(options.concurrencies, default=1)
-
-    def largest_steps() -> None:
-        for _ in range(count):
-            engine.add([1] * options.prompt_tokens, SamplingParams(max_tokens=2, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
-
-    cache = engine.runner.cache
-    activations = observed_activation_bytes(largest_steps, target.llm.device)
-    tokens = min(engine.config.token_budget, count * options.prompt_tokens)
-    return memory_records(
-        target.llm.model,
-        cache,
-        target.prediction,
-        num_pages=engine.pool.num_pages,
-        max_sequences=engine.config.max_sequences,
-        page_size=engine.config.page_size,
-        step=(tokens, options.prompt_tokens, count),
-        activations=activations,
-        device=target.llm.device,
     )
 
 
@@ -238,10 +184,4 @@ def _settings(target: BenchmarkTarget, ceilings: Ceilings) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return "CPU"
+    return processor_name() or "CPU"

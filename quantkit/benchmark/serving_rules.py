@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quantkit.quantities import as_percent, duration, times
 from quantkit.results import BenchmarkRun, Finding
-from quantkit.results.statistics import percentile
+from quantkit.results.statistics.summary import percentile
 
 _BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL

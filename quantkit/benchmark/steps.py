@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
-from quantkit.results.statistics import PolynomialFit, fit_polynomial
+from quantkit.results.statistics.summary import PolynomialFit, fit_polynomial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,6 +73,7 @@ class Problem(Protocol):
 
 
 Open = Callable[[Case], AbstractContextManager[Problem]]
+CaseReport = Callable[["Outcome | None", int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +129,7 @@ class _Search:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Outcome:
-        wrong = self.problem.check(self.case.default)
-        if wrong:
+        if wrong := self.problem.check(self.case.default):
             return self._outcome(None, f"the default: {wrong}")
         self.tried.add(self.case.default)
         best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
@@ -146,8 +146,7 @@ class _Search:
             if self.is_over():
                 raise OutOfTime
             self.tried.add(choice)
-            wrong = self.problem.check(choice)
-            if wrong:
+            if wrong := self.problem.check(choice):
                 self.dropped[wrong] += 1
             else:
                 usable.append(choice)
@@ -207,7 +206,7 @@ def tune(
     *,
     seconds: float,
     again: bool = False,
-    report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
+    report: CaseReport = lambda outcome, number, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuning:
     """Search the choices for all cases and write them, one by one.
@@ -244,13 +243,8 @@ def tune(
             table = replace(table, entries=tuned.merged(table.entries, [outcome.entry]))
             tuned.write(table.path, table)
         report(outcome, number, len(cases))
-    return Tuning(
-        table=table,
-        outcomes=tuple(outcomes),
-        num_kept=num_kept,
-        num_left=num_left,
-        seconds=clock() - begun,
-    )
+    taken = clock() - begun
+    return Tuning(table=table, outcomes=tuple(outcomes), num_kept=num_kept, num_left=num_left, seconds=taken)
 
 
 def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) -> Outcome:
@@ -265,18 +259,17 @@ def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) 
 
 def _table(fresh: tuned.Table, again: bool) -> tuned.Table:
     """What the file holds; nothing where there is none, or where a new beginning is wanted."""
-    path, versions = fresh.path, dict(fresh.versions)
     try:
-        table = tuned.read(path, fresh.device) if path.exists() else fresh
+        table = tuned.read(fresh.path, fresh.device) if fresh.path.exists() else fresh
     except InputError:
-        if not again:
-            raise
+        if again:
+            return fresh
+        raise
+    if dict(table.versions) == dict(fresh.versions):
+        return table
+    if again:
         return fresh
-    if again and dict(table.versions) != versions:
-        return fresh
-    if dict(table.versions) != versions:
-        then, now = (", ".join(f"{name} {of[name]}" for name in sorted(of)) for of in (dict(table.versions), versions))
-        raise InputError(
-            f"{path}: was measured with {then}, this is {now}; begin anew with --again, or give another --output"
-        )
-    return table
+    then, now = (", ".join(f"{name} {of[name]}" for name in sorted(of)) for of in (table.versions, fresh.versions))
+    raise InputError(
+        f"{fresh.path}: was measured with {then}, this is {now}; begin anew with --again, or give another --output"
+    )

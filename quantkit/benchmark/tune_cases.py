@@ -12,11 +12,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.predict import quantized_linears
 from quantkit.benchmark.tune import Case
+from quantkit.checkpoints.source import resolve
 from quantkit.errors import InputError, suggestion
 from quantkit.kernels.gpu import choices, configs, packing, spaces
 from quantkit.kernels.gpu.choices import Choice
@@ -132,41 +135,49 @@ def shapes_of_model(path: Path) -> Shapes:
     return Shapes(linears=tuple(ordered), **heads)
 
 
-def cases_of(
-    shapes: Iterable[Shapes],
-    *,
-    rows: Sequence[int],
-    batches: Sequence[int],
-    context: int,
-    kv_types: Sequence[str],
-    chip: int,
-) -> list[Case]:
-    """Everything to choose, what a single user waits for first.
+def read_shapes(options: TuneOptions) -> list[Shapes]:
+    """Shapes of the model, from its headers, and of the names.
+
+    Raises:
+        InputError: an unknown name, or no such model.
+    """
+    weights: dict[str, Any] = {
+        "bits": options.bits,
+        "group": options.group or None,
+        "symmetric": not options.asymmetric,
+    }
+    presets = [shapes_of_preset(name, **weights) for name in options.shapes or (() if options.model else ("8B",))]
+    return presets if options.model is None else [shapes_of_model(resolve(options.model)), *presets]
+
+
+def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[Case]:
+    """Everything to choose, what a single user waits for first: a few rows, then decode steps.
 
     Args:
         shapes: of the models.
-        rows: M, one product for each.
-        batches: of decode steps.
-        context: tokens of each sequence.
-        kv_types: names of KV types.
+        options: rows of products, batches and contexts, and number types of the cache.
         chip: compute capability.
     """
     shapes = list(shapes)
-    products: list[list[Case | None]] = [
-        [
-            _product_case(ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=count), chip)
+
+    def products(rows: int) -> list[Case | None]:
+        return [
+            _product_case(ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=rows), chip)
             for one in shapes
             for outputs, inputs, scheme in one.linears
         ]
-        for count in rows
+
+    def page_reads(batch: int, new: int) -> list[Case | None]:
+        return [
+            _pages_case(one, kind, batch, options.context, new, chip) for one in shapes for kind in options.kv_types
+        ]
+
+    groups = [
+        *map(products, options.rows[:1]),
+        *(page_reads(batch, 1) for batch in options.batches),
+        *map(products, options.rows[1:]),
+        page_reads(1, min(_CHUNK, options.context)),
     ]
-    decodes: list[Case | None] = [
-        _pages_case(one, kind, batch, context, 1, chip) for batch in batches for one in shapes for kind in kv_types
-    ]
-    prefills: list[Case | None] = [
-        _pages_case(one, kind, 1, context, min(_CHUNK, context), chip) for one in shapes for kind in kv_types
-    ]
-    groups = [*products[:1], decodes, *products[1:], prefills]
     return list({case.key: case for group in groups for case in group if case is not None}.values())
 
 

@@ -5,58 +5,20 @@ The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from quantkit.benchmark.tune import Outcome, Tuning, tune
-from quantkit.benchmark.tune_cases import Shapes, cases_of, shapes_of_model, shapes_of_preset
+from quantkit.benchmark.options import TuneOptions
+from quantkit.benchmark.tune import CaseReport, Tuning, tune
+from quantkit.benchmark.tune_cases import cases_of, read_shapes
 from quantkit.benchmark.tune_problems import opener
-from quantkit.checkpoints.source import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
 from quantkit.kernels.gpu import configs, tuned
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    """What is tuned.
-
-    Args:
-        model: directory or hub id of a checkpoint; None = none.
-        shapes: 1B, 8B or 70B, any number of them; 8B where there is no model either.
-        bits, group, symmetric: weights of `shapes`; no group = one scale per output.
-        rows: M of products.
-        batches: sequences of decode steps.
-        context: tokens of each.
-        kv_types: names of KV types; none = attention is left out.
-    """
-
-    model: str | None = None
-    shapes: tuple[str, ...] = ()
-    bits: int = 4
-    group: int | None = 128
-    symmetric: bool = True
-    rows: tuple[int, ...] = (1, 4, 16, 64)
-    batches: tuple[int, ...] = (1, 8, 32)
-    context: int = 4000
-    kv_types: tuple[str, ...] = ("auto", "fp8", "int8", "int4")
-
-    def read_shapes(self) -> list[Shapes]:
-        """Shapes of the model, from its headers, and of the names.
-
-        Raises:
-            InputError: an unknown name, or no such model.
-        """
-        names = self.shapes or (() if self.model else ("8B",))
-        of_model = [] if self.model is None else [shapes_of_model(resolve(self.model))]
-        return of_model + [
-            shapes_of_preset(name, bits=self.bits, group=self.group, symmetric=self.symmetric) for name in names
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,45 +48,25 @@ class TunedFile:
 def tune_device(
     options: TuneOptions,
     *,
-    device: str = "auto",
-    seconds: float = 300.0,
-    again: bool = False,
-    output: Path | None = None,
-    report: Callable[[Outcome | None, int, int], None] = lambda outcome, number, total: None,
+    report: CaseReport = lambda outcome, number, total: None,
 ) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 
     Args:
-        options: what.
-        device: cuda, cuda:<i> or auto.
-        seconds, again, report: see `tune`.
-        output: the file; None = the user's for that GPU, which launches ask from then on.
+        options: what; without an output, the user's file for that GPU is written, which launches ask from then on.
+        report: see `tune`.
     Raises:
-        InputError: there is no CUDA device or no Triton, or what `tune` and `TuneOptions.read_shapes` raise.
+        InputError: there is no CUDA device or no Triton, or what `tune` and `read_shapes` raise.
         OutputError: the file cannot be written.
     """
-    gpu_device = find_gpu(device)
-    shapes = options.read_shapes()
+    gpu_device = find_gpu(options.device)
+    shapes = read_shapes(options)
     name, chip = torch.cuda.get_device_name(gpu_device), gpu.capability(gpu_device)
-    cases = cases_of(
-        shapes,
-        rows=options.rows,
-        batches=options.batches,
-        context=options.context,
-        kv_types=options.kv_types,
-        chip=chip,
-    )
+    path = options.output or tuned.user_file(name)
+    fresh = tuned.Table(device=name, capability=chip, versions=versions(), entries=(), path=path)
+    cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
-        tuning = tune(
-            cases,
-            opener(gpu_device, torch.bfloat16),
-            tuned.Table(
-                device=name, capability=chip, versions=versions(), entries=(), path=output or tuned.user_file(name)
-            ),
-            seconds=seconds,
-            again=again,
-            report=report,
-        )
+        tuning = tune(cases, problems, fresh, seconds=options.seconds, again=options.again, report=report)
     configs.forget()
     return tuning
 

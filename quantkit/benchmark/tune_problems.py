@@ -136,10 +136,8 @@ def _pages(work: PageWork, device: torch.device, dtype: torch.dtype) -> tuple[li
         scheme=kv_scheme(work.kv_cache),
     )
     table = _page_table(work)
-    before, step = (
-        _batch(work, table, *span, device)
-        for span in ((0, work.context - work.new), (work.context - work.new, work.context))
-    )
+    known = work.context - work.new
+    before, step = _batch(work, table, 0, known, device), _batch(work, table, known, work.context, device)
     views = _empty_views(layout, table.numel(), work.batch, device)
     if len(before.token_ids):
         reference.store(*_random_states(work, len(before.token_ids), device, dtype)[1:], views, before)

@@ -119,14 +119,12 @@ def make_load(
     key = request_key(workload)
     lengths = random.Random(f"{key} lengths")
     chance = random.Random(f"{key} tokens {turn}")
-    forbidden = set(avoid)
-    tokens = [token for token in range(vocab_size) if token not in forbidden]
-    count = workload.num_warmup + workload.num_requests
+    tokens = sorted(set(range(vocab_size)).difference(avoid))
     prompts, new_tokens = [], []
-    for number in range(count):
-        wanted, new = _lengths(workload, number - workload.num_warmup, lengths, spread)
-        prompts.append(tuple(chance.choices(tokens, k=wanted)))
-        new_tokens.append(new)
+    for number in range(workload.num_warmup + workload.num_requests):
+        prompt_length, new_length = _lengths(workload, number - workload.num_warmup, lengths, spread)
+        prompts.append(tuple(chance.choices(tokens, k=prompt_length)))
+        new_tokens.append(new_length)
     return Load(
         workload=workload,
         prompts=tuple(prompts),
@@ -141,27 +139,23 @@ def request_key(workload: Workload) -> str:
     return f"{workload.seed} {workload.name.replace('static-', 'closed-')}"
 
 
-def check_room(workloads: Sequence[Workload], room: int, what: str) -> None:
+def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> None:
     """Every request fits.
 
     Args:
         workloads: what will be sent.
-        room: tokens of one sequence.
-        what: says what gives that room, e.g. "the context of demo".
+        capacity: tokens of one sequence.
+        what: says what limits it, e.g. "the context of demo".
     Raises:
         RequestError: the message says what would fit.
     """
     for workload in workloads:
-        wanted = workload.prompt_tokens + workload.new_tokens
-        if wanted > room:
-            advice = (
-                f"--prompt-tokens can be {room - workload.new_tokens} at most"
-                if workload.new_tokens < room
-                else f"--new-tokens can be {room - 1} at most"
-            )
+        prompt, new = workload.prompt_tokens, workload.new_tokens
+        if prompt + new > capacity:
+            flag, most = ("prompt", capacity - new) if new < capacity else ("new", capacity - 1)
             raise RequestError(
-                f"prompts of {workload.prompt_tokens} tokens and {workload.new_tokens} new ones need {wanted}, but "
-                f"{what} is {room} tokens; {advice}"
+                f"prompts of {prompt} tokens and {new} new ones need {prompt + new}, but {what} is {capacity} tokens; "
+                f"--{flag}-tokens can be {most} at most"
             )
 
 

@@ -8,13 +8,14 @@ Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.families import Experts, Family
+from quantkit.models.family import Experts, Family
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
@@ -40,19 +41,12 @@ class Expert(nn.Module):
     """
 
     def __init__(
-        self,
-        names: tuple[str, str, str],
-        hidden: int,
-        width: int,
-        bias: bool,
-        gate: Callable[[Tensor, Tensor], Tensor],
+        self, names: tuple[str, str, str], hidden: int, width: int, bias: bool, gate: Callable[..., Tensor]
     ) -> None:
         super().__init__()
         self._names, self._gate = names, gate
-        with torch.device("meta"):
-            self.add_module(names[0], nn.Linear(hidden, width, bias=bias))
-            self.add_module(names[1], nn.Linear(hidden, width, bias=bias))
-            self.add_module(names[2], nn.Linear(width, hidden, bias=bias))
+        for name, sizes in zip(names, ((hidden, width), (hidden, width), (width, hidden)), strict=True):
+            self.add_module(name, nn.Linear(*sizes, bias=bias, device="meta"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
@@ -75,7 +69,7 @@ class LinearExperts(nn.ModuleList):
         bias = "gate_up_proj_bias" in dict(fused.named_parameters())
         names = tuple(name.rpartition(".")[2] for name in (*data.up, data.down))
         assert len(names) == 3, f"an expert has gate, up and down, not {names}"
-        gate = _Gate(fused, interleaved=data.interleaved)
+        gate = functools.partial(_activated, fused, data.interleaved)
         super().__init__([Expert(names, hidden, width, bias, gate) for _ in range(up.shape[0])])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -100,25 +94,19 @@ class LinearExperts(nn.ModuleList):
         return output.view_as(hidden_states)
 
 
-class _Gate:
+def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tensor:
     """The activation of a fused module, for gate and up apart."""
-
-    def __init__(self, fused: nn.Module, interleaved: bool) -> None:
-        self._fused, self._interleaved = fused, interleaved
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        apply: Any = getattr(self._fused, "_apply_gate", None)
-        if apply is not None:
-            both = torch.stack((gate, up), dim=-1).flatten(-2) if self._interleaved else torch.cat((gate, up), dim=-1)
-            output: Tensor = apply(both)
-            return output
-        fused: Any = self._fused
-        if self._interleaved:  # gpt-oss before transformers 5
-            gate, up = gate.clamp(max=fused.limit), up.clamp(min=-fused.limit, max=fused.limit)
-            activated: Tensor = (up + 1) * gate * torch.sigmoid(gate * fused.alpha)
-        else:
-            activated = fused.act_fn(gate) * up
-        return activated
+    activated: Tensor
+    if hasattr(fused, "_apply_gate"):
+        activated = fused._apply_gate(
+            torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
+        )
+    elif interleaved:  # gpt-oss before transformers 5
+        gate, up = gate.clamp(max=fused.limit), up.clamp(min=-fused.limit, max=fused.limit)
+        activated = (up + 1) * gate * torch.sigmoid(gate * fused.alpha)
+    else:
+        activated = fused.act_fn(gate) * up
+    return activated
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
@@ -129,16 +117,15 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
         family: its family.
     """
     for name, module in list(layer.named_modules()):
-        if family.experts is not None and is_stacked(module):
+        if family.experts is not None and holds_stacked_experts(module):
             _replace(layer, name, LinearExperts(module, family.experts))
         elif type(module).__name__ == "Conv1D" and name in family.transposed:
             width, rows = module.get_parameter("weight").shape
-            with torch.device("meta"):
-                _replace(layer, name, nn.Linear(width, rows))
+            _replace(layer, name, nn.Linear(width, rows, device="meta"))
     _rename(layer, family.stored_modules)
 
 
-def is_stacked(module: nn.Module) -> bool:
+def holds_stacked_experts(module: nn.Module) -> bool:
     """Whether a module holds experts in two 3-D parameters."""
     parameters = dict(module.named_parameters(recurse=False))
     return all(name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
 from quantkit.checkpoints.links import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.untrusted import read_json, shorten
+from quantkit.untrusted import read_object, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -19,23 +20,10 @@ _MODELOPT_NAME = "hf_quant_config.json"
 
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _METADATA = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "license*",
-    "licence*",
-    "notice*",
-    "use_policy*",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template*", "generation_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    *("license*", "licence*", "notice*", "use_policy*"),
 )
 # Weights, code and pickles stay behind, whatever they are called.
 _NEVER_CARRIED = (
@@ -61,7 +49,7 @@ def check_folder(path: Path) -> Path:
     raise ModelError(f"no such model directory: {path}; check the path")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config_file(folder: Path) -> dict[str, Any]:
     """The contents of config.json.
 
     Raises:
@@ -69,11 +57,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if path.is_file():
-        config = read_json(path, ModelError)
+        config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
         if "quantization_config" not in config and beside.is_file():
             # ModelOpt says in a file of its own what others say here.
-            config["quantization_config"] = {**read_json(beside, ModelError), "quant_method": "modelopt"}
+            config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
         return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
@@ -144,15 +132,19 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Files that belong to the model but are neither weights nor config.json, sorted: tokenizer, licence, ..."""
+    """Files to carry into a compressed checkpoint, sorted: tokenizer, licence and the like; no weights, no code."""
     return sorted(path for path in folder.iterdir() if path.is_file() and is_metadata(path.name))
 
 
 def is_metadata(name: str) -> bool:
     """Whether a file of this name belongs to the model, see `metadata_files`."""
     name = name.lower()
-    wanted = any(fnmatch.fnmatchcase(name, pattern) for pattern in _METADATA)
-    return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_CARRIED)
+    return matches_any(name, _METADATA) and not matches_any(name, _NEVER_CARRIED)
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of some shell-style patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 _GGUF = "quantkit compresses the original checkpoint: give the safetensors model that the GGUF file was made from"
@@ -160,11 +152,10 @@ _GGUF = "quantkit compresses the original checkpoint: give the safetensors model
 
 def _no_weights(folder: Path) -> str:
     for pattern in _PICKLES:
-        found = sorted(folder.glob(pattern))
-        if found:
+        if pickles := sorted(folder.glob(pattern)):
             return (
-                f"{folder} has no safetensors files, only {found[0].name}; pickle is never loaded, because it can run "
-                "code; convert to safetensors with transformers where you trust the file: "
+                f"{folder} has no safetensors files, only {pickles[0].name}; pickle is never loaded, because it can "
+                "run code; convert to safetensors with transformers where you trust the file: "
                 "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
             )
     if any(folder.glob("*.gguf")):
@@ -174,7 +165,7 @@ def _no_weights(folder: Path) -> str:
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """File name by tensor name, all file names plain ones."""
-    weight_map = read_json(index, CheckpointError).get("weight_map")
+    weight_map = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' object with tensors; download or copy it again")
     for tensor, name in weight_map.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import parse_json, shorten
+from quantkit.untrusted import opened, parse_object, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -32,24 +32,13 @@ _DAMAGED = "the file is damaged; download or copy it again"
 
 # In the order in which the safetensors library writes them: wide types first, which keeps every tensor aligned.
 # Other kinds (4 and 6 bits) pack several elements into a byte; they can be counted, not read.
-_TORCH_NAMES = {
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-    "F32": "float32",
-    "U32": "uint32",
-    "I32": "int32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "U16": "uint16",
-    "I16": "int16",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+_TORCH_NAMES = (
+    {"U64": "uint64", "I64": "int64", "F64": "float64"}
+    | {"F32": "float32", "U32": "uint32", "I32": "int32"}
+    | {"BF16": "bfloat16", "F16": "float16", "U16": "uint16", "I16": "int16"}
+    | {"F8_E8M0": "float8_e8m0fnu", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    | {"I8": "int8", "U8": "uint8", "BOOL": "bool"}
+)
 _KINDS = {name: kind for kind, name in _TORCH_NAMES.items()}
 _ITEM_BYTES = {kind: int((re.search(r"\d+", kind) or ["8"])[0]) // 8 for kind in _TORCH_NAMES}  # BOOL: 1
 _RANKS = {kind: rank for rank, kind in enumerate(_TORCH_NAMES)}
@@ -95,13 +84,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: missing or unreadable, not safetensors, truncated, or inconsistent; names tensor and values.
     """
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            header = parse_json(_read_text(path, file, file_bytes), f"the header of {path}", CheckpointError, _DAMAGED)
-            data_start = file.tell()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+    with opened(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        header = parse_object(_read_text(path, file, file_bytes), f"the header of {path}", CheckpointError, _DAMAGED)
+        data_start = file.tell()
     header.pop("__metadata__", None)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
     _check_layout(path, tensors, data_start, file_bytes)
@@ -127,17 +113,15 @@ def checked_dtypes(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo
     return tensors
 
 
-def encode_header(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[str]]:
+def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
     """The bytes in front of the tensors of a new file.
 
     Args:
         tensors: dtype and shape by name.
-        metadata: strings to keep beside them; transformers wants {"format": "pt"}.
     Returns:
         header: length field included.
         order: names in the order in which their bytes must follow.
+        num_bytes: of the whole file.
     Raises:
         CheckpointError: a dtype that safetensors cannot hold.
     """
@@ -148,7 +132,7 @@ def encode_header(
                 f"tensor {name!r} has dtype {tensors[name][0]}, which safetensors cannot hold; cast it first"
             )
     order = sorted(tensors, key=lambda name: (_RANKS[kinds[name]], name))
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     offset = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -157,7 +141,7 @@ def encode_header(
         offset = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, order, _LENGTH_BYTES + len(text) + offset
 
 
 def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.errors import ModelError, first_line
-from quantkit.untrusted import read_json, shorten
+from quantkit.untrusted import read_object, shorten
 
 # Folders inside a model's folder that transformers reads.
 _READ_FOLDERS = ("additional_chat_templates",)
@@ -53,7 +53,7 @@ def check_pointers(folder: Path) -> None:
             f"{folder} holds a model and adapter_config.json, which would load another; merge the adapter, or remove it"
         )
     try:
-        settings = read_json(folder / "tokenizer_config.json", ModelError)
+        settings = read_object(folder / "tokenizer_config.json", ModelError)
     except ModelError:  # missing or damaged, as whoever needs it says
         return
     root = Path(os.path.realpath(folder))

@@ -5,30 +5,18 @@ glibc holds on to freed blocks of up to 32 MiB; between two phases with differen
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import re
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; None with another C library."""
-    try:
-        function: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return function
 
 
 def release_freed_memory() -> None:
     """Return freed memory to the system; does nothing where that is not possible."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes() -> int:
@@ -38,8 +26,8 @@ def peak_bytes() -> int:
     """
     status = Path("/proc/self/status")
     if status.exists():
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if found:
-            return int(found[1]) * 1024
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        if peak:
+            return int(peak[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

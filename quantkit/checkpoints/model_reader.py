@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.reader import CheckpointReader, TensorInfo
-from quantkit.models.families import Experts, Family
+from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.models.family import Experts, Family
 from quantkit.models.linear_sets import at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class StoredPart:
     """A linear's share of a stored tensor.
 
     Args:
@@ -81,7 +82,7 @@ class ModelReader(CheckpointReader):
         return self.tensor(name)[start:stop].clone() if name in self._parts else super().rows(name, start, stop)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes]:
-        """See `CheckpointReader`; a part comes in one piece."""
+        """See `CheckpointReader`; a part comes in one chunk."""
         if name in self._parts:
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
@@ -132,7 +133,7 @@ class ModelReader(CheckpointReader):
         if family.stored_prefix is None:
             self._tensors = _with_prefix(self._tensors, family)
         self._tensors = _with_own_names(self._tensors, family)
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
         for stored, parts in _find_parts(self._tensors, family).items():
             info = self._stored[stored] = self._tensors.pop(stored)
@@ -176,36 +177,43 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
     return renamed
 
 
-def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, _Part]]:
+def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, StoredPart]]:
     """Parts by name, for each stored tensor that is not itself one."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
-    parts_of: dict[str, dict[str, _Part]] = {}
+    parts_of: dict[str, dict[str, StoredPart]] = {}
     for name, info in tensors.items():
         match = layer.match(name)
         if match is None:
             continue
         prefix, local = match.group(), name[match.end() :]
         if local.removesuffix(".weight") in family.transposed and len(info.shape) == 2:
-            parts_of[name] = {name: _Part(stored=name, expert=None, outputs=slice(None), transposed=True)}
+            parts_of[name] = {name: StoredPart(stored=name, expert=None, outputs=slice(None), transposed=True)}
         elif family.experts is not None and len(info.shape) >= 2:
-            parts = {prefix + key: part for key, part in _expert_parts(name, local, info, family.experts)}
+            parts = {prefix + key: part for key, part in expert_parts(name, local, info.shape, family.experts)}
             parts_of |= {name: parts} if parts else {}
     return parts_of
 
 
-def _expert_parts(name: str, local: str, info: TensorInfo, data: Experts) -> Iterator[tuple[str, _Part]]:
-    """Linears of all experts out of a stacked tensor, by relative name; none if it is not stacked."""
+def expert_parts(name: str, local: str, shape: tuple[int, ...], data: Experts) -> Iterator[tuple[str, StoredPart]]:
+    """Linears of all experts out of a stacked tensor, by relative name; none if it is not stacked.
+
+    Args:
+        name: of the tensor, for its parts.
+        local: the same, relative to its layer.
+        shape: of the tensor.
+        data: of the family.
+    """
     for stacked, linears in ((data.stacked_up, data.up), (data.stacked_down, (data.down,))):
         kind = {stacked: "weight", f"{stacked}_bias": "bias"}.get(local)
-        if kind is None or len(info.shape) != (3 if kind == "weight" else 2):
+        if kind is None or len(shape) != (3 if kind == "weight" else 2):
             continue
-        outputs = info.shape[-1] if kind == "bias" or data.transposed else info.shape[1]
+        outputs = shape[-1] if kind == "bias" or data.transposed else shape[1]
         each = outputs // len(linears)
-        for expert in range(info.shape[0]):
+        for expert in range(shape[0]):
             for number, linear in enumerate(linears):
                 rows = slice(number * each, (number + 1) * each)
                 if data.interleaved:
                     rows = slice(number, None, len(linears))
                 transposed = data.transposed or kind == "bias"
-                part = _Part(stored=name, expert=expert, outputs=rows, transposed=transposed)
+                part = StoredPart(stored=name, expert=expert, outputs=rows, transposed=transposed)
                 yield f"{at(linear, expert)}.{kind}", part

@@ -6,28 +6,23 @@ memory must be bounded by one layer. Every call opens the file, reads its bytes 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import itertools
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, metadata_files, read_config
+from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, read_config_file
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
-
-__all__ = ["CheckpointReader", "TensorInfo"]
+from quantkit.untrusted import CHUNK_BYTES, opened, read_chunks
 
 R = TypeVar("R", bound="CheckpointReader")
-
-_CHUNK_BYTES = 1 << 22
 
 if sys.byteorder != "little":
     raise ImportError("quantkit.checkpoints needs a little-endian machine: safetensors stores little-endian numbers")
@@ -51,7 +46,7 @@ class CheckpointReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path: Path = check_folder(Path(path))
-        self.config: dict[str, Any] = read_config(self.path)
+        self.config: dict[str, Any] = read_config_file(self.path)
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
@@ -96,7 +91,7 @@ class CheckpointReader:
         return self._read_tensor(self.info(name))
 
     def _read_tensor(self, info: TensorInfo) -> Tensor:
-        with _opened(info.file) as file:
+        with opened(info.file) as file:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -114,7 +109,7 @@ class CheckpointReader:
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise CheckpointError(f"tensor {name!r} of shape {info.shape} has no rows {start} to {stop}")
         width = _row_bytes(info)
-        with _opened(info.file) as file:
+        with opened(info.file) as file:
             data = _read(file, info, start * width, (stop - start) * width)
         return data.view(info.dtype).view(stop - start, *info.shape[1:])
 
@@ -132,36 +127,34 @@ class CheckpointReader:
             CheckpointError: no such tensor or row, or its file cannot be read.
         """
         info = self.info(name)
-        wanted = indices.detach().reshape(-1).to("cpu", torch.int64)
-        if wanted.numel() and not (info.shape and int(wanted.min()) >= 0 and int(wanted.max()) < info.shape[0]):
+        rows = indices.detach().reshape(-1).to("cpu", torch.int64)
+        if rows.numel() and not (info.shape and int(rows.min()) >= 0 and int(rows.max()) < info.shape[0]):
             raise CheckpointError(
-                f"tensor {name!r} of shape {info.shape} has no rows {int(wanted.min())} to {int(wanted.max())}"
+                f"tensor {name!r} of shape {info.shape} has no rows {int(rows.min())} to {int(rows.max())}"
             )
         width = _row_bytes(info)
         # Bytes, not elements: indexing must not depend on what torch can do with 8-bit floats.
-        result = torch.empty(len(wanted), width, dtype=torch.uint8)
-        limit = max(1, _CHUNK_BYTES // max(1, width))
-        with _opened(info.file) as file:
-            for first, last, places in _runs(wanted, limit):
+        result = torch.empty(len(rows), width, dtype=torch.uint8)
+        limit = max(1, CHUNK_BYTES // max(1, width))
+        with opened(info.file) as file:
+            for first, last, positions in _runs(rows, limit):
                 block = _read(file, info, first * width, (last - first) * width).view(last - first, width)
-                result[places] = block[wanted[places] - first]
+                result[positions] = block[rows[positions] - first]
         return result.view(-1).view(info.dtype).view(*indices.shape, *info.shape[1:])
 
-    def chunks(self, name: str, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
-        """The raw bytes of a tensor, in pieces of at most `size`.
+    def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """The raw bytes of a tensor, at most `size` at a time.
 
         Raises:
             CheckpointError: no such tensor, or its file cannot be read.
         """
         info = self.info(name)
-        with _opened(info.file) as file:
-            for start in range(0, info.num_bytes, size):
-                yield _read(file, info, start, min(size, info.num_bytes - start)).numpy().tobytes()
+        return read_chunks(info.file, info.offset, info.num_bytes, size)
 
     def digests(self) -> dict[str, str]:
         """SHA-256 by file name of what a compression depends on: config, index, weights and tokenizer.
 
-        Read once, in pieces, and remembered.
+        Read once, in chunks, and remembered.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -172,29 +165,25 @@ class CheckpointReader:
             self._digests = {path.name: file_digest(path) for path in present}
         return dict(self._digests)
 
-    def metadata_files(self) -> list[Path]:
-        """Files to carry into a compressed checkpoint: tokenizer, generation config, licence; never weights or code."""
-        return metadata_files(self.path)
-
 
 def _row_bytes(info: TensorInfo) -> int:
     return math.prod(info.shape[1:]) * info.dtype.itemsize
 
 
-def _runs(wanted: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Consecutive rows that are wanted, in ascending order, at most `limit` places at a time.
+def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Consecutive rows of those asked for, in ascending order, at most `limit` positions at a time.
 
-    For wanted = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
+    For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 
     Args:
-        wanted: (T,) int64 row numbers.
+        asked: (T,) int64 row numbers.
         limit: > 0.
     Yields:
         first, last: rows [first, last) to read.
-        places: positions in `wanted` whose row is one of them.
+        positions: those in `asked` whose row is one of them.
     """
-    order = torch.argsort(wanted, stable=True)
-    rows = wanted[order]
+    order = torch.argsort(asked, stable=True)
+    rows = asked[order]
     # A step of more than one row starts a new run.
     breaks = (rows.diff() > 1).nonzero().view(-1) + 1
     for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
@@ -203,25 +192,11 @@ def _runs(wanted: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
             yield int(rows[begin]), int(rows[end - 1]) + 1, order[begin:end]
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[io.FileIO]:
-    """An unbuffered file whose system errors name it and say what to do."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            yield file
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; check the disk and its permissions") from error
-
-
-def _read(file: io.FileIO, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
+def _read(file: BinaryIO, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
     """Bytes [start, start + num_bytes) of a tensor, as uint8."""
     data = torch.empty(num_bytes, dtype=torch.uint8)
-    view = memoryview(data.numpy().data)
     file.seek(info.offset + start)
-    done = 0
-    # One call reads at most 2 GiB on Linux.
-    while done < num_bytes and (count := file.readinto(view[done:])):
-        done += count
+    done: int = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
     if done < num_bytes:
         raise CheckpointError(
             f"{info.file} ended {num_bytes - done} bytes early: it changed while it was read; run the command again"
@@ -236,7 +211,7 @@ def file_digest(path: Path) -> str:
         CheckpointError: it cannot be read.
     """
     digest = hashlib.sha256()
-    with _opened(path) as file:
-        while piece := file.read(_CHUNK_BYTES):
-            digest.update(piece)
+    with opened(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata
+from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata, matches_any
 from quantkit.errors import OutputError
 
 MANIFEST = "quantkit.json"
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Beside tokenizer, licence and the like: what quantize, convert, verify and the hub write into a checkpoint.
-_WRITTEN = (CONFIG_NAME, INDEX_NAME, "quantkit*.json", "README.md", "report.json", "report.html", "junit.xml")
+_DIGITS = "[0-9]" * 5
+_WRITTEN = (
+    *(CONFIG_NAME, INDEX_NAME, f"model-{_DIGITS}-of-{_DIGITS}.safetensors", "quantkit*.json"),
+    *("README.md", "report.json", "report.html", "junit.xml"),
+)
 
 
 def check_apart(output: Path, source: Path) -> None:
@@ -43,7 +44,8 @@ def check_checkpoint(output: Path) -> None:
     if entries and not _is_ours(output / MANIFEST):
         raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
     for entry in entries:
-        if entry.is_symlink() or not entry.is_file() or not _is_written(entry.name):
+        ours = is_metadata(entry.name) or matches_any(entry.name, _WRITTEN)
+        if entry.is_symlink() or not entry.is_file() or not ours:
             raise _kept(output, f"holds {entry.name}, which quantkit did not write")
 
 
@@ -84,8 +86,3 @@ def _is_ours(path: Path) -> bool:
     if not isinstance(manifest, dict) or type(manifest.get("schema_version")) is not int:
         return False
     return isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
-
-
-def _is_written(name: str) -> bool:
-    known = any(fnmatch.fnmatchcase(name, pattern) for pattern in _WRITTEN)
-    return known or _SHARD.fullmatch(name) is not None or is_metadata(name)

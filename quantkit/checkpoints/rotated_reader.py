@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Family
-from quantkit.numerics.hadamard import random_rotation
+from quantkit.models.family import Family
+from quantkit.numerics.hadamard import Rotation, random_rotation
 
 
 class RotatedReader(ModelReader):
@@ -94,16 +94,12 @@ class RotatedReader(ModelReader):
         if module in self._readers and kind == "weight":
             value = self._stream.apply(value * self._norm(f"{prefix}{self._readers[module]}.weight"))
         if self._heads is not None and module == parts.qkv[-1]:
-            value = self._heads.apply_blocks(value.T.contiguous()).T if kind == "weight" else self._by_head(value)
+            value = _outputs(self._heads, value)
         if module in (parts.output, parts.down):
             if self._heads is not None and module == parts.output and kind == "weight":
                 value = self._heads.apply_blocks(value)
-            value = self._stream.apply(value.view(len(value), -1).T.contiguous()).T.reshape(value.shape)
+            value = _outputs(self._stream, value)
         return value.contiguous()
-
-    def _by_head(self, bias: Tensor) -> Tensor:
-        assert self._heads is not None
-        return self._heads.apply_blocks(bias.unsqueeze(0)).squeeze(0)
 
     def _norm(self, name: str) -> Tensor:
         return super().tensor(name).float() + self._names.norm_offset
@@ -132,3 +128,8 @@ class RotatedReader(ModelReader):
                     break
         if reason is not None:
             raise ModelError(f"{path}: the step rotate cannot take this model: {reason}; leave the step out")
+
+
+def _outputs(rotation: Rotation, value: Tensor) -> Tensor:
+    """Outputs of a weight (N, K) or bias (N,) rotated, in blocks of the rotation's width."""
+    return rotation.apply_blocks(value.view(len(value), -1).T.contiguous()).T.reshape(value.shape)

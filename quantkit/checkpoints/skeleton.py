@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import rebuild_layer
+from quantkit.checkpoints.experts import rebuild_layer, set_parameter
 from quantkit.checkpoints.passing import Recorder, build_model, pass_first, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.models.families import Family, LinearSet
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import LinearSet
 
 # Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
 _MOST_SHAPES = 256
@@ -78,14 +79,12 @@ class Skeleton:
             return self.family.layer_sets[index]
         return self.family.sets_of_layer(lambda name: self._weight(index, name) is not None, self.reader.config)
 
+    def _linear_names(self, index: int) -> list[str]:
+        return [name for group in self.linear_sets(index) for name in group.linears]
+
     def other_linears(self) -> list[str]:
         """Full names of all linears of the model that are in no set: the head, gates, a vision tower."""
-        sets = {
-            f"{self.layer_name(index)}.{name}"
-            for index in range(self.num_layers)
-            for group in self.linear_sets(index)
-            for name in group.linears
-        }
+        sets = {f"{self.layer_name(i)}.{name}" for i in range(self.num_layers) for name in self._linear_names(i)}
         linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         return [name for name in linears if name not in sets]
 
@@ -112,7 +111,7 @@ class Skeleton:
             ModelError: the layer lacks a linear that the family names.
         """
         shapes: dict[str, tuple[int, int]] = {}
-        for name in (name for group in self.linear_sets(index) for name in group.linears):
+        for name in self._linear_names(index):
             weight = self._weight(index, name)
             if weight is None:
                 raise ModelError(f"{self.layer_name(index)} has no linear {name!r}; is the config right?")
@@ -132,19 +131,17 @@ class Skeleton:
         Raises:
             CheckpointError: names the tensor, what was expected and what was found.
         """
-        expected: dict[str, torch.Size] = {
-            f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape
-        }
+        expected = {f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape}
         for index, layer in enumerate(self._layers):
-            for name, parameter in layer.state_dict(keep_vars=True).items():
-                expected[f"{self.layer_name(index)}.{name}"] = parameter.shape
+            state = layer.state_dict(keep_vars=True)
+            expected |= {f"{self.layer_name(index)}.{name}": parameter.shape for name, parameter in state.items()}
         for name, shape in expected.items():
             if name not in self.reader:
                 raise CheckpointError(f"{self.reader.path}: tensor {name} is missing; the download may be incomplete")
-            found = self.reader.info(name).shape
-            if found != tuple(shape):
+            stored = self.reader.info(name).shape
+            if stored != tuple(shape):
                 raise CheckpointError(
-                    f"{self.reader.path}: tensor {name} has shape {found}, config.json says {tuple(shape)}"
+                    f"{self.reader.path}: tensor {name} has shape {stored}, config.json says {tuple(shape)}"
                 )
 
     def layer(self, index: int) -> nn.Module:
@@ -165,12 +162,11 @@ class Skeleton:
             bad = int((~torch.isfinite(value)).sum())
             raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
         owner, _, leaf = name.rpartition(".")
-        owning = module.get_submodule(owner)
-        if leaf in owning._buffers:
-            owning._buffers[leaf] = value.to(device, owning.get_buffer(leaf).dtype)
+        buffers = module.get_submodule(owner)._buffers
+        if (buffer := buffers.get(leaf)) is not None:
+            buffers[leaf] = value.to(device, buffer.dtype)
         else:
-            parameter = nn.Parameter(value.to(device, self.dtype), requires_grad=False)
-            owning.register_parameter(leaf, parameter)
+            set_parameter(module, name, value.to(device, self.dtype))
 
     def _load_stem(self) -> None:
         """Read what stands between embedding and first layer, e.g. learned positions; most families have nothing."""
@@ -193,7 +189,7 @@ class Skeleton:
         """
         embedding = copy.deepcopy(self._embedding())
         embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
-        embedding.register_parameter("weight", nn.Parameter(table.to(self.dtype), requires_grad=False))
+        set_parameter(embedding, "weight", table.to(self.dtype))
         hidden = self._record(embedding(row_of[token_ids]))[0].hidden
         assert hidden is not None
         return hidden

@@ -9,12 +9,12 @@ from quantkit.checkpoints.folder import check_folder
 from quantkit.errors import ModelError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WANTED = (
+_DOWNLOADED = (
     *("*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.tiktoken", "chat_template*"),
     *("LICENSE*", "NOTICE*", "README*"),
 )
 # Folders hold exports in other layouts, "consolidated" is the same weights once more.
-_UNWANTED = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py", "*.pkl", "*.gguf", "*.onnx")
+_LEFT_THERE = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py", "*.pkl", "*.gguf", "*.onnx")
 
 
 def resolve(model: str) -> Path:
@@ -34,7 +34,7 @@ def resolve(model: str) -> Path:
         # Imported late: a local directory must not depend on the hub's library.
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+        return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_LEFT_THERE)))
     except Exception as error:
         # The hub fails in many ways that share no class: HTTP, connection, validation, cache, missing package.
         reason = first_line(error)

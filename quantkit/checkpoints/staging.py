@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quantkit.checkpoints.replaceable import check_checkpoint
 from quantkit.checkpoints.work_folder import WorkFolder, work_folder
-from quantkit.checkpoints.writer import sync_folder, translate_os_error
+from quantkit.checkpoints.writer import sync_folder, writing
 from quantkit.errors import OutputError
 
 
@@ -57,7 +57,7 @@ class Stage:
         """
         self.work.check_held()
         self.check_output()
-        try:
+        with writing(self.output):
             if self.output.is_dir():
                 try:
                     self.output.rename(self.work.replaced)
@@ -69,8 +69,6 @@ class Stage:
                 made.replace(self.output)
             sync_folder(self.output.parent)
             self.work.clear()
-        except OSError as error:
-            raise translate_os_error(error, self.output) from error
 
 
 @contextmanager
@@ -112,7 +110,5 @@ def _check_output(output: Path, overwrite: bool, check: Callable[[Path], None]) 
         return
     if not overwrite:
         raise OutputError(f"output {output} exists already; choose another --output or pass --overwrite")
-    try:
+    with writing(output):
         check(output)
-    except OSError as error:
-        raise translate_os_error(error, output) from error

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.writer import sync_folder, translate_os_error
+from quantkit.checkpoints.writer import sync_folder, writing
 from quantkit.errors import OutputError
 
 MARKER = ".quantkit-work"  # says whose folder it is, and is what is locked
-MARKER_VERSION = 1
+_OURS = {"written_by": "quantkit", "version": 1}  # what every marker says
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,17 +86,10 @@ class WorkFolder:
         if not _is_at(self._descriptor, self.path / MARKER):
             raise OutputError(f"{self.path} was removed while this run was writing there; run the command again")
 
-    def mark(self, kind: str) -> None:
-        """Say in the marker whose the folder is now."""
-        text = json.dumps(
-            {"written_by": "quantkit", "version": MARKER_VERSION, "kind": kind, "resumable": self.resumable}
-        )
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode() + b"\n", 0)
-
     def leave(self) -> None:
-        """Remove what no later run can use, the marker last, and let others in."""
-        try:
+        """Remove what no later run can use, the marker last."""
+        # On an error the marker is still there or the folder another's: the next run tidies up.
+        with contextlib.suppress(OSError, OutputError):
             if not _is_at(self._descriptor, self.path / MARKER):
                 return
             if not self.resumable:
@@ -105,10 +98,6 @@ class WorkFolder:
                 (self.path / MARKER).unlink()
                 if self.output is not None or not self.adopted:
                     self.path.rmdir()
-        except (OSError, OutputError):
-            pass  # the marker is still there or the folder another's: the next run tidies up
-        finally:
-            os.close(self._descriptor)
 
     def _entries(self) -> list[Path]:
         return [entry for entry in self.path.iterdir() if entry.name != MARKER]
@@ -132,23 +121,15 @@ def work_folder(
         OutputError: it is not quantkit's, a link, holds links, or another process is at work there.
         ResourceError: the disk is full.
     """
-    try:
-        work = _claim(path, output, resumable, option)
-    except OSError as error:
-        raise translate_os_error(error, path) from error
-    try:
-        _check_links(path, option)
-        work.put_back()
-        _take_over(work, kind)
-    except BaseException as error:
-        os.close(work._descriptor)
-        if isinstance(error, OSError):
-            raise translate_os_error(error, path) from error
-        raise
-    try:
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            work = _claim(path, output, resumable, option)
+            stack.callback(os.close, work._descriptor)
+            _check_links(path, option)
+            work.put_back()
+            _take_over(work, kind)
+        stack.callback(work.leave)
         yield work
-    finally:
-        work.leave()
 
 
 def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> WorkFolder:
@@ -160,21 +141,19 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
             descriptor = os.open(path / MARKER, flags, 0o666)
         except FileNotFoundError:
             continue  # another run has removed the folder since
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path / MARKER):
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
+            if _is_at(descriptor, path / MARKER):  # or another run has removed the marker since
                 known = _read_marker(descriptor, path, option)
+                stack.pop_all()
                 adopted = not created and not known
                 return WorkFolder(
                     path=path, output=output, resumable=resumable, adopted=adopted, known=known, _descriptor=descriptor
                 )
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # of a marker that another run has removed since
 
 
 def _create(path: Path, option: str) -> bool:
@@ -200,17 +179,13 @@ def _create(path: Path, option: str) -> bool:
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
     """What the marker says; empty for a new one, and where its writer was killed before anything else was there."""
     text = os.pread(descriptor, 1 << 16, 0)
-    if not text and all(entry.name == MARKER for entry in path.iterdir()):
+    if not text and list(path.iterdir()) == [path / MARKER]:
         return {}
     try:
         marker: Any = json.loads(text)
     except (ValueError, RecursionError):
         marker = None
-    if (
-        not isinstance(marker, dict)
-        or marker.get("written_by") != "quantkit"
-        or marker.get("version") != MARKER_VERSION
-    ):
+    if not isinstance(marker, dict) or not _OURS.items() <= marker.items():
         raise _foreign(path, option)
     return marker
 
@@ -248,7 +223,9 @@ def _take_over(work: WorkFolder, kind: str) -> None:
             "folder"
         )
     work.clear()
-    work.mark(kind)
+    marker = {**_OURS, "kind": kind, "resumable": work.resumable}
+    os.ftruncate(work._descriptor, 0)
+    os.pwrite(work._descriptor, json.dumps(marker).encode() + b"\n", 0)
     work.known = {}
 
 

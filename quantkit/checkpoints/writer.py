@@ -1,7 +1,7 @@
 """Writing a checkpoint: every file appears whole or not at all, and equal inputs give equal bytes.
 
 A file is written under a temporary name beside its place, flushed to the disk, and renamed. Tensors go out one at a
-time in pieces, so memory holds no second copy of them. Not a serializer of models: names and order are the caller's.
+time in chunks, so memory holds no second copy of them. Not a serializer of models: names and order are the caller's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,18 +25,15 @@ from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import OutputError, QuantkitError, ResourceError
 from quantkit.quantities import byte_size
-
-_PIECE_BYTES = 1 << 22
-_METADATA = {"format": "pt"}  # transformers refuses files without it
+from quantkit.untrusted import CHUNK_BYTES
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = _METADATA) -> str:
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write tensors as one safetensors file, in place of what was there.
 
     Args:
         path: of the file; its folder must exist.
         tensors: by name, on any device, contiguous or not; not modified.
-        metadata: strings for the header.
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
@@ -43,11 +41,8 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         OutputError: the place cannot be written.
         CheckpointError: a dtype that safetensors cannot hold.
     """
-    header, order = encode_header(
-        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata
-    )
-    num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return _write_pieces(path, header, (piece for name in order for piece in _pieces(tensors[name])), num_bytes)
+    infos = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return _write_tensors(path, infos, lambda name: _chunks(tensors[name]))
 
 
 def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, stored: Callable[[str], str] = str) -> str:
@@ -65,10 +60,8 @@ def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, sto
         ResourceError, OutputError: as `write_shard`.
     """
     sources = {stored(name): name for name in names}
-    infos = {name: reader.info(source) for name, source in sources.items()}
-    header, order = encode_header({name: (info.dtype, info.shape) for name, info in infos.items()}, _METADATA)
-    num_bytes = len(header) + sum(info.num_bytes for info in infos.values())
-    return _write_pieces(path, header, (piece for name in order for piece in reader.chunks(sources[name])), num_bytes)
+    infos = {name: (reader.info(source).dtype, reader.info(source).shape) for name, source in sources.items()}
+    return _write_tensors(path, infos, lambda name: reader.chunks(sources[name]))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -111,16 +104,24 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     write_json(folder / INDEX_NAME, index)
 
 
-def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = None) -> QuantkitError:
-    """What a failed write means, in one line.
+@contextlib.contextmanager
+def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """What the system refuses in this block becomes one line.
 
     Args:
-        error: what the system said.
-        path: what was being written.
+        path: what is being written.
         needed_bytes: its full size, if known.
-    Returns:
-        ResourceError when the disk or the quota is full, OutputError otherwise; to be raised by the caller.
+    Raises:
+        ResourceError: the disk or the quota is full.
+        OutputError: any other error of the system.
     """
+    try:
+        yield
+    except OSError as error:
+        raise _translated(error, path, needed_bytes) from error
+
+
+def _translated(error: OSError, path: Path, needed_bytes: int | None) -> QuantkitError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         reason = error.strerror or str(error)
         return OutputError(f"cannot write {path}: {reason}; choose another --output or mend its folder's permissions")
@@ -132,21 +133,26 @@ def translate_os_error(error: OSError, path: Path, needed_bytes: int | None = No
     )
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, a few MiB at a time."""
     # Flattened first: a single number has no last dimension to view as bytes.
     data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
 
 
-def _write_pieces(path: Path, header: bytes, pieces: Iterable[bytes | memoryview], num_bytes: int) -> str:
+def _write_tensors(
+    path: Path,
+    infos: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    chunks: Callable[[str], Iterable[bytes | memoryview]],
+) -> str:
+    header, order, num_bytes = encode_header(infos)
     digest = hashlib.sha256(header)
     with _atomic(path, num_bytes) as file:
         file.write(header)
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
+        for chunk in itertools.chain.from_iterable(map(chunks, order)):
+            file.write(chunk)
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -154,7 +160,7 @@ def _write_pieces(path: Path, header: bytes, pieces: Iterable[bytes | memoryview
 def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends, and leaves nothing behind when it fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with writing(path, num_bytes):
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -166,8 +172,6 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except OSError as error:
-        raise translate_os_error(error, path, num_bytes) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from quantkit.cli._command import CommandGroup
 from quantkit.cli._errors import end_output, open_streams, report_error
 from quantkit.cli._memory import guard_imports
 from quantkit.errors import suggestion
@@ -22,15 +23,8 @@ __all__ = ["main"]
 
 REGISTRY = Registry(package=__name__, attribute="COMMAND", noun="command")
 
-EXAMPLES = """\b
-Examples:
-  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
-  quantkit inspect demo-int4
-  quantkit recipes list
-"""
 
-
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """The files of this package as commands, and one place where every error becomes a line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -48,18 +42,18 @@ class _Commands(click.Group):
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
         """Run; with `standalone_mode` (the default) exit with the code of the error, if any."""
-        given = list(sys.argv[1:] if args is None else args)
-        if "--verbose" not in given:
-            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is told by us
+        words = list(sys.argv[1:] if args is None else args)
+        if "--verbose" not in words:
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is said by us
         if not standalone_mode:
-            return super().main(given, standalone_mode=False, **extra)
+            return super().main(words, standalone_mode=False, **extra)
         open_streams()
         guard_imports()
         stdout = sys.stdout
         failure: BaseException | None = None
         result: Any = 0
         try:
-            result = super().main(given, standalone_mode=False, **extra)
+            result = super().main(words, standalone_mode=False, **extra)
         except SystemExit:
             if sys.stdout is stdout:
                 raise
@@ -69,7 +63,7 @@ class _Commands(click.Group):
         failure = end_output() or failure
         if failure is None:
             sys.exit(result if isinstance(result, int) else 0)
-        flags = given[: given.index("--")] if "--" in given else given
+        flags = words[: words.index("--")] if "--" in words else words
         sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
 
 
@@ -82,15 +76,22 @@ def _mended(error: BaseException) -> BaseException:
     return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
 
 
-def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
         import quantkit
 
         click.echo(f"quantkit {quantkit.__version__}")
         ctx.exit()
 
 
-@click.group(cls=_Commands, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print it.")
 def main() -> None:
-    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads."""
+    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads.
+
+    \b
+    Examples:
+      quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+      quantkit inspect demo-int4
+      quantkit recipes list
+    """

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.quantities import duration, number
+from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from quantkit.benchmark.compare import Ratio
     from quantkit.benchmark.no_cache import CacheComparison
-    from quantkit.report.table import Table
     from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis
-    from quantkit.results.statistics import PolynomialFit
+    from quantkit.results.statistics.summary import PolynomialFit
 
 DEFINITIONS = (
     "TTFT: request arrived to first token.\n"
@@ -24,7 +24,7 @@ DEFINITIONS = (
 )
 
 
-def numbers(
+def model_numbers(
     result: BenchmarkResult, fits: dict[str, PolynomialFit | None], diagnosis: Diagnosis | None
 ) -> dict[str, Any]:
     """Everything about one model: raw timestamps, percentiles, fits, memory, roofline, diagnosis."""
@@ -42,7 +42,7 @@ def numbers(
 
 def summary(run: BenchmarkRun) -> dict[str, Any]:
     """Percentiles and rates of one run."""
-    from quantkit.results.statistics import quantiles
+    from quantkit.results.statistics.summary import quantiles
 
     latencies = {"ttft_s": run.ttft_s, "itl_s": run.inter_token_s, "tpot_s": run.tpot_s}
     known = {name: quantiles(values) for name, values in latencies.items()}
@@ -62,20 +62,16 @@ def labelled_runs(results: Sequence[BenchmarkResult]) -> list[tuple[str, Benchma
     return [(run.workload.name + (f", {short_name(result.model)}" if several else ""), run) for run, result in pairs]
 
 
-def latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
+def explained_latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
     """The report's table, with what its words mean."""
-    from dataclasses import replace
+    from quantkit.report.speed_tables import latency_table
 
-    from quantkit.report.speed_tables import latency_table as table_of
-
-    table = table_of(runs)
+    table = latency_table(runs)
     return table and replace(table, note=f"{DEFINITIONS}\n{table.note}")
 
 
 def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
     """The model over the other, with the noise of the rounds."""
-    from quantkit.report.table import Column, Table
-
     titles = "model", short_name(baseline), "ratio", "rounds", "noise"
     rows = []
     for ratio in ratios:
@@ -121,10 +117,10 @@ def short_name(model: str) -> str:
 
 def settings_lines(results: Sequence[BenchmarkResult]) -> str:
     """Where and how each model ran."""
-    kept, lines = ("computed in", "threads", "linears", "speculation", "notes"), []
+    names, lines = ("computed in", "threads", "linears", "speculation", "notes"), []
     for result in results:
-        told = [f"{name} {result.settings[name]}" for name in kept if name in result.settings]
-        lines.append(f"{result.model} on {result.device}; KV cache {result.kv_cache}; {'; '.join(told)}")
+        settings = [f"{name} {result.settings[name]}" for name in names if name in result.settings]
+        lines.append(f"{result.model} on {result.device}; KV cache {result.kv_cache}; {'; '.join(settings)}")
     return "\n".join(lines)
 
 
@@ -157,8 +153,6 @@ def cache_numbers(comparison: CacheComparison) -> dict[str, Any]:
 
 def cache_table(comparison: CacheComparison) -> Table:
     """What the KV cache saves, by number of generated tokens."""
-    from quantkit.report.table import Column, Table
-
     count = comparison.cached.num_new_tokens
     same = "the same tokens both ways"
     if comparison.num_same < count:

@@ -22,8 +22,6 @@ import click
 
 from quantkit.errors import QuantkitError, ResourceError
 
-__all__ = ["end_output", "explain", "open_streams", "report_error", "say"]
-
 _LONGEST_LINE = 2000
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
 

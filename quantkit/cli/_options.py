@@ -55,10 +55,9 @@ def _identifier(name: str) -> str:
 
 def _value(field: Field[Any], value: Any) -> Any:
     """What was given for a field; None if nothing was."""
-    if not _repeatable(field):
-        return value
-    parts = sum(value, ()) if "commas" in field.metadata else value
-    return parts or None
+    if _repeatable(field):
+        return (sum(value, ()) if "commas" in field.metadata else value) or None
+    return field.metadata["read"](value) if "read" in field.metadata and value is not None else value
 
 
 def _repeatable(field: Field[Any]) -> bool:
@@ -67,18 +66,30 @@ def _repeatable(field: Field[Any]) -> bool:
 
 def _option(name: str, field: Field[Any], shown: str | None) -> Decorator:
     meta = field.metadata
+    flags, metavar = _flags(field)
     shown = shown or meta.get("shown") or _shown(field.default)
     return click.option(
-        meta["flag"],
+        *flags,
         _identifier(name),
         # None = not given, also where a flag would otherwise be off: the class has the default.
         default=None,
-        is_flag=isinstance(field.default, bool) or "/" in meta["flag"],
+        is_flag=_is_flag(field),
         multiple=_repeatable(field),
         type=_accepted(field),
-        metavar=meta.get("metavar"),
+        metavar=metavar,
         help=meta["text"] + (f"  [default: {shown}]" if shown else ""),
     )
+
+
+def _flags(field: Field[Any]) -> tuple[list[str], str | None]:
+    """`-o --output FILE` as flags and what stands for the value."""
+    words = field.metadata["flag"].split()
+    flags = [word for word in words if word.startswith("-")]
+    return flags, next((word for word in words if word not in flags), None)
+
+
+def _is_flag(field: Field[Any]) -> bool:
+    return isinstance(field.default, bool) or any("/" in flag for flag in _flags(field)[0])
 
 
 def _shown(default: Any) -> str:
@@ -89,28 +100,31 @@ def _shown(default: Any) -> str:
 
 def _accepted(field: Field[Any]) -> Any:
     meta = field.metadata
-    if isinstance(field.default, bool) or "/" in meta["flag"]:
+    if _is_flag(field):
         return None
-    if "choices" in meta:
-        return click.Choice(meta["choices"])
     default: Any = field.default
     one = default[0] if _repeatable(field) and default else default
     bounds = {name: meta[name] for name in ("minimum", "maximum", "above", "below") if name in meta}
     kind = meta.get("kind") or type(next((value for value in (one, *bounds.values()) if value not in (None, ())), ""))
-    value = number(kind, **bounds) if kind in (int, float) else click.Path(path_type=kind) if kind is not str else None
-    return Listed(value or click.STRING) if "commas" in meta else value
+    accepted: click.ParamType[Any] = click.STRING
+    if "choices" in meta:
+        accepted = click.Choice(meta["choices"])
+    elif kind in (int, float):
+        accepted = _number(kind, bounds)
+    elif kind is not str:
+        accepted = click.Path(path_type=kind)
+    return _Listed(accepted) if "commas" in meta else accepted
 
 
-def number(kind: type, **bounds: float) -> click.ParamType[Any]:
-    """A number of this kind within bounds, as `quantkit.settings` names them."""
-    low, high = (bounds.get("minimum", bounds.get("above")), bounds.get("maximum", bounds.get("below")))
-    limits: dict[str, Any] = {"min": low, "max": high, "min_open": "above" in bounds, "max_open": "below" in bounds}
+def _number(kind: type, bounds: Mapping[str, float]) -> click.ParamType[Any]:
     if not bounds:
         return click.INT if kind is int else click.FLOAT
-    return click.IntRange(**limits) if kind is int else FiniteRange(**limits)
+    low, high = (bounds.get("minimum", bounds.get("above")), bounds.get("maximum", bounds.get("below")))
+    limits: dict[str, Any] = {"min": low, "max": high, "min_open": "above" in bounds, "max_open": "below" in bounds}
+    return click.IntRange(**limits) if kind is int else _FiniteRange(**limits)
 
 
-class FiniteRange(click.FloatRange):
+class _FiniteRange(click.FloatRange):
     """Numbers that can be computed with: `nan` is in every range of click."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -120,7 +134,7 @@ class FiniteRange(click.FloatRange):
         return result
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """Several values in one, `1,8`."""
 
     name = "list"
@@ -129,8 +143,6 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         self.one = one
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
         return tuple(self.one.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from quantkit.report.table import Table
 
-__all__ = ["Output", "output_options", "plain_console"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:

@@ -5,49 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from typing_extensions import Self
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantkit.cli._errors import say
 from quantkit.cli._output import Output, plain_console
+from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.quantities import byte_size, elapsed
-
-if TYPE_CHECKING:
-    from quantkit.results import LayerRecord
-
-__all__ = ["Bar", "Log", "Progressing", "for_output"]
+from quantkit.results import LayerRecord
 
 
-class Progressing:
-    """The listener that shows nothing, and the frame of those that do; a context manager."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def plan(self, summary: dict[str, Any]) -> None:
-        """What is about to happen."""
-
-    def layer_started(self, index: int, name: str) -> None:
-        """A layer begins."""
-
-    def phase(self, name: str) -> None:
-        """The layer enters a phase."""
-
-    def layer_finished(self, record: LayerRecord) -> None:
-        """A layer is on disk."""
-
-    def warning(self, text: str) -> None:
-        """Something that the user should know."""
-
-
-class Log(Progressing):
+class Log(Listener):
     """One plain line per layer, for files and pipes."""
 
     def __init__(self) -> None:
@@ -55,7 +28,6 @@ class Log(Progressing):
         self._start_s = time.monotonic()
 
     def plan(self, summary: dict[str, Any]) -> None:
-        """The plan in one line."""
         self._total, self._first = _num(summary, "num_layers"), _num(summary, "resumed_layers")
         say(plan_line(summary))
         self._start_s = time.monotonic()
@@ -63,6 +35,7 @@ class Log(Progressing):
     def layer_finished(self, record: LayerRecord) -> None:
         """The layer's worst error, its time, the memory in use and the time left."""
         self._done += 1
+        # Layers of an earlier run took no time of this one.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
         parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(memory_in_use())]
         if left > 0:
@@ -70,15 +43,14 @@ class Log(Progressing):
         say(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}")
 
     def warning(self, text: str) -> None:
-        """The warning in one line."""
         say(f"warning: {text}")
 
 
-class Bar(Progressing):
+class Bar(Listener):
     """A bar that names the layer and its phase, the time left and the memory in use."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._bar = Progress(
+        self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -87,52 +59,42 @@ class Bar(Progressing):
             console=console or plain_console(stderr=True),
             transient=True,
         )
-        self._task: TaskID | None = None
+        # How many layers there are is known with the plan; until then nothing is shown.
+        self._task = self.progress.add_task("starting", visible=False, memory="")
         self._layer = ""
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
     def plan(self, summary: dict[str, Any]) -> None:
-        """The plan above the bar, and the bar at the layers that are done already."""
-        self._bar.console.print(plan_line(summary))
-        self._task = self._bar.add_task(
-            "starting", total=_num(summary, "num_layers"), completed=_num(summary, "resumed_layers"), memory=""
-        )
+        self.progress.console.print(plan_line(summary))
+        total, completed = _num(summary, "num_layers"), _num(summary, "resumed_layers")
+        self.progress.update(self._task, total=total, completed=completed, visible=True)
 
     def layer_started(self, index: int, name: str) -> None:
-        """The layer's name before the bar."""
         self._layer = name
         self._show(name)
 
     def phase(self, name: str) -> None:
-        """The phase after the layer's name."""
         self._show(f"{self._layer} {name}".strip())
 
     def layer_finished(self, record: LayerRecord) -> None:
-        """One step further."""
-        if self._task is not None:
-            self._bar.advance(self._task)
+        self.progress.advance(self._task)
         self._show(record.name)
 
     def warning(self, text: str) -> None:
-        """The warning above the bar."""
-        self._bar.console.print(f"warning: {text}", style="yellow")
+        self.progress.console.print(f"warning: {text}", style="yellow")
 
     def _show(self, description: str) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, description=description, memory=byte_size(memory_in_use()))
+        self.progress.update(self._task, description=description, memory=byte_size(memory_in_use()))
 
 
-def for_output(output: Output) -> Progressing:
-    """The listener that suits the options and the terminal."""
-    if not output.shows_progress:
-        return Progressing()
-    return Bar() if sys.stderr.isatty() else Log()
+@contextmanager
+def listening(output: Output) -> Iterator[Listener]:
+    """The listener that suits the options and the terminal, for as long as the block runs."""
+    if output.shows_progress and sys.stderr.isatty():
+        bar = Bar()
+        with bar.progress:
+            yield bar
+    else:
+        yield Log() if output.shows_progress else SILENT
 
 
 def plan_line(summary: dict[str, Any]) -> str:

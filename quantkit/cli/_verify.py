@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli._output import Output
+from quantkit.report.table import Table
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.evaluate.verify import VerifyOptions
-    from quantkit.report.table import Table
+    from quantkit.evaluate.verify.run import VerifyOptions
     from quantkit.results import CompressionResult, Report
 
 gate_option = click.option(
@@ -69,7 +69,7 @@ def finish(
     """
     if problem:
         output_to.tell(f"warning: {problem}")
-    output_to.result(lambda: {**(entries or {}), **numbers(report, files)}, *shown(report, files))
+    output_to.result(lambda: {**(entries or {}), **report_numbers(report, files)}, *shown(report, files))
     output_to.require(report.held, lambda: failure(report))
 
 
@@ -82,23 +82,20 @@ def failure(report: Report) -> str:
     return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Nearest remedy: {todo}"
 
 
-def numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
+def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
     """What --json prints of a report; all of it is in report.json."""
     from quantkit.report.json import json_ready
-    from quantkit.results.gates import gate_numbers
+    from quantkit.results.gates.metrics import gate_numbers
 
-    proposal = report.sensitivity.proposal if report.sensitivity is not None else None
-    entries: dict[str, Any] = json_ready(
-        {
-            "held": report.held,
-            "gates": [gate.to_dict() for gate in report.gates],
-            "metrics": gate_numbers(report),
-            "proposal": None if proposal is None else proposal.to_dict(),
-            "notes": list(report.notes),
-            "files": {kind: str(path) for kind, path in files.items()},
-        }
-    )
-    return entries
+    proposal = report.sensitivity and report.sensitivity.proposal
+    return {
+        "held": report.held,
+        "gates": json_ready([gate.to_dict() for gate in report.gates]),
+        "metrics": json_ready(gate_numbers(report)),
+        "proposal": json_ready(proposal and proposal.to_dict()),
+        "notes": list(report.notes),
+        "files": {kind: str(path) for kind, path in files.items()},
+    }
 
 
 def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Table | str | None]]:
@@ -129,7 +126,8 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the format cannot be run, a gate cannot be read, or a package is missing.
     """
     from quantkit.errors import RecipeError
-    from quantkit.evaluate.verify import VerifyOptions, check_gates, check_options
+    from quantkit.evaluate.verify.pair import check_gates
+    from quantkit.evaluate.verify.run import VerifyOptions, check_options
     from quantkit.formats import REGISTRY as FORMATS
 
     if FORMATS.load(recipe.format).suffix:
@@ -155,7 +153,9 @@ def verify_result(
         GateFailure: it failed.
     """
     from quantkit.demo import DEMO_MODEL
-    from quantkit.evaluate.verify import check_pair, set_aside, verify_pair, write_files
+    from quantkit.evaluate.verify.files import set_aside, write_files
+    from quantkit.evaluate.verify.pair import check_pair
+    from quantkit.evaluate.verify.run import verify_pair
 
     path = Path(result.output)
     pair = check_pair(path, DEMO_MODEL if model is None else model, gates)
@@ -165,6 +165,6 @@ def verify_result(
         report, path = set_aside(report, path)
         output_to.tell(f"the checkpoint failed and is kept as {path}")
     files, problem = write_files(report, path)
-    if not output_to.as_json:
+    if not output_to.as_json:  # there it is one object, together with the report's
         output_to.result(dict, summary, lambda: "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
 
@@ -18,22 +20,13 @@ if TYPE_CHECKING:
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 
-EPILOG = f"""\b
-{show.DEFINITIONS}
-MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
-product, both measured in the same run.
 
-\b
-Examples:
-  quantkit bench
-  quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
-  quantkit bench demo-awq-int4 --against quantkit/demo/model
-  quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
-  quantkit bench --no-cache
-"""
-
-
-@click.command("bench", epilog=EPILOG, short_help="TTFT, ITL, throughput, memory; what binds and what to try.")
+@click.command(
+    "bench",
+    cls=Command,
+    epilog=f"\b\n{show.DEFINITIONS}",
+    short_help="TTFT, ITL, throughput, memory; what binds and what to try.",
+)
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
@@ -41,7 +34,7 @@ Examples:
 @output_options
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
-def bench(
+def bench_command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -54,38 +47,50 @@ def bench(
     """Measure CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
     Prompts are random tokens; every request runs to its full length. Nothing else should run on the machine meanwhile.
+
+    \b
+    MBU, MFU: share of the memory bandwidth, and of the rate of a large matrix
+    product, both measured in the same run.
+
+    \b
+    Examples:
+      quantkit bench
+      quantkit bench demo-awq-int4 --batch 1,8,32 --prompt-tokens 512
+      quantkit bench demo-awq-int4 --against quantkit/demo/model
+      quantkit bench --rate 4 --requests 40 --ttft-limit 0.5 --tpot-limit 0.05
+      quantkit bench --no-cache
     """
     if no_cache and against:
         raise click.UsageError("--no-cache compares a model with itself: leave --against out")
     if no_cache:
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
+    if "rates" in workload:
+        workload.setdefault("concurrencies", ())  # who asks for arrivals alone has no use for closed loops
+    if against:  # a ratio says nothing without the spread of its rounds
+        workload.setdefault("rounds", ROUNDS_AGAINST)
+    models = [checkpoint, against] if against else [checkpoint]
+    _bench_models(output_to, engine, models, BenchmarkOptions(static=batching == "static", **workload))
+
+
+def _bench_models(
+    output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
+) -> None:
+    """One model, or two in turns."""
     from quantkit.benchmark import run as benchmark
 
-    if "rates" in workload:
-        workload.setdefault("concurrencies", ())
-    if against:
-        workload.setdefault("rounds", ROUNDS_AGAINST)
-    options = BenchmarkOptions(static=batching == "static", **workload)
-    models = [checkpoint, against] if against else [checkpoint]
     for model in models:  # all of them before the first is loaded
         benchmark.check_target(model, options, engine)
     output_to.tell("loading")
     targets = [benchmark.load_target(model, options, engine) for model in models]
     output_to.tell("measuring the ceilings of this machine")
     ceilings = benchmark.find_ceilings(targets)
-    if against:
-        results = list(benchmark.measure_against(targets[0], targets[1], options, ceilings, output_to.tell))
-    else:
-        results = [benchmark.measure_model(targets[0], options, ceilings, output_to.tell)]
-    _report(output_to, targets, results, ceilings)
+    _report(output_to, targets, benchmark.measure_targets(targets, options, ceilings, output_to.tell), ceilings)
 
 
 def _report(
     output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
 ) -> None:
-    from dataclasses import asdict, replace
-
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.diagnosis import diagnose, diagnose_against
     from quantkit.benchmark.steps import fit_itl, fit_ttft
@@ -99,7 +104,7 @@ def _report(
         diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
-        numbers = [show.numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
+        numbers = [show.model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]
         rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
         other = {"against": numbers[1], "ratios": rows} if versus is not None else {}
         return {**numbers[0], "ceilings": asdict(ceilings), **other}
@@ -110,7 +115,7 @@ def _report(
     output_to.result(
         data,
         lambda: show.settings_lines(results),
-        lambda: show.latency_table(runs),
+        lambda: show.explained_latency_table(runs),
         lambda: throughput_table(runs),
         lambda: None if versus is None else show.ratio_table(ratios, versus.model),
         lambda: show.fit_lines(fits[0]),
@@ -146,4 +151,4 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
 
 
-COMMAND = bench
+COMMAND = bench_command

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import push_option
+from quantkit.cli._command import Command
+from quantkit.cli._options import RUN, Settings, option_group, push_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
+from quantkit.report.table import Table, facts
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.compress.convert import Conversion
-    from quantkit.report.table import Table
-
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
-  quantkit convert demo-gptq --to compressed-tensors -o demo-ct
-  quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
-  quantkit inspect demo-gptq demo-ct
-"""
 
 
-@click.command("convert", epilog=EPILOG, short_help="Write the same codes in another format.")
+_HOW: Settings = {
+    "type_name": setting(
+        None,
+        "Number type in a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16...",
+        flag="--type TYPE",
+        read=str.lower,
+    ),
+    "overwrite": RUN["overwrite"],
+}
+
+
+@click.command("convert", cls=Command, short_help="Write the same codes in another format.")
 @click.argument("checkpoint")
 @click.option(
     "--to",
@@ -34,56 +42,41 @@ Examples:
 @click.option(
     "-o", "--output", metavar="DIR|FILE", help="Directory or .gguf file to create.  [default: ./<checkpoint>-<format>]"
 )
-@click.option(
-    "--type",
-    "type_name",
-    metavar="TYPE",
-    help="Number type in a GGUF file of an ordinary model: q4_k, q6_k, q8_0, f16...",
-)
+@option_group("how", _HOW)
 @push_option
-@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @output_options
-def convert(
-    output_to: Output,
-    *,
-    checkpoint: str,
-    to: str,
-    output: str | None,
-    type_name: str | None,
-    push_to_hub: str | None,
-    overwrite: bool,
+def convert_command(
+    output_to: Output, *, checkpoint: str, to: str, output: str | None, push_to_hub: str | None, how: dict[str, Any]
 ) -> None:
     """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
 
     Nothing is rounded again: codes, scales and zero points are read back and compared bit for bit. What a format
     cannot hold is refused, with the formats that can.
-    """
-    import dataclasses
-    from pathlib import Path
 
+    \b
+    Examples:
+      quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
+      quantkit convert demo-gptq --to compressed-tensors -o demo-ct
+      quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
+      quantkit inspect demo-gptq demo-ct
+    """
     from quantkit.compress.convert import convert as run
     from quantkit.formats import REGISTRY as FORMATS
 
     name, suffix = Path(checkpoint).resolve().name, FORMATS.load(to).suffix
     target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
-    result = run(
-        checkpoint,
-        to,
-        target,
-        type_name=type_name and type_name.lower(),
-        overwrite=overwrite,
-        progress=_progress(output_to),
-    )
+    result = run(checkpoint, to, target, progress=_progress(output_to), **how)
     if push_to_hub:
         from quantkit.hub import find_origin, push
 
         push(target, push_to_hub, origin=find_origin(checkpoint))
-    output_to.result(lambda: dataclasses.asdict(result), lambda: _summary(result), lambda: _next(result))
+    output_to.result(
+        lambda: asdict(result), lambda: _summary(result), lambda: f"next: quantkit inspect {result.output}"
+    )
 
 
 def _progress(output_to: Output) -> Any:
     """Writes the layer in work over the last one, on a terminal's stderr."""
-    import sys
 
     def show(done: int, total: int, name: str) -> None:
         if output_to.shows_progress and sys.stderr.isatty():
@@ -93,8 +86,6 @@ def _progress(output_to: Output) -> Any:
 
 
 def _summary(result: Conversion) -> Table:
-    from quantkit.report.table import facts
-
     return facts(
         [
             ("checkpoint", f"{result.source} ({result.source_format})"),
@@ -107,8 +98,4 @@ def _summary(result: Conversion) -> Table:
     )
 
 
-def _next(result: Conversion) -> str:
-    return f"next: quantkit inspect {result.output}"
-
-
-COMMAND = convert
+COMMAND = convert_command

@@ -6,86 +6,96 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli import _eval as show
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._command import Command
+from quantkit.cli._options import Settings, option_group, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.report.table import Column, Table
+from quantkit.runtime.config import EngineConfig
+from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import EvaluationResult
 
-EPILOG = """\b
-Recovery: the model's score in per cent of the baseline's, with a 95 %
-interval over the items that both answered.
 
-\b
-Examples:
-  quantkit eval
-  quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
-  quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
-  quantkit eval --suite long-context
-  quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
-  quantkit eval my-model --text book.txt
-"""
+_ENGINE: Settings = {
+    "max_sequences": setting(None, "Sequences computed together.", flag="--batch", minimum=1, shown="64"),
+    **settings_of(EngineConfig),
+}
 
 
-@click.command("eval", epilog=EPILOG, short_help="Perplexity and lm-eval tasks, alone or against the original.")
+@click.command("eval", cls=Command, short_help="Perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
 @click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
-@click.option("--batch", type=click.IntRange(min=1), help="Sequences computed together.  [default: 64]")
 @output_options
-@runtime_options
+@option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
-def evaluate(
+def eval_command(
     output_to: Output,
     *,
     engine: dict[str, Any],
     checkpoint: str | None,
     baseline: str | None,
     noise: bool,
-    batch: int | None,
     asked: dict[str, Any],
 ) -> None:
     """Evaluate CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
     --kv-cache and --head are for CHECKPOINT; the baseline is asked with its keys, values and head as they are.
+
+    \b
+    Recovery: the model's score in per cent of the baseline's, with a 95 %
+    interval over the items that both answered.
+
+    \b
+    Examples:
+      quantkit eval
+      quantkit eval demo-awq-int4 --baseline quantkit/demo/model --suite standard
+      quantkit eval --tasks demo_recall,demo_facts --limit 100 --kv-cache int8
+      quantkit eval --suite long-context
+      quantkit eval my-model --tasks hellaswag,piqa --data my-benchmarks
+      quantkit eval my-model --text book.txt
     """
     if noise and not baseline:
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
-    from quantkit.results.statistics import compare_evaluations
 
+    # Who names tasks or texts means those, and none besides.
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
-    settings = {**engine, "max_sequences": batch}
     check_evaluation(options)
     if baseline:
         check_same_language(checkpoint, baseline)
-    result = _ask(output_to, checkpoint, settings, options)
-    plain = {**settings, "kv_cache": "auto", "head_dtype": None}  # the original as it is
-    original = None if baseline is None else _ask(output_to, baseline, plain, options)
+    result = _ask(output_to, checkpoint, engine, options)
+    if not baseline:
+        document = {"evaluation": result.to_dict()}
+        output_to.result(lambda: document, lambda: _settings_line(result), lambda: _result_table(result))
+        return
+    plain = {**engine, "kv_cache": "auto", "head_dtype": None}  # the original as it is
+    original = _ask(output_to, baseline, plain, options)
     again = None
-    if noise and original is not None:
+    if noise:
         again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
-    compared = () if original is None else compare_evaluations(result, original, again)
+    _compare(output_to, result, original, again)
 
-    def data() -> dict[str, Any]:
-        document: dict[str, Any] = {"evaluation": result.to_dict()}
-        if original is not None:
-            document["baseline"] = original.to_dict()
-            document["comparisons"] = [comparison.to_dict() for comparison in compared]
-        return document
 
-    def table() -> Table | None:
-        from quantkit.report.tables import comparison_table
+def _compare(
+    output_to: Output, result: EvaluationResult, original: EvaluationResult, again: EvaluationResult | None
+) -> None:
+    """A model beside its original, which `again` is in another arithmetic."""
+    from quantkit.report.tables import comparison_table
+    from quantkit.results.statistics.comparison import compare_evaluations
 
-        return show.result_table(result) if original is None else comparison_table(compared)
-
-    against = None if original is None else f"against {original.model} in {original.arithmetic}"
-    output_to.result(data, lambda: show.settings_line(result), lambda: against, table)
+    compared = compare_evaluations(result, original, again)
+    rows = [comparison.to_dict() for comparison in compared]
+    output_to.result(
+        lambda: {"evaluation": result.to_dict(), "baseline": original.to_dict(), "comparisons": rows},
+        lambda: _settings_line(result),
+        lambda: f"against {original.model} in {original.arithmetic}",
+        lambda: comparison_table(compared),
+    )
 
 
 def _ask(
@@ -93,13 +103,32 @@ def _ask(
 ) -> EvaluationResult:
     """Load, ask, and let go of the model again."""
     from quantkit.evaluate.engine import load_llm
-    from quantkit.evaluate.run import evaluate as run
+    from quantkit.evaluate.run import evaluate
 
-    def tell(text: str) -> None:
-        output_to.tell(f"{model or 'the demo model'}: {text}")
-
-    tell("loading")
-    return run(load_llm(model, **settings), options, progress=tell)
+    name = model or "the demo model"
+    output_to.tell(f"{name}: loading")
+    return evaluate(load_llm(model, **settings), options, progress=lambda text: output_to.tell(f"{name}: {text}"))
 
 
-COMMAND = evaluate
+def _settings_line(result: EvaluationResult) -> str:
+    """What decided the numbers."""
+    decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
+    return " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
+
+
+def _result_table(result: EvaluationResult) -> Table:
+    """One row per task and text."""
+    rows: list[tuple[Any, ...]] = []
+    for task in result.tasks:
+        error = "" if task.stderr is None else f"{1.96 * task.stderr:.3f}"
+        rows.append((task.task, task.metric, task.value, error, f"{task.num_samples}"))
+        if task.mean_answer_tokens is not None:
+            rows.append(("", "tokens per answer", f"{task.mean_answer_tokens:.1f}", "", ""))
+        rows += [("", name, value, "", "") for name, value in task.others.items()]
+    for text in result.perplexity:
+        rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", f"{text.num_tokens} tokens"))
+    numbers = Column("value", "{:.4f}".format), Column("±", str), Column("items", str)
+    return Table(columns=(Column("task"), Column("metric"), *numbers), rows=tuple(rows))
+
+
+COMMAND = eval_command

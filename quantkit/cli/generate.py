@@ -9,26 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options, plain_console
 from quantkit.quantities import byte_size, duration
+from quantkit.report.table import Table, facts
 from quantkit.runtime.types import SamplingParams
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import Completion
 
-EPILOG = """\b
-Examples:
-  quantkit generate --prompt "Once upon a time"
-  quantkit generate demo-awq-int4 --prompt "Once upon a time" --stats
-  quantkit generate demo-awq-int4 --prompt "The" --temperature 0.8 --seed 1
-  quantkit generate demo-awq-int4 --prompt "The" --kv-cache int8
-"""
 
-
-@click.command("generate", epilog=EPILOG, short_help="Stream text from the bundled runtime.")
+@click.command("generate", cls=Command, short_help="Stream text from the bundled runtime.")
 @click.argument("checkpoint", required=False)
 @click.option("--prompt", required=True, metavar="TEXT", help="What to continue; '-' reads it from stdin.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message; the model's chat template goes around it.")
@@ -51,6 +44,13 @@ def generate(
     """Continue a prompt with CHECKPOINT, a directory or a hub id; without it, with the bundled demo model.
 
     Compressed and original models run in the same engine. Text appears on stdout as it is made.
+
+    \b
+    Examples:
+      quantkit generate --prompt "Once upon a time"
+      quantkit generate demo-awq-int4 --prompt "Once upon a time" --stats
+      quantkit generate demo-awq-int4 --prompt "The" --temperature 0.8 --seed 1
+      quantkit generate demo-awq-int4 --prompt "The" --kv-cache int8
     """
     params = SamplingParams(**{"seed": 0, **sampling})  # bad values are refused before a model is loaded
     if system is not None and not chat:
@@ -129,8 +129,6 @@ def _numbers(llm: LLM, completion: Completion) -> dict[str, Any]:
 
 
 def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
-    from quantkit.report.table import facts
-
     speed = traffic = None
     if numbers["itl_median_s"]:
         speed = f"{duration(numbers['itl_median_s'])} (median), {numbers['tokens_per_s']:.1f} tokens/s"

@@ -6,24 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size
+from quantkit.report.table import Column, Table, facts
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import CheckpointDifference, CheckpointSummary
 
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe rtn-int8 -o demo-int8
-  quantkit inspect demo-int8
-  quantkit inspect demo-int8 --json
-  quantkit quantize --recipe rtn-int4 -o demo-int4
-  quantkit inspect demo-int8 demo-int4
-"""
 
-
-@click.command("inspect", epilog=EPILOG, short_help="Show number types, sizes and errors of a checkpoint.")
+@click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint")
 @click.argument("other", required=False)
 @output_options
@@ -32,6 +24,14 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
     quantkit wrote. With a second one, show what differs between the two.
+
+    \b
+    Examples:
+      quantkit quantize --recipe rtn-int8 -o demo-int8
+      quantkit inspect demo-int8
+      quantkit inspect demo-int8 --json
+      quantkit quantize --recipe rtn-int4 -o demo-int4
+      quantkit inspect demo-int8 demo-int4
     """
     from quantkit.inspection import compare, inspect
 
@@ -44,8 +44,6 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
 
 
 def _difference(difference: CheckpointDifference) -> Table | str:
-    from quantkit.report.table import Column, Table
-
     if difference.is_empty:
         return "no difference in headers and configuration; tensors were not compared"
     titles = ("differs", difference.left, difference.right)
@@ -54,7 +52,6 @@ def _difference(difference: CheckpointDifference) -> Table | str:
 
 
 def _overview(summary: CheckpointSummary) -> Table:
-    from quantkit.report.table import facts
     from quantkit.results import describe_caches, describe_experts
 
     bits = summary.bits_per_weight
@@ -74,16 +71,12 @@ def _overview(summary: CheckpointSummary) -> Table:
 
 
 def _modules(summary: CheckpointSummary) -> Table:
-    from quantkit.report.table import Column, Table
-
     numbers = Column("count", str), Column("parameters", "{:,}".format), Column("size", byte_size)
     rows = tuple((m.kind, m.stored_as, m.count, m.num_parameters, m.num_bytes) for m in summary.modules)
     return Table(columns=(Column("module"), Column("stored as"), *numbers), rows=rows)
 
 
 def _layers(summary: CheckpointSummary) -> Table | str:
-    from quantkit.report.table import Column, Table
-
     if not summary.layers:
         return "no per-layer errors: quantkit.json is missing or lists none"
     rows = []

@@ -2,135 +2,119 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli._command import Command
 from quantkit.cli._options import Settings, option_group, set_option
 from quantkit.cli._output import Output, output_options
-from quantkit.quantities import byte_size, duration, scaled_count, short
+from quantkit.quantities import (
+    byte_size,
+    duration,
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    parse_tokens,
+    scaled_count,
+    short,
+)
+from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
     from quantkit.planning import Estimate
-    from quantkit.report.table import Table
-
-EPILOG = """\b
-Examples:
-  quantkit plan
-  quantkit plan --params 7B
-  quantkit plan --recipe awq-int4 --device 4090
-  quantkit plan --params 70B --device h200 --json
-  quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
-"""
-
 _DEVICE: Settings = {
     "name": setting(
-        None,
-        "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
-        flag="--device",
-        metavar="NAME",
+        None, "What fits on it, and how fast it could be: h200, h100, a100, l40s, 4090, ...", flag="--device NAME"
     ),
     "memory_bytes": setting(
-        None, "Memory to plan for, such as 24GiB; alone or in place of the device's.", flag="--memory", metavar="SIZE"
+        None,
+        "Memory to plan for, such as 24GiB; alone or in place of the device's.",
+        flag="--memory SIZE",
+        read=parse_bytes,
     ),
     "bandwidth": setting(
         None,
         "Measured bandwidth, such as 4.3TB/s, in place of the data sheet's.",
-        flag="--bandwidth",
-        metavar="RATE",
+        flag="--bandwidth RATE",
+        read=parse_rate,
     ),
     "peak": setting(
-        None, "Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's.", flag="--peak", metavar="RATE"
+        None,
+        "Measured 16-bit peak, such as 780TFLOP/s, in place of the data sheet's.",
+        flag="--peak RATE",
+        read=parse_flops,
     ),
 }
 _ESTIMATE: Settings = {
     "shape_file": setting(
-        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape", metavar="FILE"
+        None, "YAML or JSON file of sizes, named as in config.json, in place of MODEL.", flag="--shape FILE"
     ),
     "params": setting(
-        None,
-        "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.",
-        flag="--params",
-        metavar="NUMBER",
+        None, "Only a number of parameters: 7B, or 30B-A3B with 3 billion active per token.", flag="--params NUMBER"
     ),
     "recipe": setting(
-        None,
-        "Plan this recipe; without one, compare the usual number types.",
-        flag="--recipe",
-        metavar="NAME|FILE",
+        None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe NAME|FILE"
     ),
     "context": setting(
         None,
         "Tokens per sequence, such as 32k.",
-        flag="--context",
-        metavar="TOKENS",
+        flag="--context TOKENS",
+        read=parse_tokens,
         shown="4096 or the model's",
     ),
     "batch": setting(1, "Sequences at once.", flag="--batch", minimum=1),
     "prompt": setting(
-        None, "Tokens of a prompt whose prefill is timed.", flag="--prompt", metavar="TOKENS", shown="the context"
+        None,
+        "Tokens of a prompt whose prefill is timed.",
+        flag="--prompt TOKENS",
+        read=parse_tokens,
+        shown="the context",
     ),
     "kv_cache": setting(
         None,
         "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it all are compared.",
-        flag="--kv-cache",
-        metavar="TYPE",
+        flag="--kv-cache TYPE",
     ),
-    "head": setting(
-        None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head", metavar="TYPE"
-    ),
-}
-_UNITS = {
-    "memory_bytes": "parse_bytes",
-    "bandwidth": "parse_rate",
-    "peak": "parse_flops",
-    "context": "parse_tokens",
-    "prompt": "parse_tokens",
+    "head": setting(None, "Number type of the output head when it is loaded: int8 or int4.", flag="--head TYPE"),
 }
 
 
-def _in_units(given: dict[str, Any]) -> dict[str, Any]:
-    from quantkit import quantities
-
-    return {
-        name: getattr(quantities, _UNITS[name])(value) if name in _UNITS else value for name, value in given.items()
-    }
-
-
-@click.command("plan", epilog=EPILOG, short_help="Predict memory, disk and the fastest possible speed of a model.")
+@click.command("plan", cls=Command, short_help="Predict memory, disk and the fastest possible speed of a model.")
 @click.argument("model", required=False)
-@option_group("wishes", _ESTIMATE)
+@option_group("sizes", _ESTIMATE)
 @set_option
 @option_group("device", _DEVICE)
 @output_options
-def plan(
-    output_to: Output,
-    *,
-    model: str | None,
-    device: dict[str, Any],
-    wishes: dict[str, Any],
-    changes: tuple[str, ...],
+def plan_command(
+    output_to: Output, *, model: str | None, device: dict[str, Any], sizes: dict[str, Any], changes: tuple[str, ...]
 ) -> None:
     """Say what MODEL would take and how fast it could be at best: computed from its shape, nothing is measured.
 
     MODEL is a directory, a config.json or a hub id; of its weights only the headers are read. Without it, the demo
     model that comes with quantkit. Floors are what no engine beats: bytes over bandwidth, operations over peak.
+
+    \b
+    Examples:
+      quantkit plan
+      quantkit plan --params 7B
+      quantkit plan --recipe awq-int4 --device 4090
+      quantkit plan --params 70B --device h200 --json
+      quantkit plan --memory 24GiB --bandwidth 900GB/s --context 512 --batch 8
     """
     from quantkit.errors import RecipeError
     from quantkit.planning import estimate, make_device, to_document
 
-    if changes and "recipe" not in wishes:
+    if changes and "recipe" not in sizes:
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
-    target = make_device(**_in_units(device))
-    planned = estimate(model, device=target, overrides=changes, **_in_units(wishes))
-    parts = (_overview, _weights, _caches, _device, _compression, _loaders, _footnote)
-    output_to.result(lambda: to_document(planned), *(lambda part=part: part(planned) for part in parts))
+    planned = estimate(model, device=make_device(**device), overrides=changes, **sizes)
+    tables = (_overview, _weights, _caches, _device, _compression, _loaders, _footnote)
+    output_to.result(lambda: to_document(planned), *(partial(table, planned) for table in tables))
 
 
 def _overview(plan: Estimate) -> Table:
-    from quantkit.report.table import facts
-
     shape = plan.shape
     counted = f"counted from {'a ' if 'count' in shape.counted_from else ''}{shape.counted_from}"
     parameters = f"{scaled_count(shape.num_parameters)} ({shape.num_parameters:,})"
@@ -149,9 +133,7 @@ def _overview(plan: Estimate) -> Table:
 
 
 def _weights(plan: Estimate) -> Table:
-    from quantkit.report.table import Column, Table
-
-    first = next(row.size.total for row in plan.weights if row.problem is None)
+    first = next(row.size.memory_bytes for row in plan.weights if row.problem is None)
     rows: list[tuple[Any, ...]] = []
     for row in plan.weights:
         if row.problem is not None:
@@ -159,16 +141,14 @@ def _weights(plan: Estimate) -> Table:
             continue
         size = row.size
         name = f"{row.scheme.name} ({plan.shape.dtype})" if row.scheme.name == "as stored" else row.scheme.name
-        share = f"{100 * size.total / first:.0f} %"
-        rows.append((name, size.bits_per_weight, size.total / 1e9, size.total, size.disk, share))
+        share = f"{100 * size.memory_bytes / first:.0f} %"
+        rows.append((name, size.bits_per_weight, size.memory_bytes / 1e9, size.memory_bytes, size.disk_bytes, share))
     numbers = Column("bits/weight", "{:.3f}".format), Column("GB", short), Column("memory", byte_size)
     columns = (Column("weights"), *numbers, Column("disk", byte_size), Column("of now", str))
     return Table(columns=columns, rows=tuple(rows))
 
 
 def _caches(plan: Estimate) -> Table | None:
-    from quantkit.report.table import Column, Table
-
     if not plan.caches:
         return None
     first = plan.caches[0].per_sequence
@@ -186,14 +166,14 @@ def _caches(plan: Estimate) -> Table | None:
 
 
 def _device(plan: Estimate) -> Table | None:
-    from quantkit.report.table import Column, Table
-
     if plan.device is None:
         return None
     titles = "batch", "context", "step", "tokens/s", "prefill"
     rows = []
     for row in plan.on_device:
-        fits = (_count(row.fit.batch), _count(row.fit.context)) if row.fit.left >= 0 else ("does not fit", "")
+        fits = (
+            (_count(row.fit.largest_batch), _count(row.fit.largest_context)) if row.fit.fits else ("does not fit", "")
+        )
         seconds = row.decode.seconds if row.decode is not None else 0.0
         speed = (duration(seconds), f"{plan.batch / seconds:,.0f}") if seconds else ("", "")
         prefill = "" if row.prefill is None else duration(row.prefill.seconds)
@@ -207,8 +187,6 @@ def _count(value: int | None) -> str:
 
 
 def _compression(plan: Estimate) -> Table | None:
-    from quantkit.report.table import Column, Table
-
     recipe, parts = plan.recipe, plan.compression
     if recipe is None or parts is None:
         return None
@@ -221,20 +199,18 @@ def _compression(plan: Estimate) -> Table | None:
     rows = [
         *((titles[key], size) for key, size in parts.items() if size),
         ("together", sum(parts.values())),
-        ("disk for the result", plan.weights[-1].size.disk),
+        ("disk for the result", plan.weights[-1].size.disk_bytes),
     ]
     columns = Column(f"compressing with {recipe.name}"), Column("memory", byte_size)
     return Table(columns=columns, rows=tuple(rows))
 
 
 def _loaders(plan: Estimate) -> Table | None:
-    from quantkit.report.table import Column, Table
-
     if plan.recipe is None:
         return None
     return Table(
         columns=(Column(f"who reads {plan.recipe.format}"), Column(), Column()),
-        rows=tuple((reading.loader, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
+        rows=tuple((reading.name, "yes" if reading.reads else "no", reading.reason) for reading in plan.readings),
     )
 
 
@@ -248,14 +224,14 @@ def _footnote(plan: Estimate) -> str:
             f" batch: the most sequences of {plan.context:,} tokens that fit; context: the longest that fits at batch "
             f"{plan.batch}, up to the model's own limit. 5 % of the memory is kept back."
         )
-    given = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []
-    given += [f"{device.peaks['bf16'] / 1e12:.4g} TFLOP/s in 16 bits"] if device.peaks else []
-    if not given:
+    rates = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []
+    rates += [f"{device.peaks['bf16'] / 1e12:.4g} TFLOP/s in 16 bits"] if device.peaks else []
+    if not rates:
         return text
     return (
         f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; prefill: "
-        f"of {plan.prompt:,} tokens; both at {' and '.join(given)}, nothing lost. Good engines reach 55 to 85 %."
+        f"of {plan.prompt:,} tokens; both at {' and '.join(rates)}, nothing lost. Good engines reach 55 to 85 %."
     )
 
 
-COMMAND = plan
+COMMAND = plan_command

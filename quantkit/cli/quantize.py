@@ -8,32 +8,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
+from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import CompressionResult
-
-EPILOG = """\b
-Examples:
-  quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
-  quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
-  quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
-  quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
-  quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
-"""
 
 
 _RECIPES = "the recipe's"
 _FIELDS: Settings = {
     "calibration.data": setting(
-        None,
-        "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
-        flag="--calibration",
-        metavar="NAME|FILE",
+        None, "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
     ),
     "calibration.samples": setting(
         None, "Number of calibration sequences.", flag="--samples", minimum=1, shown=_RECIPES
@@ -41,7 +30,7 @@ _FIELDS: Settings = {
     "calibration.sequence_length": setting(
         None, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8, shown=_RECIPES
     ),
-    "format": setting(None, "On-disk format of the result.", flag="--format", metavar="NAME", shown=_RECIPES),
+    "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
     "seed": setting(None, "Seed of everything random.", flag="--seed", minimum=0, shown=_RECIPES),
 }
 _ACTIVATIONS = setting(
@@ -49,7 +38,7 @@ _ACTIVATIONS = setting(
 )
 
 
-@click.command("quantize", epilog=EPILOG, short_help="Compress a model.")
+@click.command("quantize", cls=Command, short_help="Compress a model.")
 @click.argument("model", required=False)
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
@@ -60,7 +49,7 @@ _ACTIVATIONS = setting(
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
 @output_options
-def quantize(
+def quantize_command(
     output_to: Output,
     *,
     model: str | None,
@@ -77,16 +66,24 @@ def quantize(
 
     One decoder layer is in memory at a time. A run that is killed goes on where it stopped when the same command is
     given again.
+
+    \b
+    Examples:
+      quantkit quantize --recipe awq-int4 --samples 16 -o demo-int4
+      quantkit quantize --recipe rtn-int4 --set weights.group_size=32 -o demo-g32
+      quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
+      quantkit quantize --recipe w8a8-int8 --samples 16 --activations disk
+      quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     import quantkit.compress.pipeline as pipeline
-    from quantkit.cli._progress import for_output
+    from quantkit.cli._progress import listening
     from quantkit.compress.recipe import load
 
     # JSON text is YAML that needs no guessing: a file may be called `a: b`.
     plan = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         _verify.check_before(plan, gates)
-    with for_output(output_to) as listener:
+    with listening(output_to) as listener:
         result = pipeline.quantize(model, plan, output, listener=listener, **how)
     if verify:  # a checkpoint that fails goes nowhere
         _verify.verify_result(output_to, result, model, gates, how, lambda: _summary(result))
@@ -99,12 +96,11 @@ def quantize(
             result.to_dict,
             lambda: _summary(result),
             lambda: _worst(result) if result.num_quantized else None,
-            lambda: _next_steps(result),
+            lambda: f"next: quantkit inspect {result.output}",
         )
 
 
 def _summary(result: CompressionResult) -> Table:
-    from quantkit.report.table import facts
     from quantkit.results import describe_caches, describe_experts
 
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
@@ -134,8 +130,6 @@ def _times(result: CompressionResult) -> str:
 
 
 def _worst(result: CompressionResult) -> Table:
-    from quantkit.report.table import Column, Table
-
     four = "{:.4f}".format
     return Table(
         title="worst linears by relative error, and that of plain rounding",
@@ -148,8 +142,4 @@ def _worst(result: CompressionResult) -> Table:
     )
 
 
-def _next_steps(result: CompressionResult) -> str:
-    return f"next: quantkit inspect {result.output}"
-
-
-COMMAND = quantize
+COMMAND = quantize_command

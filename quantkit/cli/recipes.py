@@ -6,29 +6,36 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli._command import CommandGroup
 from quantkit.cli._output import Output, output_options
+from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.report.table import Table
-
-EPILOG = """\b
-Examples:
-  quantkit recipes list
-  quantkit recipes show gptq-int4 > mine.yaml
-  quantkit recipes check mine.yaml
-"""
 
 
-@click.group("recipes", epilog=EPILOG, short_help="List, show and check recipes.")
+@click.group("recipes", cls=CommandGroup, short_help="List, show and check recipes.")
 def recipes() -> None:
-    """Recipes say which numbers a model is stored in and how well they are chosen."""
+    """Recipes say which numbers a model is stored in and how well they are chosen.
+
+    \b
+    Examples:
+      quantkit recipes list
+      quantkit recipes show gptq-int4 > mine.yaml
+      quantkit recipes check mine.yaml
+    """
 
 
-@recipes.command("list", epilog="\b\nExamples:\n  quantkit recipes list\n  quantkit recipes list --json")
+@recipes.command("list")
 @output_options
-def list_recipes(output_to: Output) -> None:
-    """List the shipped recipes."""
+def list_command(output_to: Output) -> None:
+    """List the shipped recipes.
+
+    \b
+    Examples:
+      quantkit recipes list
+      quantkit recipes list --json
+    """
     from quantkit.compress.recipe import load, shipped
 
     recipes = {name: load(name) for name in shipped()}
@@ -40,15 +47,17 @@ def list_recipes(output_to: Output) -> None:
     )
 
 
-@recipes.command(
-    "show",
-    short_help="Print a shipped recipe, ready to be copied.",
-    epilog="\b\nExamples:\n  quantkit recipes show awq-int4\n  quantkit recipes show awq-int4 > mine.yaml",
-)
+@recipes.command("show", short_help="Print a shipped recipe, ready to be copied.")
 @click.argument("name")
 @output_options
-def show(output_to: Output, *, name: str) -> None:
-    """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in."""
+def show_command(output_to: Output, *, name: str) -> None:
+    """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in.
+
+    \b
+    Examples:
+      quantkit recipes show awq-int4
+      quantkit recipes show awq-int4 > mine.yaml
+    """
     from pathlib import Path
 
     from quantkit.compress.recipe import load, shipped
@@ -62,15 +71,17 @@ def show(output_to: Output, *, name: str) -> None:
         click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 
-@recipes.command(
-    "check",
-    short_help="Say whether a recipe file is valid.",
-    epilog="\b\nExamples:\n  quantkit recipes show awq-int4 > mine.yaml\n  quantkit recipes check mine.yaml",
-)
+@recipes.command("check", short_help="Say whether a recipe file is valid.")
 @click.argument("file")
 @output_options
-def check_file(output_to: Output, *, file: str) -> None:
-    """Say whether the recipe in FILE is valid, and what in it is probably not meant."""
+def check_command(output_to: Output, *, file: str) -> None:
+    """Say whether the recipe in FILE is valid, and what in it is probably not meant.
+
+    \b
+    Examples:
+      quantkit recipes show awq-int4 > mine.yaml
+      quantkit recipes check mine.yaml
+    """
     from quantkit.compress.recipe import check
 
     remarks = check(file)
@@ -79,8 +90,6 @@ def check_file(output_to: Output, *, file: str) -> None:
 
 
 def _table(recipes: dict[str, Recipe]) -> Table:
-    from quantkit.report.table import Column, Table
-
     rows = []
     for name, recipe in recipes.items():
         default = recipe.scheme.default

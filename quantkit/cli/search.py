@@ -2,75 +2,64 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.allocation.options import SearchOptions, SearchTarget
+from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.quantities import byte_size, elapsed
+from quantkit.report.table import Table, facts
 from quantkit.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
-    from quantkit.report.table import Table
     from quantkit.results import SearchResult
 
-EPILOG = """\b
-Examples:
-  quantkit search --bits 4.5
-  quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
-  quantkit search --kl 0.02 --work trials -o small.yaml
-  quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
-"""
 
-
-@click.command("search", epilog=EPILOG, short_help="Find the bits that each part of a model should have.")
+@click.command("search", cls=Command, short_help="Find the bits that each part of a model should have.")
 @click.argument("model", required=False)
-@option_group("wished", settings_of(SearchTarget))
+@option_group("target", settings_of(SearchTarget))
 @click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
 @set_option
-@click.option("-o", "--output", metavar="FILE", help="Recipe to write.  [default: ./<model>-<target>.yaml]")
-@option_group("how", settings_of(SearchOptions))
+@option_group("how", {**settings_of(SearchOptions), **RUN})
 @option_group("engine", settings_of(EngineConfig, "dtype", "threads"), shown={"dtype": "fp32"})
-@option_group("run", RUN)
 @output_options
-def search(
+def search_command(
     output_to: Output,
     *,
     model: str | None,
     recipe: str,
     changes: tuple[str, ...],
-    output: str | None,
-    wished: dict[str, Any],
+    target: dict[str, Any],
     how: dict[str, Any],
     engine: dict[str, Any],
-    run: dict[str, Any],
 ) -> None:
     """Measure what each part of MODEL loses at each number of bits, choose for a target, and write a recipe.
 
     Without MODEL, the demo model that comes with quantkit. The recipe runs unchanged through `quantkit quantize`; what
     it is expected to cost, and what it cost when it was tried, is printed and written into it.
+
+    \b
+    Examples:
+      quantkit search --bits 4.5
+      quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
+      quantkit search --kl 0.02 --work trials -o small.yaml
+      quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
     """
-    if len(wished) != 1:
+    if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
     from quantkit.allocation import run as allocation
     from quantkit.compress.recipe import load
-    from quantkit.quantities import parse_bytes
 
-    if "num_bytes" in wished:
-        wished["num_bytes"] = parse_bytes(wished["num_bytes"])
-    file = None if output is None else Path(output)
-    options = SearchOptions(recipe=load(recipe, changes), output=file, engine=engine, **how, **run)
-    result = allocation.search(model, SearchTarget(**wished), options, progress=output_to.tell)
+    options = SearchOptions(recipe=load(recipe, changes), engine=engine, **how)
+    result = allocation.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
     output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     output_to.require(result.reached, lambda: _missed(result))
 
 
 def _summary(result: SearchResult) -> Table:
-    from quantkit.report.table import facts
-
     chosen = f"{result.search_kl:.5f} on the tokens it was chosen on, {result.sum_kl:.5f} added up group by group"
     return facts(
         [
@@ -102,11 +91,8 @@ def _missed(result: SearchResult) -> str:
 
 
 def _next_steps(result: SearchResult) -> str:
-    return f"written to {result.recipe}; next: quantkit quantize {_argument(result)}--recipe {result.recipe} --verify"
+    model = "" if result.model == "demo" else f"{result.model} "
+    return f"written to {result.recipe}; next: quantkit quantize {model}--recipe {result.recipe} --verify"
 
 
-def _argument(result: SearchResult) -> str:
-    return "" if result.model == "demo" else f"{result.model} "
-
-
-COMMAND = search
+COMMAND = search_command

@@ -8,28 +8,15 @@ from typing import Any
 import click
 
 from quantkit.cli import _verify
+from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Output, output_options
 from quantkit.evaluate.options import EvaluationOptions
 
 ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 
-EPILOG = """\b
-Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99,
-  top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio,
-  memory_ratio, size_ratio, bits_per_weight.
 
-\b
-Examples:
-  quantkit quantize --recipe awq-int4 -o demo-awq-int4
-  quantkit verify demo-awq-int4
-  quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
-  quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
-  quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
-"""
-
-
-@click.command("verify", epilog=EPILOG, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
+@click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed, then gates.")
 @click.argument("checkpoint")
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: what it was made from]")
 @click.option("-o", "--output", metavar="DIR", help="Folder for report and model card.  [default: CHECKPOINT]")
@@ -44,7 +31,7 @@ Examples:
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @output_options
 @runtime_options
-def verify(
+def verify_command(
     output_to: Output,
     *,
     checkpoint: str,
@@ -56,9 +43,23 @@ def verify(
     """Read CHECKPOINT back from disk, run it beside its original, and judge it by gates; exit code 3 if one fails.
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
+
+    \b
+    Gates: recovery, recovery[TASK], score[TASK], perplexity_ratio, kl, kl_p99,
+      top1, length_ratio, ttft_ratio, itl_ratio, tpot_ratio, throughput_ratio,
+      memory_ratio, size_ratio, bits_per_weight.
+
+    \b
+    Examples:
+      quantkit quantize --recipe awq-int4 -o demo-awq-int4
+      quantkit verify demo-awq-int4
+      quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
+      quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
+      quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
-    from quantkit.evaluate.verify import check_options, check_pair, verify_pair, write_files
-    from quantkit.evaluate.verify.pair import check_output
+    from quantkit.evaluate.verify.files import write_files
+    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.run import check_options, verify_pair
 
     options = _verify.verify_options(**what)
     check_options(options)
@@ -70,4 +71,4 @@ def verify(
     _verify.finish(output_to, report, files, problem)
 
 
-COMMAND = verify
+COMMAND = verify_command

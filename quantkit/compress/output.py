@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.checkpoints.folder import CONFIG_NAME
+from quantkit.checkpoints.folder import CONFIG_NAME, metadata_files
 from quantkit.checkpoints.header import read_header
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.writer import write_index, write_json, write_shard
@@ -102,6 +102,6 @@ def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, 
     size: int = sum(info.num_bytes for name in files for info in read_header(folder / name).values())
     write_index(folder, weight_map, size)
     write_json(folder / CONFIG_NAME, config)
-    for path in source.metadata_files():
+    for path in metadata_files(source.path):
         shutil.copyfile(path, folder / path.name)
     return size

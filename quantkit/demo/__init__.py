@@ -16,7 +16,7 @@ DEMO_TEXT = _FOLDER / "calibration.txt"
 GENERAL_TEXT = _FOLDER / "text" / "general.txt"
 
 
-def shipped(kind: str) -> Path:
+def bundled_folder(kind: str) -> Path:
     """The folder of shipped `recipes`, `suites` or `tasks`."""
     try:
         return Path(str(importlib.resources.files(f"quantkit.{kind}")))

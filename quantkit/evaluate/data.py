@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.demo import DEMO_MODEL, shipped
+from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.runtime.llm import LLM
 
@@ -42,7 +42,7 @@ def read_text(name: str, folders: Sequence[Path]) -> str:
     Raises:
         DataError: there is no such file, or it is no UTF-8 text.
     """
-    path = shipped("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
+    path = bundled_folder("tasks") / LEDGER_TEXT if name == "demo" else Path(name).expanduser()
     if not path.is_file():
         texts = find_items(name, folders) if not path.is_absolute() else []
         if not texts:

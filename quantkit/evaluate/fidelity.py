@@ -7,7 +7,7 @@ Greedy texts are compared token by token: the first that differs is where the tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate.engine import UNQUANTIZED
-from quantkit.evaluate.perplexity import adds_bos
+from quantkit.evaluate.perplexity import leading_bos, token_ids
 from quantkit.results import FidelityResult
-from quantkit.results.statistics import percentile
+from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 
@@ -70,17 +70,13 @@ def fixed_windows(
         DataError: there is no tokenizer, or the text is too short for one window of two tokens.
     """
     window = min(window, llm.engine.capacity)
-    bos: tuple[int, ...] = ()
-    if isinstance(text, str):
-        if llm.tokenizer is None:
-            raise DataError(f"{llm.path} has no usable tokenizer; give token ids")
-        bos = (llm.tokenizer.bos_token_id,) if adds_bos(llm.tokenizer) else ()
-        text = list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    room = window - len(bos)
-    pieces = [(*bos, *text[start : start + room]) for start in range(0, min(len(text), max_tokens), max(1, room))]
-    windows = tuple(piece for piece in pieces if len(piece) > 1)
-    if not windows or room < 1:
-        raise DataError(f"the text has {len(text)} tokens, too few to compare distributions on; give a longer one")
+    bos = leading_bos(llm) if isinstance(text, str) else ()
+    ids, num_text = token_ids(llm, text), window - len(bos)
+    starts = range(0, min(len(ids), max_tokens), max(1, num_text))
+    windows = tuple((*bos, *ids[start : start + num_text]) for start in starts)
+    windows = tuple(each for each in windows if len(each) > 1)
+    if not windows or num_text < 1:
+        raise DataError(f"the text has {len(ids)} tokens, too few to compare distributions on; give a longer one")
     return windows
 
 
@@ -91,7 +87,6 @@ def fidelity(
     *,
     data: str = "text",
     greedy_tokens: int = GREEDY_TOKENS,
-    progress: Callable[[int], None] | None = None,
 ) -> FidelityResult:
     """Compare a model with its original.
 
@@ -101,19 +96,16 @@ def fidelity(
         windows: of token ids, see `fixed_windows`.
         data: name of the text, for the record.
         greedy_tokens: generated after the beginnings of the first windows; 0 = none.
-        progress: told how many windows are done since the last time.
     Raises:
         ModelError: the vocabularies differ.
         RequestError: a window does not fit the context of one of them.
     """
     check_vocabulary(llm, original)
-    parts: list[Distances] = []
-    for group in batches(original, windows):
-        parts += [
-            distances(p, q) for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
-        ]
-        if progress is not None:
-            progress(len(group))
+    parts = [
+        distances(p, q)
+        for group in batches(original, windows)
+        for p, q in zip(window_logits(original, group), window_logits(llm, group), strict=True)
+    ]
     every = join_distances(parts)
     return FidelityResult(
         data=data,
@@ -179,14 +171,11 @@ def join_distances(parts: Sequence[Distances]) -> Distances:
 
 def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
     """For each beginning, how many greedy tokens agree before the first that differs."""
-    room = min(llm.engine.capacity, original.engine.capacity) - count
-    prompts = [list(ids[: min(GREEDY_CONTEXT, room)]) for ids in windows[:GREEDY_PROMPTS]]
-    if count < 1 or room < 1:
+    longest = min(llm.engine.capacity, original.engine.capacity) - count
+    if count < 1 or longest < 1:
         return ()
+    prompts = [list(ids[: min(GREEDY_CONTEXT, longest)]) for ids in windows[:GREEDY_PROMPTS]]
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     texts = [[done.token_ids for done in side.generate(prompts, params)] for side in (llm, original)]
-    return tuple(_first_difference(ours, theirs) for ours, theirs in zip(*texts, strict=True))
-
-
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    return next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(*texts, strict=True))
+    return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)

@@ -19,16 +19,14 @@ from torch import Tensor
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.formats.base import Format
-from quantkit.kernels.types import Linear
-from quantkit.models.family import LinearSet
-from quantkit.numerics.scheme import Scheme
+from quantkit.inspection import read_manifest
+from quantkit.kernels.types import Linear, WrappedLinear
+from quantkit.models.linear_sets import LinearSet
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.layers import MLP
 from quantkit.runtime.model.loader import find_format
 from quantkit.runtime.model.manifest import is_quantized, local_names
 from quantkit.runtime.model.model import NativeModel
-from quantkit.untrusted import read_json
 
 _SMOOTHING_STEPS = ("awq", "smoothquant")
 
@@ -41,7 +39,7 @@ class FusedGroup:
         layer: its number.
         name: e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
         modules: full names of its linears.
-        part: the piece of the original that it replaces: the object and its attribute.
+        part: what it replaces in the original: the object and its attribute.
         replacement: the quantized one, to be put there.
         quantized_bytes, stored_bytes, dense_bytes: on disk as quantized, as the original stores it, and in 16 bits.
     """
@@ -56,7 +54,7 @@ class FusedGroup:
     dense_bytes: int
 
 
-class Rescaled:
+class Rescaled(WrappedLinear):
     """A linear between tensors of another scale.
 
     Args:
@@ -66,9 +64,8 @@ class Rescaled:
     """
 
     def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.stored_bytes, self.description = linear.stored_bytes, linear.description
-        self._linear, self._inputs, self._outputs = linear, inputs, outputs
+        super().__init__(linear)
+        self._inputs, self._outputs = inputs, outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
@@ -113,29 +110,21 @@ def _layer_groups(sources: _Sources, ours: NativeModel, theirs: NativeModel, ind
     """The fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
-    pieces: list[tuple[tuple[str, ...], Any, Any, str]] = [
-        (parts.qkv, here.attention, there.attention, "qkv"),
-        ((parts.output,), here.attention, there.attention, "output"),
-    ]
+    linears = [(parts.qkv, "attention", "qkv"), ((parts.output,), "attention", "output")]
     if isinstance(here.mlp, MLP):
-        pieces.append((parts.up, here.mlp, there.mlp, "up"))
-        pieces.append(((parts.down,), here.mlp, there.mlp, "down"))
+        linears += [(parts.up, "mlp", "up"), ((parts.down,), "mlp", "down")]
     sets = family.sets_of_layer(partial(sources.has, index), sources.original.config)
-    for names, mine, other, attribute in pieces:
+    for names, side, attribute in linears:
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
         if any(sources.is_quantized(module) for module in modules):
-            linear = sources.fit(getattr(mine, attribute), names, index, sets)
-            yield sources.group(index, _group_name(names), modules, (other, attribute), linear)
+            linear = sources.fit(getattr(getattr(here, side), attribute), names, index, sets)
+            name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in names)
+            yield sources.group(index, name, modules, (getattr(there, side), attribute), linear)
     if not isinstance(here.mlp, MLP):
         prefix = f"{sources.layers}.{index}.mlp."
         experts = tuple(name for name in sources.modules if name.startswith(prefix) and sources.is_quantized(name))
         if experts:
             yield sources.group(index, "experts", experts, (there, "mlp"), here.mlp)
-
-
-def _group_name(names: tuple[str, ...]) -> str:
-    """`q/k/v` of q_proj, k_proj and v_proj."""
-    return "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in names)
 
 
 class _Sources:
@@ -190,12 +179,10 @@ class _Sources:
         if self._smoothed is None and inputs is None:
             return linear  # nothing says that anything was moved
         feeds = {group.source for group in sets}
-        by_least_squares = (
-            inputs is None and home.source is not None and f"{prefix}{home.source}.weight" in self.original
-        )
-        if len(names) == 1 and by_least_squares and self.original.info(f"{prefix}{home.source}.weight").shape[1:]:
-            weight, target = self._pair(prefix + names[0])
-            inputs = _ratio(weight, target, dim=0)
+        source = f"{prefix}{home.source}.weight"
+        is_linear = home.source is not None and source in self.original and len(self.original.info(source).shape) > 1
+        if inputs is None and is_linear and len(names) == 1:
+            inputs = _ratio(*self._pair(prefix + names[0]), dim=0)
         outputs = None
         if feeds & set(names):
             outputs = torch.cat([self._row_ratio(prefix + name, inputs, name in feeds) for name in names])
@@ -221,23 +208,14 @@ class _Sources:
         return _ratio(weight if inputs is None else weight * inputs, target, dim=1)
 
     def _pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """(N, K) float32: the decoded weight and the original one."""
+        """(N, K) float32: the dequantized weight and the original one."""
+        target = self.original.tensor(f"{module}.weight").float()
         format_, scheme = self._stored
-        return _decoded(self.quantized, module, self.modules[module], format_, scheme), self.original.tensor(
-            f"{module}.weight"
-        ).float()
-
-
-def _decoded(
-    reader: CheckpointReader, module: str, local: set[str], format_: Format | None, scheme: Scheme | None
-) -> Tensor:
-    if not is_quantized(module, local, scheme) or format_ is None or scheme is None:
-        return reader.tensor(f"{module}.weight").float()
-    linear = scheme.find(module)
-    assert linear is not None
-    return format_.decode(
-        {name: reader.tensor(f"{module}.{name}") for name in local if name != "bias"}, linear
-    ).dequantize(torch.float32)
+        linear = scheme.find(module) if scheme is not None and self.is_quantized(module) else None
+        if format_ is None or linear is None:
+            return self.quantized.tensor(f"{module}.weight").float(), target
+        tensors = {name: self.quantized.tensor(f"{module}.{name}") for name in self.modules[module] if name != "bias"}
+        return format_.decode(tensors, linear).dequantize(torch.float32), target
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
@@ -249,8 +227,8 @@ def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
 def _was_smoothed(reader: CheckpointReader) -> bool | None:
     """Whether a recipe moved scales between modules; None when quantkit.json does not say."""
     try:
-        recipe = read_json(reader.path / "quantkit.json", CheckpointError)["recipe"]
-        steps = [next(iter(step)) if isinstance(step, dict) else step for step in recipe["steps"]]
+        steps = read_manifest(reader.path)["recipe"]["steps"]
+        names = [next(iter(step)) if isinstance(step, dict) else step for step in steps]
     except (CheckpointError, KeyError, TypeError, StopIteration):
         return None
-    return any(step in _SMOOTHING_STEPS for step in steps)
+    return any(name in _SMOOTHING_STEPS for name in names)

@@ -10,8 +10,8 @@ same end of an answer. Not a task runner: see `run`. Importing this module needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
@@ -27,6 +27,7 @@ DEFAULT_NEW_TOKENS = 256  # as HFLM
 
 Tokens = list[int]
 Encoded = tuple[tuple[str, str], Tokens, Tokens]
+Answer = TypeVar("Answer")
 
 
 class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
@@ -145,29 +146,27 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         with_context = [pair for pair in pairs if pair[0]]
         encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
         alone = [pair for pair in pairs if not pair[0]]
-        starts = self._encode([continuation for _, continuation in alone], False)
-        encoded |= {pair: self._after_prefix(ids) for pair, ids in zip(alone, starts, strict=True)}
+        prefix = [self.prefix_token_id]  # stands before a text without context, unless that begins with it
+        for pair, ids in zip(alone, self._tokenize([text for _, text in alone], False), strict=True):
+            encoded[pair] = prefix, ids[1:] if ids[:1] == prefix else ids
         return self._loglikelihood_tokens([(pair, *encoded[pair]) for pair in pairs])
-
-    def _after_prefix(self, ids: Tokens) -> tuple[Tokens, Tokens]:
-        """A text without context: the prefix token before it, unless it begins with it."""
-        return (ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids)
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
         """Contexts and continuations, split where the context's own tokens end; all in one call of the tokenizer."""
-        moved = []
-        for context, continuation in pairs:
-            bare = context.rstrip()
-            moved.append((bare, context[len(bare) :] + continuation))
-        texts = list(dict.fromkeys([text for context, rest in moved for text in (context + rest, context)]))
+        split = [(context + continuation, context.rstrip()) for context, continuation in pairs]
+        texts = list(dict.fromkeys(text for both in split for text in both))
         ids = dict(zip(texts, self._encode(texts), strict=True))
-        return [(ids[context], ids[context + rest][len(ids[context]) :]) for context, rest in moved]
+        return [(ids[context], ids[whole][len(ids[context]) :]) for whole, context in split]
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
         answers = [(float(score.logprobs.sum()), bool(score.greedy.all())) for score in scores]
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        return self._remembered("loglikelihood", [pair for pair, _, _ in requests], answers)
+
+    def _remembered(self, kind: str, arguments: Sequence[tuple[Any, ...]], answers: list[Answer]) -> list[Answer]:
+        """Answers, told to lm-eval's cache."""
+        for argument, answer in zip(arguments, answers, strict=True):
+            self.cache_hook.add_partial(kind, argument, answer)
         return answers
 
     def _score(self, pairs: Iterable[tuple[Tokens, Tokens]]) -> list[PromptScores]:
@@ -185,13 +184,10 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """See lm-eval's `LM`: log-probability of whole texts, in windows that score every token once."""
-        texts = [request.args[0] for request in requests]
-        windows = [self._windows(ids) for ids in self._encode(texts)]
+        windows = [self._windows(ids) for ids in self._encode([request.args[0] for request in requests])]
         scores = iter(self._score([pair for group in windows for pair in group]))
         answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
-        for text, answer in zip(texts, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), answer)
-        return answers
+        return self._remembered("loglikelihood_rolling", [request.args[:1] for request in requests], answers)
 
     def _windows(self, ids: Tokens) -> list[tuple[Tokens, Tokens]]:
         rolling = get_rolling_token_windows(
@@ -201,18 +197,15 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """See lm-eval's `LM`: texts up to a stop text, all requests in one continuous batch."""
-        asked = [_Wish(dict(request.args[1]), self) for request in requests]
+        generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
-        kept = [ids[-(self.max_length - wish.max_tokens) :] for ids, wish in zip(prompts, asked, strict=True)]
-        completions = self.llm.generate(kept, [wish.params for wish in asked]) if asked else []
-        answers = []
-        for request, wish, completion in zip(requests, asked, completions, strict=True):
-            answer = wish.cut(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            self.cache_hook.add_partial("generate_until", request.args, answer)
-            answers.append(answer)
+        kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
+        completions = self.llm.generate(kept, [each.params for each in generations]) if requests else []
+        texts = [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions]
+        answers = [each.cut(text) for each, text in zip(generations, texts, strict=True)]
         if self.answered is not None:
             self.answered(len(answers))
-        return answers
+        return self._remembered("generate_until", [request.args for request in requests], answers)
 
 
 def _device(name: str | None) -> str | None:
@@ -223,13 +216,8 @@ def _device(name: str | None) -> str | None:
     return name
 
 
-class _Wish:
-    """One task's generation options as sampling parameters.
-
-    Args:
-        options: as the task gives them.
-        model: for whom.
-    """
+class _Generation:
+    """One task's generation options as sampling parameters."""
 
     def __init__(self, options: dict[str, Any], model: QuantkitLM) -> None:
         until = options.get("until") or []

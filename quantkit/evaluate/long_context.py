@@ -53,7 +53,6 @@ def long_context(
     samples: int = 10,
     ledgers: Path | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
 ) -> tuple[TaskResult, ...]:
     """Share of facts found, one result per length.
 
@@ -64,7 +63,6 @@ def long_context(
         samples: texts per length and depth.
         ledgers: the recall items of the demo language, for a model of it; None = the pass key.
         seed: of the texts.
-        progress: told how many questions were answered since the last time.
     Raises:
         DataError: no length fits the context, a depth is outside 0 to 1, or there is no tokenizer.
     """
@@ -79,15 +77,10 @@ def long_context(
         raise DataError(
             f"no length of {', '.join(map(str, lengths))} tokens fits: {llm.path} holds {longest} beside the answer"
         )
-    write = write_passkey if ledgers is None else ledger_writer(ledgers)
-    name = "passkey" if ledgers is None else "ledger"
-    results = []
-    for length in fitting:
-        needles = list(_needles(llm, write, length, depths, samples, seed))
-        results.append(_ask(llm, f"{name}_{length}", needles))
-        if progress is not None:
-            progress(len(needles))
-    return tuple(results)
+    name, write = ("passkey", write_passkey) if ledgers is None else ("ledger", ledger_writer(ledgers))
+    return tuple(
+        _ask(llm, f"{name}_{length}", list(_needles(llm, write, length, depths, samples, seed))) for length in fitting
+    )
 
 
 def _needles(
@@ -104,36 +97,34 @@ def _ask(llm: LLM, task: str, needles: Sequence[Needle]) -> TaskResult:
     """Generate all answers and compare."""
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
     completions = llm.generate([needle.prompt for needle in needles], params)
-    records = []
-    for index, (needle, completion) in enumerate(zip(needles, completions, strict=True)):
-        right = completion.text.strip().startswith(needle.answer)
-        records.append(
-            SampleRecord(
-                task=task,
-                index=index,
-                scores={"acc": float(right), "depth": needle.depth},
-                answer_tokens=None,  # cut off as soon as it is known whether it is right
-                item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
-                answer=completion.text,
-            )
+    records = tuple(
+        SampleRecord(
+            task=task,
+            index=index,
+            scores={"acc": float(completion.text.strip().startswith(needle.answer)), "depth": needle.depth},
+            answer_tokens=None,  # cut off as soon as it is known whether it is right
+            item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
+            answer=completion.text,
         )
-    value = sum(record.scores["acc"] for record in records) / len(records)
+        for index, (needle, completion) in enumerate(zip(needles, completions, strict=True))
+    )
+    at_depth: dict[str, list[SampleRecord]] = {}
+    for record in records:
+        at_depth.setdefault(f"acc at depth {record.scores['depth']:g}", []).append(record)
+    value = _accuracy(records)
     return TaskResult(
         task=task,
         metric="acc",
         value=value,
         stderr=(value * (1 - value) / max(1, len(records) - 1)) ** 0.5,
         num_samples=len(records),
-        samples=tuple(records),
-        others=_by_depth(records),
+        samples=records,
+        others={name: _accuracy(members) for name, members in at_depth.items()},
     )
 
 
-def _by_depth(records: Sequence[SampleRecord]) -> dict[str, float]:
-    groups: dict[float, list[float]] = {}
-    for record in records:
-        groups.setdefault(record.scores["depth"], []).append(record.scores["acc"])
-    return {f"acc at depth {depth:g}": sum(scores) / len(scores) for depth, scores in groups.items()}
+def _accuracy(records: Sequence[SampleRecord]) -> float:
+    return sum(record.scores["acc"] for record in records) / len(records)
 
 
 def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:

@@ -13,23 +13,18 @@ class EvaluationOptions:
     """What to ask, the same for a model and its original. What each means stands beside it; no suite is also `none`."""
 
     suite: str | None = setting(
-        None,
-        "Set of tasks: quick, standard, long-context or none.",
-        flag="--suite",
-        metavar="NAME|FILE",
-        shown="quick",
+        None, "Set of tasks: quick, standard, long-context or none.", flag="--suite NAME|FILE", shown="quick"
     )
     tasks: tuple[str, ...] = setting(
-        (), "Tasks by name, lm-eval's and quantkit's own; repeatable.", flag="--tasks", metavar="A,B", commas=True
+        (), "Tasks by name, lm-eval's and quantkit's own; repeatable.", flag="--tasks A,B", commas=True
     )
     include_path: tuple[Path, ...] = setting(
-        (), "Folder of further lm-eval task files; repeatable.", flag="--include-path", metavar="DIR", kind=Path
+        (), "Folder of further lm-eval task files; repeatable.", flag="--include-path DIR", kind=Path
     )
     data: tuple[Path, ...] = setting(
         (),
         "Folder of items and texts on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.",
-        flag="--data",
-        metavar="DIR",
+        flag="--data DIR",
         kind=Path,
     )
     limit: int | None = setting(
@@ -38,9 +33,7 @@ class EvaluationOptions:
     num_fewshot: int | None = setting(
         None, "Solved examples before each item.", flag="--few-shot", minimum=0, shown="the task's"
     )
-    texts: tuple[str, ...] = setting(
-        (), "Measure the perplexity of this text; repeatable.", flag="--text", metavar="FILE"
-    )
+    texts: tuple[str, ...] = setting((), "Measure the perplexity of this text; repeatable.", flag="--text FILE")
     window: int | None = setting(None, "Tokens per window of --text.", flag="--window", minimum=2, shown="2048")
     stride: int | None = setting(
         None, "Tokens from window to window of --text.", flag="--stride", minimum=1, shown="a window"

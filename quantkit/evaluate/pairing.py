@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import DataError
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
@@ -36,11 +36,11 @@ def other_arithmetic(name: str) -> str:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token ids by piece; None where tokenizer.json is missing or keeps them in a way not known here."""
+    """Token ids by text; None where tokenizer.json is missing or keeps them in a way not known here."""
     try:
-        pieces: Any = read_json(folder / "tokenizer.json", DataError)["model"]["vocab"]
-        if isinstance(pieces, list):  # unigram models: pieces with their scores, in order
-            pieces = {piece[0]: index for index, piece in enumerate(pieces)}
-        return dict(pieces)
+        vocabulary: Any = read_object(folder / "tokenizer.json", DataError)["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
+            return {token: index for index, (token, *_) in enumerate(vocabulary)}
+        return dict(vocabulary)
     except (DataError, ValueError, LookupError, TypeError):
         return None

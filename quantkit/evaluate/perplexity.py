@@ -17,7 +17,7 @@ precedes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quantkit.errors import DataError
@@ -39,7 +39,6 @@ def perplexity(
     through: Through = "prefill",
     max_windows: int | None = None,
     add_bos: bool | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> PerplexityResult:
     """Perplexity of one text.
 
@@ -52,7 +51,6 @@ def perplexity(
         through: "prefill" computes a window in one pass, "decode" token by token, all others read from the cache.
         max_windows: windows to score; None = all.
         add_bos: whether windows begin with BOS; None = as the tokenizer does (without a tokenizer: no).
-        progress: told how many windows are done since the last time.
     Raises:
         DataError: the text has fewer than two tokens, or window and stride contradict each other or the model.
         RequestError: tokens are unknown.
@@ -63,17 +61,17 @@ def perplexity(
     window = min(DEFAULT_WINDOW, capacity) if window is None else window
     if not 2 <= window <= capacity:
         raise DataError(f"window is {window} tokens; it must be 2 to {capacity}, the context of {llm.path}")
-    bos = _bos(llm, add_bos)
+    bos = leading_bos(llm, add_bos)
     num_text = window - len(bos)
     stride = num_text if stride is None else stride
     if not 1 <= stride <= num_text:
         raise DataError(
             f"stride is {stride}; it must be 1 to {num_text}, the tokens of the text in a window of {window}"
         )
-    windows = cut_windows(_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
+    windows = cut_windows(token_ids(llm, text), num_text=num_text, stride=stride, bos=bos)[:max_windows]
     if not windows:
         raise DataError(f"the text {data!r} is too short to score: give at least two tokens")
-    scores = llm.score_tokens(windows, chunk_size=_CHUNKS[through], progress=progress)
+    scores = llm.score_tokens(windows, chunk_size=_CHUNKS[through])
     return PerplexityResult(
         data=data,
         window=window,
@@ -112,15 +110,17 @@ def adds_bos(tokenizer: Any) -> bool:
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
-def _bos(llm: LLM, wanted: bool | None) -> tuple[int, ...]:
-    if wanted is False or (wanted is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
+def leading_bos(llm: LLM, add_bos: bool | None = None) -> tuple[int, ...]:
+    """What windows of a text begin with: BOS or nothing; `add_bos` as for `perplexity`."""
+    if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
         raise DataError(f"add_bos is set, but {llm.path} has no tokenizer with a BOS token")
     return (llm.tokenizer.bos_token_id,)
 
 
-def _ids(llm: LLM, text: str | Sequence[int]) -> list[int]:
+def token_ids(llm: LLM, text: str | Sequence[int]) -> list[int]:
+    """A text as tokens, without a BOS of its own."""
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:

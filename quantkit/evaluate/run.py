@@ -8,21 +8,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import adds_bos, perplexity
-from quantkit.evaluate.suites import Asked, Text, load_suite
-from quantkit.evaluate.tasks import TaskSource, check_tasks, load_tasks
+from quantkit.evaluate.suites import Asked, LongContext, Text, load_suite
+from quantkit.evaluate.tasks import check_tasks, load_tasks
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 from quantkit.runtime.llm import LLM
 
-EXTRA = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
-
+if TYPE_CHECKING:
+    from quantkit.evaluate.language_model import QuantkitLM
 
 Progress = Callable[[str], None]
 
@@ -42,13 +42,8 @@ def evaluate(
     Raises:
         DataError: nothing is asked, a task or text does not exist or cannot be had, or lm-eval is missing.
     """
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in asked_for.items()
-    }
-    if options is None:
-        options = EvaluationOptions(**given) if given else EvaluationOptions(suite="quick")
-    elif given:
-        options = replace(options, **given)
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in asked_for.items()}
+    options = replace(options or EvaluationOptions(suite=None if given else "quick"), **given)
     say = progress or (lambda _: None)
     began = time.perf_counter()
     asked, seed = _asked(llm, options)
@@ -58,7 +53,7 @@ def evaluate(
     tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:
-        tasks += _long_context(llm, asked, seed, say)
+        tasks += _long_context(llm, asked.long_context, seed, say)
     return EvaluationResult(
         model=str(llm.path),
         arithmetic=str(llm.model.dtype).removeprefix("torch."),
@@ -79,23 +74,15 @@ def check_evaluation(options: EvaluationOptions) -> None:
         load_suite(options.suite)
     for text in options.texts:
         read_text(text, options.data)
-    check_tasks(options.tasks, _source(options))
-
-
-def _source(options: EvaluationOptions) -> TaskSource:
-    return TaskSource(include_path=options.include_path, data=options.data)
+    check_tasks(options.tasks, options)
 
 
 def _asked(llm: LLM, options: EvaluationOptions) -> tuple[Asked, int]:
     """The suite's part for this model with what the options add and replace; and the seed."""
     suite = None if options.suite is None else load_suite(options.suite)
-    part = Asked() if suite is None else (suite.demo if speaks_demo(llm) else suite.others)
-    texts = tuple(
-        Text.model_validate(
-            {"text": text, "window": options.window, "stride": options.stride, "through": options.through}
-        )
-        for text in options.texts
-    )
+    part = Asked() if suite is None else suite.part(speaks_demo(llm))
+    read = {"window": options.window, "stride": options.stride, "through": options.through}
+    texts = (Text.model_validate({"text": text, **read}) for text in options.texts)
     asked = Asked(
         tasks=tuple(dict.fromkeys((*part.tasks, *options.tasks))),
         limit=options.limit if options.limit is not None else part.limit,
@@ -136,26 +123,35 @@ def _perplexities(
         )
 
 
-def _long_context(llm: LLM, asked: Asked, seed: int, say: Progress) -> tuple[TaskResult, ...]:
-    assert asked.long_context is not None
-    part = asked.long_context
+def _long_context(llm: LLM, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
-    ledgers = shipped("tasks") / LEDGERS if speaks_demo(llm) else None
+    ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
     return long_context(llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed)
 
 
-def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
+def import_language_model() -> type[QuantkitLM]:
+    """lm-eval's view of a model.
+
+    Raises:
+        DataError: lm-eval is missing; says what to install.
+    """
     try:
         from quantkit.evaluate.language_model import QuantkitLM
     except ImportError as error:
-        raise DataError(f"{EXTRA} ({first_line(error)})") from error
+        extra = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
+        raise DataError(f"{extra} ({first_line(error)})") from error
+    return QuantkitLM
+
+
+def _run_tasks(llm: LLM, asked: Asked, options: EvaluationOptions, seed: int, say: Progress) -> tuple[TaskResult, ...]:
     from quantkit.evaluate.samples import task_results
 
+    language_model = import_language_model()
     say(f"reading the items of {len(asked.tasks)} tasks")
     with _quiet():
-        loaded = load_tasks(asked.tasks, _source(options))
-        model = QuantkitLM(llm, add_bos_token=options.add_bos)
-        model.answered = _Counter(say).add
+        loaded = load_tasks(asked.tasks, options)
+        model = language_model(llm, add_bos_token=options.add_bos)
+        model.answered = _counter(say)
         results = _simple_evaluate(model, loaded, asked.limit, options, seed)
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
@@ -164,19 +160,17 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     try:
         return simple_evaluate(
             model,
-            tasks=_flat(tasks),
+            tasks=tasks,
             task_manager=TaskManager(include_defaults=False),
             limit=limit,
             num_fewshot=options.num_fewshot,
             apply_chat_template=options.chat_template,
             bootstrap_iters=1000,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
+            **dict.fromkeys(seeds, seed),
         )
     except QuantkitError:
         raise
@@ -184,22 +178,18 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
         raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
 
 
-def _flat(tasks: list[Any]) -> list[Any]:
-    return [one for task in tasks for one in (task if isinstance(task, list) else [task])]
-
-
-class _Counter:
+def _counter(say: Progress) -> Callable[[int], None]:
     """Tells how many requests were answered, at most twice a second."""
+    total, last = 0, time.monotonic()
 
-    def __init__(self, say: Progress) -> None:
-        self._say, self._count, self._last = say, 0, time.monotonic()
+    def add(count: int) -> None:
+        nonlocal total, last
+        total += count
+        if time.monotonic() - last > 0.5:
+            say(f"{total} requests answered")
+            last = time.monotonic()
 
-    def add(self, count: int) -> None:
-        """Count some more."""
-        self._count += count
-        if time.monotonic() - self._last > 0.5:
-            self._say(f"{self._count} requests answered")
-            self._last = time.monotonic()
+    return add
 
 
 @contextlib.contextmanager
@@ -207,9 +197,9 @@ def _quiet() -> Iterator[None]:
     """Neither the bars of lm-eval and datasets nor their log lines; progress is told by ours."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:

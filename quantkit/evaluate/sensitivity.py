@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -83,7 +84,16 @@ def sensitivity_map(
     records = []
     for number, group in enumerate(groups, start=1):
         progress(f"sensitivity map: group {number} of {len(groups)}, layer {group.layer} {group.name}")
-        records.append(_record(group, probe.measure([group]).mean))
+        records.append(
+            SensitivityRecord(
+                layer=group.layer,
+                group=group.name,
+                modules=group.modules,
+                kl=probe.measure([group]).mean,
+                quantized_bytes=group.quantized_bytes,
+                dense_bytes=group.dense_bytes,
+            )
+        )
     whole = probe.compare(llm)
     measured = SensitivityMap(data=data, num_tokens=len(whole.kl), records=tuple(records), total_kl=whole.mean)
     if goal is None or goal.reached(whole):
@@ -117,38 +127,24 @@ def propose(
     for count, group in enumerate(order[:-1], start=1):
         rest -= gain[id(group)]
         if rest * scale > MARGIN * goal.kl:
-            continue
+            continue  # far from the goal: not worth measuring
         distance = measure(order[count:])
         if goal.reached(distance):
-            return _proposal(order[:count], distance.mean, ignored)
+            chosen = order[:count]
+            patterns = [*ignored, *(module for group in chosen for module in group.modules)]
+            return SensitivityProposal(
+                action="ignore",
+                groups=tuple((group.layer, group.name) for group in chosen),
+                overrides=(f"ignore={json.dumps(patterns)}",),
+                predicted_kl=distance.mean,
+                extra_bytes=sum(map(_extra_bytes, chosen)),
+            )
     return None
-
-
-def _proposal(chosen: Sequence[FusedGroup], kl: float, ignored: Sequence[str]) -> SensitivityProposal:
-    patterns = [*ignored, *(module for group in chosen for module in group.modules)]
-    return SensitivityProposal(
-        action="ignore",
-        groups=tuple((group.layer, group.name) for group in chosen),
-        overrides=(f"ignore={json.dumps(patterns)}",),
-        predicted_kl=kl,
-        extra_bytes=sum(map(_extra_bytes, chosen)),
-    )
 
 
 def _extra_bytes(group: FusedGroup) -> int:
     """What ignoring a group costs on disk."""
     return group.stored_bytes - group.quantized_bytes
-
-
-def _record(group: FusedGroup, kl: float) -> SensitivityRecord:
-    return SensitivityRecord(
-        layer=group.layer,
-        group=group.name,
-        modules=group.modules,
-        kl=kl,
-        quantized_bytes=group.quantized_bytes,
-        dense_bytes=group.dense_bytes,
-    )
 
 
 def few(
@@ -164,16 +160,11 @@ def few(
     Raises:
         InputError: there is no window.
     """
-    room = min(max_tokens, reference_bytes // (4 * vocab_size))
-    kept: list[tuple[int, ...]] = []
-    for ids in windows:
-        if kept and room < len(ids):
-            break
-        kept.append(ids)
-        room -= len(ids)
-    if not kept:
+    if not windows:
         raise InputError("a sensitivity map needs text; give at least one window")
-    return tuple(kept)
+    limit = min(max_tokens, reference_bytes // (4 * vocab_size))
+    fitting = sum(total <= limit for total in accumulate(map(len, windows)))
+    return windows[: max(1, fitting)]
 
 
 class Probe:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, suggestion
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
@@ -81,10 +81,14 @@ class Suite(_Part):
     others: Asked
     seed: int = 0
 
+    def part(self, speaks_demo: bool) -> Asked:
+        """What a model is asked."""
+        return self.demo if speaks_demo else self.others
+
 
 def suites() -> dict[str, Path]:
     """The shipped suites: file by name."""
-    return {path.stem: path for path in sorted(shipped("suites").glob("*.yaml"))}
+    return {path.stem: path for path in sorted(bundled_folder("suites").glob("*.yaml"))}
 
 
 def load_suite(name: str) -> Suite:

@@ -7,94 +7,69 @@ A name is looked for in this order: the shipped demo tasks; `local_<name>` templ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.data import find_items
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.untrusted import parse_yaml, read_text
 
 LOCAL = "local_"
 BLIMP = "local_blimp_"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskSource:
-    """Where tasks and their items are looked for.
-
-    Args:
-        include_path: folders of task files.
-        data: folders of items, for the templates.
-    """
-
-    include_path: tuple[Path, ...] = ()
-    data: tuple[Path, ...] = ()
-
-
-def load_tasks(names: Sequence[str], source: TaskSource) -> list[Any]:
+def load_tasks(names: Sequence[str], options: EvaluationOptions) -> list[Any]:
     """lm-eval's tasks and groups of these names.
 
+    Args:
+        names: see the module.
+        options: whose folders of task files and of items count.
     Raises:
         DataError: a name is unknown (the nearest is suggested), a folder does not exist, or items cannot be had; says
             what to pass instead.
     """
-    check_tasks(names, source)
-    ours = _shipped_files()
-    tasks: list[Any] = []
-    foreign: list[str] = []
-    for name in _expanded(names, ours):
-        path = _own(name, ours, source)
-        if path is None:
-            foreign.append(name)
-        else:
-            tasks.append(_build(_own_config(name, path, source)))
-    return tasks + (_load_foreign(foreign, ours, source) if foreign else [])
+    configs = check_tasks(names, options)
+    foreign = [name for name, config in configs.items() if config is None]
+    tasks = [_build(config) for config in configs.values() if config is not None]
+    return tasks + (_load_foreign(foreign, options) if foreign else [])
 
 
-def check_tasks(names: Sequence[str], source: TaskSource) -> None:
+def check_tasks(names: Sequence[str], options: EvaluationOptions) -> dict[str, dict[str, Any] | None]:
     """Refuse what can be refused without lm-eval and without a model.
 
+    Returns:
+        by name, in order: the definition of a task that is shipped, and None for what others have defined.
     Raises:
         DataError: a folder does not exist, or the items of a shipped task are not there.
     """
-    for folder in (*source.include_path, *source.data):
+    for folder in (*options.include_path, *options.data):
         if not folder.expanduser().is_dir():
             raise DataError(f"{folder} is no directory; --data and --include-path name folders")
     ours = _shipped_files()
-    for name in _expanded(names, ours):
-        path = _own(name, ours, source)
-        if path is not None:
-            _own_config(name, path, source)
+    demo = [task for task in ours if task.startswith("demo_")]
+    configs: dict[str, dict[str, Any] | None] = {}
+    for name in (task for given in names for task in (demo if given == "demo" else [given])):
+        path = _own(name, ours, options.data)
+        configs[name] = None if path is None else _own_config(name, path, options.data)
+    return configs
 
 
 def _shipped_files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(shipped("tasks").glob("*/*.yaml"))}
+    return {path.stem: path for path in sorted(bundled_folder("tasks").glob("*/*.yaml"))}
 
 
-def _expanded(names: Sequence[str], ours: dict[str, Path]) -> list[str]:
-    """Names once each, `demo` as the tasks it stands for."""
-    flat = [
-        one
-        for name in names
-        for one in (sorted(t for t in ours if t.startswith("demo_")) if name == "demo" else [name])
-    ]
-    return list(dict.fromkeys(flat))
-
-
-def _own(name: str, ours: dict[str, Path], source: TaskSource) -> Path | None:
+def _own(name: str, ours: dict[str, Path], data: Sequence[Path]) -> Path | None:
     """The shipped file of a name, or None."""
     if name in ours:
         return ours[name]
     if name.startswith(BLIMP):
         return ours["local_blimp"]
-    if not source.data:
-        return None
-    if LOCAL + name in ours:
+    if data and LOCAL + name in ours:
         return ours[LOCAL + name]
-    if name.startswith("blimp_") and find_items(_blimp_items(name), source.data):
+    if data and name.startswith("blimp_") and find_items(_blimp_items(name), data):
         return ours["local_blimp"]
     return None
 
@@ -103,7 +78,7 @@ def _blimp_items(name: str) -> str:
     return f"blimp/{name.removeprefix(LOCAL).removeprefix('blimp_')}.jsonl"
 
 
-def _own_config(name: str, path: Path, source: TaskSource) -> dict[str, Any]:
+def _own_config(name: str, path: Path, data: Sequence[Path]) -> dict[str, Any]:
     """A shipped task with the absolute paths of its items."""
     config = _read_config(path)
     split, pattern = next(iter(config["dataset_kwargs"]["data_files"].items()))
@@ -112,9 +87,9 @@ def _own_config(name: str, path: Path, source: TaskSource) -> dict[str, Any]:
     else:
         if path.stem == "local_blimp" and name.removeprefix(LOCAL) != "blimp":
             config["task"], pattern = LOCAL + name.removeprefix(LOCAL), _blimp_items(name)
-        files = find_items(pattern, source.data)
+        files = find_items(pattern, data)
     if not files:
-        where = f"is not below {', '.join(map(str, source.data))}" if source.data else "needs a folder"
+        where = f"is not below {', '.join(map(str, data))}" if data else "needs a folder"
         raise DataError(f"task {name!r} reads {pattern}, which {where}; pass --data DIR with that file")
     config["dataset_kwargs"] = {"data_files": {split: files}}
     config.pop("tag", None)
@@ -138,20 +113,20 @@ def _build(config: dict[str, Any]) -> Any:
         ) from error
 
 
-def _load_foreign(names: list[str], ours: dict[str, Path], source: TaskSource) -> list[Any]:
+def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
     """Tasks of the user's folders and of lm-eval."""
     from lm_eval.tasks import TaskManager
 
-    folders = tuple(str(folder.expanduser()) for folder in source.include_path)
-    own = TaskManager(include_path=list(folders), include_defaults=False) if folders else None
-    if own is not None and set(names) <= set(own.all_tasks):
-        return [_load(own, name, ours) for name in names]  # reading lm-eval's own list takes seconds
-    manager = _all_of_lm_eval(folders)
+    folders = tuple(str(folder.expanduser()) for folder in options.include_path)
+    manager = TaskManager(include_path=list(folders), include_defaults=False) if folders else None
+    if manager is None or not set(names) <= set(manager.all_tasks):
+        manager = _all_of_lm_eval(folders)  # only then: reading lm-eval's own list takes seconds
+    ours = _shipped_files()
     for name in names:
         if name not in manager.all_tasks:
             hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
             raise DataError(f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's, docs/evaluate.md ours")
-    return [_load(manager, name, ours) for name in names]
+    return [task for name in names for task in _load(manager, name, ours)]
 
 
 @cache
@@ -162,7 +137,7 @@ def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
     return TaskManager(include_path=list(folders) or None)
 
 
-def _load(manager: Any, name: str, ours: dict[str, Path]) -> Any:
+def _load(manager: Any, name: str, ours: dict[str, Path]) -> list[Any]:
     try:
         loaded = manager.load([name])
     except Exception as error:  # the hub and its libraries fail in many classes
@@ -176,4 +151,4 @@ def _load(manager: Any, name: str, ours: dict[str, Path]) -> Any:
             f"{instead}, or name a task whose items are here, such as demo_facts"
         ) from error
     groups = loaded["groups"]
-    return groups[name] if name in groups else list(loaded["tasks"].values())
+    return [groups[name]] if name in groups else list(loaded["tasks"].values())

@@ -22,7 +22,7 @@ from quantkit.formats._compressed_tensors_layout import (
     find_layout,
     library_version,
 )
-from quantkit.numerics.dtype import DTYPES, MXFP4, MXFP8, NVFP4, DType
+from quantkit.numerics.dtype import DTYPES, FP8, DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Rule, Scheme, WeightScheme
 
 if TYPE_CHECKING:
@@ -65,21 +65,21 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
     # shapes that differ. Asked to decode while loading it does not come that way, but decodes every module by the
     # first scheme. vLLM reads its fields by name and not this one.
     decode = {"dequantize": True} if has_zero_points else {}
-    return _section(groups, layouts[0] if len(layouts) == 1 else _MIXED, list(ignored), decode)
+    return _section(groups, layouts[0] if len(layouts) == 1 else _MIXED, ignored, **decode)
 
 
 def cache_only_config() -> dict[str, Any]:
     """A `quantization_config` that quantizes no linear, to hold the `kv_cache_scheme` of a model whose weights stay."""
-    return _section({}, "dense", None, {})
+    return _section({}, "dense", [])
 
 
 def _section(
-    groups: dict[str, QuantizationScheme], layout: str, ignored: list[str] | None, decode: dict[str, Any]
+    groups: dict[str, QuantizationScheme], layout: str, ignored: Sequence[str], **decode: bool
 ) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig
 
     config = QuantizationConfig(
-        config_groups=groups, format=layout, quantization_status="compressed", ignore=ignored or []
+        config_groups=groups, format=layout, quantization_status="compressed", ignore=list(ignored)
     )
     fields = config.model_dump(mode="json")
     # Known to newer versions only and without meaning here, so older readers need not meet it.
@@ -89,10 +89,7 @@ def _section(
 
 def fp8_cache_args(strategy: str) -> dict[str, Any]:
     """The `kv_cache_scheme` of FP8 keys and values with fixed scales: strategy "tensor" or "attn_head"."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, dynamic=False, symmetric=True)
-    fields: dict[str, Any] = args.model_dump(mode="json")
+    fields: dict[str, Any] = _arguments(FP8, strategy=strategy).model_dump(mode="json")
     return fields
 
 
@@ -125,42 +122,41 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
 
 def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
     """One config group in the library's own classes, which check it."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationScheme
 
-    weight = scheme.weight
-    shared: dict[str, Any] = {"type": weight.dtype.kind, "symmetric": weight.symmetric, "dynamic": False}
-    if weight.block_rows is None:
-        shared |= {"strategy": "tensor"}
-    elif weight.block_rows > 1:
-        shared |= {"strategy": "block", "block_structure": [weight.block_rows, weight.group_size]}
-    else:
-        shared |= _groups(weight.dtype, weight.group_size) or {"strategy": "channel"}
-    weights = QuantizationArgs(num_bits=weight.dtype.bits, **shared)
-    inputs = None if scheme.activation is None else _input_arguments(scheme.activation)
-    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs, format=find_layout(scheme))
+    weight, inputs = scheme.weight, scheme.activation
+    kind = _granularity(weight.dtype, weight.group_size, "tensor" if weight.block_rows is None else "channel")
+    if weight.block_rows is not None and weight.block_rows > 1:
+        kind = {"strategy": "block", "block_structure": [weight.block_rows, weight.group_size]}
+    arguments = None
+    if inputs is not None:
+        # Of two levels of scales the global one is calibrated, the others are not.
+        dynamic = "local" if inputs.dtype.scale == "e4m3" else inputs.dynamic
+        arguments = _arguments(
+            inputs.dtype, dynamic=dynamic, **_granularity(inputs.dtype, inputs.group_size, inputs.granularity)
+        )
+    return QuantizationScheme(
+        targets=targets,
+        weights=_arguments(weight.dtype, symmetric=weight.symmetric, **kind),
+        input_activations=arguments,
+        format=find_layout(scheme),
+    )
 
 
-def _input_arguments(activation: ActivationScheme) -> QuantizationArgs:
+def _arguments(dtype: DType, *, symmetric: bool = True, dynamic: bool | str = False, **kind: Any) -> QuantizationArgs:
     from compressed_tensors.quantization import QuantizationArgs
 
-    dtype = activation.dtype
-    kind: dict[str, Any] = {"type": dtype.kind, "symmetric": True, "dynamic": activation.dynamic}
-    if activation.granularity == "tensor":
-        kind |= {"strategy": "tensor"}
-    else:
-        kind |= _groups(dtype, activation.group_size) or {"strategy": "token"}
-    if dtype.scale == "e4m3":
-        kind["dynamic"] = "local"  # the global scale is calibrated, the others are not
-    return QuantizationArgs(num_bits=dtype.bits, **kind)
+    return QuantizationArgs(num_bits=dtype.bits, type=dtype.kind, symmetric=symmetric, dynamic=dynamic, **kind)
 
 
-def _groups(dtype: DType, size: int | None) -> dict[str, Any]:
-    """Arguments of numbers in groups; none without."""
-    if size is None:
-        return {}
+def _granularity(dtype: DType, group_size: int | None, ungrouped: str) -> dict[str, Any]:
+    """Arguments that say what shares a scale; `ungrouped` is the strategy of numbers without groups."""
+    if group_size is None:
+        return {"strategy": ungrouped}
     if dtype.scale == "e4m3":
-        return {"strategy": "tensor_group", "group_size": size, "scale_dtype": torch.float8_e4m3fn}
-    return {"strategy": "group", "group_size": size} | ({"scale_dtype": torch.uint8} if dtype.scale == "e8m0" else {})
+        return {"strategy": "tensor_group", "group_size": group_size, "scale_dtype": torch.float8_e4m3fn}
+    kind = {"strategy": "group", "group_size": group_size}
+    return kind | {"scale_dtype": torch.uint8} if dtype.scale == "e8m0" else kind
 
 
 def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
@@ -249,13 +245,11 @@ def _activation(name: str, inputs: QuantizationArgs) -> ActivationScheme:
 
 
 def _dtype(name: str, args: QuantizationArgs) -> DType:
-    kind, bits, size = _plain(args.type), args.num_bits, args.group_size
-    if (kind, bits) == ("float", 4) and size in (NVFP4.group, MXFP4.group):
-        return NVFP4 if size == NVFP4.group else MXFP4
-    if (kind, bits, size) == ("float", 8, MXFP8.group) and args.scale_dtype == torch.uint8:
-        return MXFP8
-    for dtype in DTYPES.values():
-        if (dtype.kind, dtype.bits, dtype.group) == (kind, bits, None):
+    kind, bits = _plain(args.type), args.num_bits
+    for dtype in reversed(DTYPES.values()):  # types with groups of their own come last
+        if (dtype.kind, dtype.bits) != (kind, bits):
+            continue
+        if dtype.group is None or (dtype.group == args.group_size and (bits == 4 or args.scale_dtype == torch.uint8)):
             return dtype
     known = ", ".join(DTYPES)
     raise SchemeError(f"config group {name!r} has {kind} numbers of {bits} bits; only these can be decoded: {known}")

@@ -1,20 +1,27 @@
-"""Which of compressed-tensors' formats holds a scheme, and why none does: pure rules, no tensors.
+"""Which of compressed-tensors' formats holds a scheme, and which models its loaders take: pure rules, no tensors.
 
 The rules are those of the library and of the engines that read it: what only the library could compute is refused.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
-`layers/quantization/compressed_tensors/compressed_tensors.py`. The library is imported where it is asked: whoever reads
-another format need not have it, nor wait for it.
+`layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`; transformers 5.23 with
+compressed-tensors 0.20, `integrations/compressed_tensors.py` (CompressedTensorsDequantize).
+The library is imported where it is asked: whoever reads another format need not have it, nor wait for it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from quantkit.errors import SchemeError
+from quantkit.models.linear_sets import find_expert
 from quantkit.numerics.dtype import FP8, INT4, INT8, MXFP4, MXFP8, NVFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.models.family import Family
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MICROSCALING = {
@@ -32,12 +39,9 @@ def find_layout(scheme: LinearScheme) -> str:
         SchemeError: none does; says which recipe field to change.
     """
     weight, activation = scheme.weight, scheme.activation
-    if weight.dtype.scale != "float":
-        _check_microscaling(scheme)
-        return MICROSCALING[weight.dtype.name]
     if weight.dtype.kind == "float":
         _check_float(scheme)
-        return FLOAT
+        return MICROSCALING.get(weight.dtype.name, FLOAT)
     _check_integer(weight)
     if activation is None:
         return PACKED
@@ -51,47 +55,35 @@ def find_layout(scheme: LinearScheme) -> str:
         and activation.group_size is None
     ):
         return INTEGER
+    name = activation.dtype.name
+    hint = f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
     raise SchemeError(
         f"{activation.describe()} activations do not go with {weight.describe()}; set weights.dtype to int8 with "
         "weights.group_size 'channel' (int8 activations) or to symmetric int4 (int8 or fp8 activations, dynamic), "
-        f"or leave activations out{_float_hint(activation)}"
+        f"or leave activations out{hint}"
     )
 
 
-def _float_hint(activation: ActivationScheme) -> str:
-    name = activation.dtype.name
-    return f"; {name} activations go with {name} weights" if activation.dtype.kind == "float" else ""
-
-
-def _check_microscaling(scheme: LinearScheme) -> None:
-    """Refuse other activations than those of the weight's own type, and libraries that do not know the type yet."""
-    name, activation = scheme.weight.dtype.name, scheme.activation
-    if activation is not None and activation.dtype != scheme.weight.dtype:
-        raise SchemeError(
-            f"{activation.dtype.name} activations do not go with {name} weights; "
-            f"set activations.dtype to {name} or leave activations out"
-        )
-    if MICROSCALING[name] not in library_formats():
-        raise SchemeError(
-            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
-            "pip install -U compressed-tensors"
-        )
-
-
 def _check_float(scheme: LinearScheme) -> None:
-    """Refuse what engines have no FP8 products for."""
+    """Refuse what engines have no products for, and types that the library does not know yet."""
     weight, activation = scheme.weight, scheme.activation
-    if weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1):
+    name, is_scaled_by_floats = weight.dtype.name, weight.dtype.scale == "float"
+    if is_scaled_by_floats and (weight.dtype != FP8 or (weight.group_size is not None and weight.block_rows == 1)):
         raise SchemeError(
-            f"compressed-tensors stores {weight.dtype.name} weights with one scale per channel, tensor or block, "
+            f"compressed-tensors stores {name} weights with one scale per channel, tensor or block, "
             f"not {weight.describe()}; set weights.group_size to 'channel', 'tensor' or 128x128"
         )
     if activation is not None and activation.dtype != weight.dtype:
         raise SchemeError(
-            f"{activation.dtype.name} activations do not go with {weight.dtype.name} weights; "
-            f"set activations to {weight.dtype.name} or leave them out"
+            f"{activation.dtype.name} activations do not go with {name} weights; "
+            f"set activations.dtype to {name} or leave activations out"
         )
-    if activation is not None and activation.group_size is not None and weight.block_rows == 1:
+    if not is_scaled_by_floats and MICROSCALING[name] not in library_formats():
+        raise SchemeError(
+            f"{name} needs a newer compressed-tensors, installed: {library_version()}; "
+            "pip install -U compressed-tensors"
+        )
+    if is_scaled_by_floats and activation is not None and activation.group_size and weight.block_rows == 1:
         raise SchemeError(
             f"activations in groups of {activation.group_size} go with weights in blocks; set weights.group_size to "
             f"{activation.group_size}x{activation.group_size}, or leave activations.group_size out"
@@ -131,3 +123,40 @@ def packs_densely() -> bool:
     from compressed_tensors.compressors import pack_to_int32
 
     return bool(pack_to_int32(torch.zeros(1, 64, dtype=torch.int8), 3).shape[1] == 6)
+
+
+def check_compressed_model(family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
+    """Refuse what no loader takes; say what some do not take. See `Format.check_model`."""
+    name = family.hf_names[0]
+    if family.decode_at_load:
+        return _check_decoded(name, {scheme for layer in layers for scheme in layer.values()})
+    experts = {scheme for layer in layers for linear, scheme in layer.items() if find_expert(linear)}
+    return _check_experts(name, experts, loads=family.compressed_experts)
+
+
+def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
+    if len(schemes) > 1:
+        raise SchemeError(
+            f"weights of {family} are decoded while loading, which transformers does by one scheme: "
+            "give all linears the same numbers (ignoring some is fine), or set format=dense"
+        )
+    if any(scheme.activation is not None for scheme in schemes):
+        return (f"transformers decodes weights of {family} while loading and leaves activations as they are",)
+    return ()
+
+
+def _check_experts(family: str, schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
+    if any(not scheme.weight.symmetric for scheme in schemes):
+        raise SchemeError(
+            "experts with zero points load neither in transformers nor in vLLM: set weights.symmetric=true, "
+            "or format=dense"
+        )
+    if schemes and not loads:
+        return (
+            f"transformers does not load compressed experts of {family}, whoever wrote them; for it set format=dense",
+        )
+    if any(scheme.activation is not None and scheme.weight.dtype.kind == "int" for scheme in schemes):
+        return ("transformers does not load INT8 experts with INT8 activations; engines such as vLLM do",)
+    if len(schemes) > 1:
+        return ("transformers decodes all experts by one scheme, and these have several; vLLM does not",)
+    return ()

@@ -19,20 +19,12 @@ from gguf import GGMLQuantizationType as Block
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gguf_kquants import pack_q6_k, quantize_q4_k, quantize_q6_k
-from quantkit.formats._microscaling import encode_microscaling, fp4_indices
+from quantkit.formats._gguf_kquants import pack_q6_k, search_k_quant
+from quantkit.formats._unpacked import encode_microscaling, fp4_indices
 from quantkit.numerics.tensor import QuantizedTensor
 
-PLAIN = {
-    Block.F32: torch.float32,
-    Block.F16: torch.float16,
-    Block.BF16: torch.bfloat16,
-    Block.F64: torch.float64,
-    Block.I8: torch.int8,
-    Block.I16: torch.int16,
-    Block.I32: torch.int32,
-    Block.I64: torch.int64,
-}
+PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}
+PLAIN |= {Block.I64: torch.int64, Block.I32: torch.int32, Block.I16: torch.int16, Block.I8: torch.int8}
 _OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16}  # from codes to the unsigned numbers of a block
 
 
@@ -61,10 +53,8 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
         return values.to(PLAIN[block]).contiguous().view(-1).view(torch.uint8)
     single = values.float().contiguous()
     if block in (Block.Q4_K, Block.Q6_K):
-        weights = None
-        if importance is not None:
-            weights = importance.float().view(1, -1, 256).expand(values.shape[0], -1, -1).reshape(-1, 256)
-        return (quantize_q4_k if block == Block.Q4_K else quantize_q6_k)(single.view(-1, 256), weights)
+        weights = None if importance is None else importance.float().expand_as(single).reshape(-1, 256)
+        return search_k_quant(single.view(-1, 256), 4 if block == Block.Q4_K else 6, weights)
     return torch.from_numpy(gguf.quantize(single.numpy(), block))
 
 
@@ -112,20 +102,20 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         exponents = encode_microscaling(weight)["weight_scale"].view(-1, 1)
         indices = fp4_indices(weight.codes).view(-1, 32)
         return block, torch.cat([exponents, indices[:, :16] | indices[:, 16:] << 4], dim=1).view(rows, -1)
-    scale = _per_block(_exact_half(weight.scale), weight, block)
+    scale, minimum = _per_block(_exact_half(weight.scale), weight, block), None
     codes = weight.codes.view(-1, block_values(block))
     if block == Block.Q6_K:
         ones = torch.ones(len(codes), 16, dtype=torch.int8)
         return block, pack_q6_k(codes, ones, scale.view(-1, 1)).view(rows, -1)
-    if weight.zero_point is None:
-        return block, _pack(block, codes, scale).view(rows, -1)
-    zero = _per_block(weight.zero_point, weight, block)
-    minimum = -(zero.float() + 8) * scale.float()
-    if weight.scheme.dtype.bits < 4:
-        return block, _pack(block, codes - zero.view(-1, 1), scale).view(rows, -1)
-    if torch.equal(minimum.half().float(), minimum):
-        return Block.Q4_1, _pack(Block.Q4_1, codes + 8, scale, minimum).view(rows, -1)
-    return Block.Q5_0, _pack(Block.Q5_0, codes - zero.view(-1, 1), scale).view(rows, -1)
+    if weight.zero_point is not None:
+        zero = _per_block(weight.zero_point, weight, block)
+        lowest = -(zero.float() + 8) * scale.float()
+        if weight.scheme.dtype.bits == 4 and torch.equal(lowest.half().float(), lowest):
+            block, codes, minimum = Block.Q4_1, codes + 8, lowest
+        else:
+            # The difference of two 4-bit numbers has five bits, that of shorter ones four.
+            block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero.view(-1, 1)
+    return block, _pack(block, codes, scale, minimum).view(rows, -1)
 
 
 def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Tensor:

@@ -12,12 +12,13 @@ Source: ggml `docs/gguf.md`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,9 +28,9 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.errors import CheckpointError
 from quantkit.formats._gguf_blocks import PLAIN, block_values, num_bytes
+from quantkit.untrusted import opened, read_chunks
 
 _MAGIC, _ALIGNMENT = b"GGUF", 32
-_CHUNK_BYTES = 1 << 24
 _MAX_NAME, _MAX_DIMS = 64, 4
 _DAMAGED = "the file is damaged or no GGUF file; download or copy it again"
 
@@ -82,31 +83,16 @@ class GGUFFile:
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        info = self.tensors[name]
-        try:
-            with self.path.open("rb") as file:
-                file.seek(info.offset)
-                for start in range(0, info.num_bytes, _CHUNK_BYTES):
-                    size = min(_CHUNK_BYTES, info.num_bytes - start)
-                    data = file.read(size)
-                    if len(data) < size:
-                        raise CheckpointError(
-                            f"{self.path} ended early: it changed while it was read; run the command again"
-                        )
-                    yield data
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}; check the disk") from error
+        return read_chunks(self.path, self.tensors[name].offset, self.tensors[name].num_bytes)
 
 
 def is_gguf(path: Path) -> bool:
     """Whether this is a file whose name or first bytes say GGUF."""
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return path.suffix == ".gguf" or file.read(4) == _MAGIC
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return path.suffix == ".gguf" or file.read(4) == _MAGIC
+    return False
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -117,12 +103,8 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises:
         CheckpointError: missing, not GGUF, truncated or inconsistent; names the byte.
     """
-    try:
-        with path.open("rb") as file:
-            cursor = _Cursor(path, file, os.fstat(file.fileno()).st_size)
-            return _read(cursor)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+    with opened(path) as file:
+        return _read(_Cursor(path, file))
 
 
 def write_gguf_file(
@@ -133,8 +115,8 @@ def write_gguf_file(
 ) -> dict[str, str]:
     """Write one file as a stream.
 
-    The gguf package writes the header. It would take a tensor as one array; an embedding of gigabytes comes in pieces
-    here.
+    The gguf package writes the header. It would take a tensor as one array; an embedding of gigabytes comes in
+    chunks here.
 
     Args:
         path: of the file, replaced if it is there.
@@ -161,11 +143,11 @@ def write_gguf_file(
         writer.write_ti_data_to_file()
         file = (writer.fout or [])[0]
         writer.write_padding(file, file.tell())
-        for (name, (block, shape)), pieces in zip(tensors.items(), contents, strict=True):
+        for (name, (block, shape)), chunks in zip(tensors.items(), contents, strict=True):
             digest, written, size = hashlib.sha256(), 0, num_bytes(block, shape)
-            for piece in pieces:
-                digest.update(piece)
-                written += file.write(piece)
+            for chunk in chunks:
+                digest.update(chunk)
+                written += file.write(chunk)
             assert written == size, f"{name} has {written} bytes, its header says {size}"
             writer.write_padding(file, size)
             digests[name] = digest.hexdigest()
@@ -175,33 +157,28 @@ def write_gguf_file(
 
 
 class _Cursor:
-    """A file that is read forward and knows how much is left."""
+    """A file that is read forward and knows how many of its bytes are left."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self.path, self._file, self.size = path, file, size
-
-    @property
-    def left(self) -> int:
-        """Bytes behind the cursor."""
-        return self.size - self._file.tell()
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file, self.size = path, file, os.fstat(file.fileno()).st_size
 
     @property
     def position(self) -> int:
-        """Bytes before the cursor."""
         return self._file.tell()
 
+    @property
+    def left(self) -> int:
+        return self.size - self.position
+
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes."""
         if count > self.left:
             raise self.error(f"{what} takes {count} bytes, {self.left} are left")
         return self._file.read(count)
 
     def unpack(self, code: str, what: str) -> Any:
-        """The next number."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
 
     def string(self, what: str) -> str:
-        """The next string."""
         data = self.take(self.unpack("Q", what), what)
         # Tokens of byte-level vocabularies need not be valid on their own.
         return data.decode("utf-8", errors="replace")
@@ -214,7 +191,6 @@ class _Cursor:
         return value
 
     def error(self, text: str) -> CheckpointError:
-        """To be raised."""
         return CheckpointError(f"{self.path}: at byte {self.position}: {text}; {_DAMAGED}")
 
 
@@ -235,9 +211,14 @@ def _read(cursor: _Cursor) -> GGUFFile:
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
         raise cursor.error(f"general.alignment is {alignment!r}")
     start = cursor.position + -cursor.position % alignment
-    tensors = {name: _located(cursor, name, block, shape, start + offset) for name, block, shape, offset in infos}
-    if len(tensors) < len(infos):
-        raise cursor.error("two tensors have the same name")
+    tensors: dict[str, GGUFTensor] = {}
+    for name, info in infos:
+        end = start + info.offset + info.num_bytes
+        if end > cursor.size:
+            raise cursor.error(f"tensor {name!r} ends at byte {end}, the file has {cursor.size}: it is truncated")
+        if name in tensors:
+            raise cursor.error(f"two tensors have the name {name!r}")
+        tensors[name] = replace(info, offset=start + info.offset)
     return GGUFFile(path=cursor.path, metadata=metadata, tensors=tensors)
 
 
@@ -258,25 +239,20 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
     return list(struct.unpack(f"<{length}{_CODES[inner]}", cursor.take(length * width, repr(key))))
 
 
-def _read_info(cursor: _Cursor) -> tuple[str, Block, tuple[int, ...], int]:
+def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
+    """Name and place of a tensor, counted from the end of the padding."""
     name = cursor.string("the name of a tensor")
     num_dims = cursor.unpack("I", f"the dimensions of {name!r}")
     if num_dims > _MAX_DIMS:
         raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
     shape = tuple(cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(num_dims))[::-1]
     number = cursor.unpack("I", f"the type of {name!r}")
-    try:
-        block = Block(number)
-    except ValueError:
-        raise cursor.error(f"tensor {name!r} has the unknown type {number}") from None
-    return name, block, shape, cursor.unpack("Q", f"the offset of {name!r}")
-
-
-def _located(cursor: _Cursor, name: str, block: Block, shape: tuple[int, ...], offset: int) -> GGUFTensor:
-    values = block_values(block)
-    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % values):
-        raise cursor.error(f"tensor {name!r} has shape {shape}, not a multiple of the {values} of {block.name}")
-    size = num_bytes(block, shape)
-    if offset + size > cursor.size:
-        raise cursor.error(f"tensor {name!r} ends at byte {offset + size}, the file has {cursor.size}: it is truncated")
-    return GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=size)
+    if number not in iter(Block):
+        raise cursor.error(f"tensor {name!r} has the unknown type {number}")
+    block = Block(number)
+    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block_values(block)):
+        raise cursor.error(
+            f"tensor {name!r} has shape {shape}, not a multiple of the {block_values(block)} of {block.name}"
+        )
+    offset = cursor.unpack("Q", f"the offset of {name!r}")
+    return name, GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes(block, shape))

@@ -10,8 +10,8 @@ Source: the format and the first search are those of ggml `src/ggml-quants.c` (m
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,46 +20,36 @@ from torch import Tensor
 _CHUNK = 512
 _ROUNDS = 3
 
-
-def quantize_q4_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Encode to Q4_K: value = d * scale * code - dmin * minimum with codes 0..15 and 6-bit scales and minimums.
-
-    Args:
-        values: (M, 256) float32.
-        importance: (M, 256) or (1, 256) float32 >= 0, weights of the squared errors; None = larger values count more.
-    Returns:
-        (M, 144) uint8.
-    """
-    return _by_chunk(_q4_k, values, importance, torch.empty(0, 144, dtype=torch.uint8))
+State = tuple[Tensor, ...]
 
 
-def quantize_q6_k(values: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Encode to Q6_K: value = d * scale * code with codes -32..31 and 8-bit scales of 16 values each.
+def search_k_quant(values: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+    """Encode to Q4_K or Q6_K.
+
+    Q4_K: value = d * scale * code - dmin * minimum with codes 0..15 and 6-bit scales and minimums of 32 values each.
+    Q6_K: value = d * scale * code with codes -32..31 and 8-bit scales of 16 values each.
 
     Args:
         values: (M, 256) float32.
-        importance: as in `quantize_q4_k`.
+        bits: 4 or 6.
+        importance: (M, 256) float32 >= 0, weights of the squared errors; None = larger values count more.
     Returns:
-        (M, 210) uint8.
+        (M, 144) or (M, 210) uint8.
     """
-    return _by_chunk(_q6_k, values, importance, torch.empty(0, 210, dtype=torch.uint8))
-
-
-def _by_chunk(
-    encode: Callable[[Tensor, Tensor | None], Tensor], values: Tensor, importance: Tensor | None, nothing: Tensor
-) -> Tensor:
-    if importance is not None:
-        importance = importance.expand(values.shape[0], -1)
-    encoded = [
-        encode(values[row : row + _CHUNK], None if importance is None else importance[row : row + _CHUNK])
-        for row in range(0, values.shape[0], _CHUNK)
-    ]
-    return torch.cat([nothing, *encoded])
+    encode, block_bytes = (_q4_k, 144) if bits == 4 else (_q6_k, 210)
+    encoded = [torch.empty(0, block_bytes, dtype=torch.uint8)]
+    for row in range(0, values.shape[0], _CHUNK):
+        chunk = slice(row, row + _CHUNK)
+        encoded.append(encode(values[chunk], None if importance is None else importance[chunk]))
+    return torch.cat(encoded)
 
 
 def _q4_k(values: Tensor, importance: Tensor | None) -> Tensor:
     blocks = values.view(-1, 8, 32)
-    weights = _q4_weights(blocks, importance)
+    if importance is None:  # as ggml has it; with importance, of the size of a value within its block too
+        weights = blocks.square().mean(-1, keepdim=True).sqrt() + blocks.abs()
+    else:
+        weights = _weighted(blocks, importance)
     scale, minimum = _search_affine(blocks, weights)  # (M, 8) each, >= 0
     step = _half(scale.amax(1, keepdim=True) / 63)
     offset = _half(minimum.amax(1, keepdim=True) / 63)
@@ -87,13 +77,6 @@ def _pack_scales(scales: Tensor, minimums: Tensor) -> Tensor:
     return torch.cat([low, high, scales[:, 4:] & 15 | (minimums[:, 4:] & 15) << 4], dim=1)
 
 
-def _q4_weights(blocks: Tensor, importance: Tensor | None) -> Tensor:
-    """Weights of squared errors, as ggml has them: with importance, of the size of a value within its block too."""
-    if importance is None:
-        return blocks.square().mean(-1, keepdim=True).sqrt() + blocks.abs()
-    return _weighted(blocks, importance)
-
-
 def _weighted(blocks: Tensor, importance: Tensor) -> Tensor:
     """Importance of each input times the size of its weight against the block's."""
     spread = 2 * blocks.square().mean((1, 2), keepdim=True)
@@ -104,12 +87,11 @@ def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum (as a number >= 0 to subtract) of each sub-block for codes 0..15, each (M, S)."""
     low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True)
     width = (high - low).clamp_(min=1e-30)
-    best_scale, best_low = width / 15, low.clone()
-    codes = ((blocks - low) / best_scale).round_().clamp_(0, 15)
-    best = _error(blocks, weights, codes * best_scale + best_low)
+    codes = ((blocks - low) / (width / 15)).round_().clamp_(0, 15)
+    best: State = (_error(blocks, weights, codes * (width / 15) + low), width / 15, low)
     total, total_x = weights.sum(-1, keepdim=True), (weights * blocks).sum(-1, keepdim=True)
     for number in range(21):
-        codes = ((blocks - best_low) * ((14.0 + 0.1 * number) / width)).round_().clamp_(0, 15)
+        codes = ((blocks - best[2]) * ((14.0 + 0.1 * number) / width)).round_().clamp_(0, 15)
         weighted = weights * codes
         sum_l, sum_l2 = weighted.sum(-1, keepdim=True), (weighted * codes).sum(-1, keepdim=True)
         sum_xl = (weighted * blocks).sum(-1, keepdim=True)
@@ -119,15 +101,8 @@ def _search_affine(blocks: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.where(start > 0, sum_xl / sum_l2.clamp(min=1e-30), scale)
         start = start.clamp(max=0)
         error = _error(blocks, weights, codes * scale + start)
-        better = (error < best) & (scale.squeeze(-1) > 0)
-        best = torch.where(better, error, best)
-        best_scale, best_low = (
-            torch.where(better.unsqueeze(-1), new, old) for new, old in ((scale, best_scale), (start, best_low))
-        )
-    return best_scale.squeeze(-1), -best_low.squeeze(-1)
-
-
-State = tuple[Tensor, ...]
+        best = _better(best, (torch.where(scale.squeeze(-1) > 0, error, torch.inf), scale, start))
+    return best[1].squeeze(-1), -best[2].squeeze(-1)
 
 
 def _improve_q4(
@@ -138,15 +113,15 @@ def _improve_q4(
     Returns:
         error (M,), codes (M, 8, 32), and the four arguments with the integers chosen.
     """
-    best: State | None = None
-    for move, shift in itertools.product((0, -1, 1), repeat=2):
-        tried, lowered = (scales + move).clamp_(0, 63), (minimums + shift).clamp_(0, 63)
+
+    def moved(by: tuple[int, ...]) -> State:
+        tried, lowered = (scales + by[0]).clamp_(0, 63), (minimums + by[1]).clamp_(0, 63)
         slope, start = (step * tried).unsqueeze(-1), (offset * lowered).unsqueeze(-1)
         codes = _ratio(blocks + start, slope).round_().clamp_(0, 15)
-        moved = (_error(blocks, weights, codes * slope - start), codes, tried, lowered)
-        best = moved if best is None else _better(best, moved)
-    assert best is not None
-    return best[0].sum(1), best[1], step, offset, best[2], best[3]
+        return _error(blocks, weights, codes * slope - start), codes, tried, lowered
+
+    error, codes, *integers = functools.reduce(_better, map(moved, itertools.product((0, -1, 1), repeat=2)))
+    return error.sum(1), codes, step, offset, *integers
 
 
 def _fit_pair(blocks: Tensor, weights: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,30 +177,26 @@ def _search_symmetric(blocks: Tensor, weights: Tensor) -> Tensor:
     """Signed scale of each sub-block for codes -32..31, (M, S): the largest value in magnitude gets a code near -32."""
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # (M, S, 1)
     safe = torch.where(extreme == 0, torch.ones_like(extreme), extreme)
-    best = torch.full(extreme.shape[:2], -1.0, dtype=blocks.dtype, device=blocks.device)
-    best_scale = torch.zeros_like(best)
+    best: State = (extreme.new_ones(extreme.shape[:2]), extreme.new_zeros(extreme.shape[:2]))
     for number in range(-9, 10):
         codes = (blocks * (-(32 + 0.1 * number) / safe)).round_().clamp_(-32, 31)
         weighted = weights * codes
         sum_xl, sum_l2 = (weighted * blocks).sum(-1), (weighted * codes).sum(-1).clamp_(min=1e-30)
-        gain = sum_xl.square() / sum_l2
-        better = gain > best
-        best = torch.where(better, gain, best)
-        best_scale = torch.where(better, sum_xl / sum_l2, best_scale)
-    return best_scale
+        best = _better(best, (-sum_xl.square() / sum_l2, sum_xl / sum_l2))  # less a constant, the error
+    return best[1]
 
 
 def _improve_q6(blocks: Tensor, weights: Tensor, step: Tensor, scales: Tensor) -> State:
     """Best codes for this 16-bit scale, with integer scales moved by at most one; error (M,), codes, step, scales."""
-    best: State | None = None
-    for move in (0, -1, 1):
-        tried = (scales + move).clamp_(-128, 127)
+
+    def moved(by: int) -> State:
+        tried = (scales + by).clamp_(-128, 127)
         slope = (step * tried).unsqueeze(-1)
         codes = _ratio(blocks, slope).round_().clamp_(-32, 31)
-        moved = (_error(blocks, weights, codes * slope), codes, tried)
-        best = moved if best is None else _better(best, moved)
-    assert best is not None
-    return best[0].sum(1), best[1], step, best[2]
+        return _error(blocks, weights, codes * slope), codes, tried
+
+    error, codes, chosen = functools.reduce(_better, map(moved, (0, -1, 1)))
+    return error.sum(1), codes, step, chosen
 
 
 def _error(blocks: Tensor, weights: Tensor, decoded: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Source: AutoAWQ `modules/linear/gemm.py`, `utils/packing_utils.py`, `models/_con
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gptq_config import AUTOROUND, read_group_size, write_group_size
 from quantkit.formats._packing import pack_words, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, ignored_rules, matrix_shape
-from quantkit.formats.gptq import check_scale
+from quantkit.formats.gptq import check_scale, read_group_size, write_group_size
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -103,40 +103,30 @@ class AWQFormat(Format):
             "modules_to_not_convert": list(ignored) or None,
         }
 
-    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
-        if section.get("quant_method") in AUTOROUND:
-            ours = section.get("packing_format") == "auto_round:auto_awq"
-            return _scheme(section, symmetric=bool(section.get("sym", False))) if ours else None
-        return super().read_section(section)
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        return super().owns(section) or section.get("packing_format") == "auto_round:auto_awq"
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if str(section.get("version", "gemm")).lower() != "gemm":
             raise SchemeError(
                 f"quantization_config.version is {section['version']!r}; of AWQ only 'gemm' can be decoded"
             )
-        return _scheme(section, symmetric=section.get("zero_point") is False)
+        # AutoRound and old files have names of their own.
+        bits = section.get("bits", section.get("w_bit", 4))
+        if bits != 4:
+            raise SchemeError(f"quantization_config.bits is {bits!r}; of AWQ only 4 bits can be decoded")
+        weight = WeightScheme(
+            dtype=INT4,
+            group_size=read_group_size(section.get("group_size", section.get("q_group_size", -1))),
+            symmetric=section.get("zero_point", not section.get("sym", False)) is False,
+        )
+        # Loaders look for these as parts of a module's name; the output head is never converted.
+        names = ("lm_head", *(rule.pattern for rule in ignored_rules(section, "modules_to_not_convert")))
+        rules = tuple(Rule(pattern=f"*{glob.escape(name)}*", linear=None) for name in names)
+        return Scheme(default=LinearScheme(weight=weight), rules=rules)
 
 
 FORMAT = AWQFormat()
-
-
-def _scheme(section: Mapping[str, Any], *, symmetric: bool) -> Scheme:
-    bits = section.get("bits", section.get("w_bit", 4))
-    if bits != 4:
-        raise SchemeError(f"quantization_config.bits is {bits!r}; of AWQ only 4 bits can be decoded")
-    group_size = read_group_size(
-        section.get("group_size", section.get("q_group_size", -1)), "quantization_config.group_size"
-    )
-    weight = WeightScheme(dtype=INT4, group_size=group_size, symmetric=symmetric)
-    # Loaders look for these as parts of a module's name; the output head is never converted.
-    names = ("lm_head", *(rule.pattern for rule in ignored_rules(section, "modules_to_not_convert")))
-    rules = tuple(Rule(pattern=f"*{_literal(name)}*", linear=None) for name in names)
-    return Scheme(default=LinearScheme(weight=weight), rules=rules)
-
-
-def _literal(name: str) -> str:
-    """A name as a shell-style pattern that means just it."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
 def _pack(values: Tensor) -> Tensor:

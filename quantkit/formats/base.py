@@ -19,7 +19,7 @@ from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -56,6 +56,8 @@ class Format(ABC):
     # Local names of the scales, and of the group of each input; "" = there is no such tensor.
     scale_name: ClassVar[str] = "weight_scale"
     order_name: ClassVar[str] = ""
+    # Of the matrix with the shape of the weight; "" = shapes do not tell.
+    shape_name: ClassVar[str] = "weight"
     # What scales can be stored in; the first is taken when a model's own dtype is none of them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
@@ -109,7 +111,7 @@ class Format(ABC):
             shapes: of its tensors, by local name.
             scheme: of the linear.
         """
-        return matrix_shape(shapes.get("weight"))
+        return matrix_shape(shapes.get(self.shape_name))
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         """Tensors to write in place of `weight`; `decode` gives back exactly the same codes and scales."""
@@ -216,16 +218,14 @@ class Format(ABC):
             SchemeError: it is in this format, but of a kind that cannot be decoded.
         """
         section = config.get("quantization_config")
-        if not self.method or not isinstance(section, Mapping):
-            return None
-        return self.read_section(section)
+        return self.scheme(section) if isinstance(section, Mapping) and self.owns(section) else None
 
-    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of a `quantization_config`; None when it is in another format."""
-        return self.scheme(section) if section.get("quant_method") == self.method else None
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is in this format."""
+        return section.get("quant_method") == self.method != ""
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        """The scheme of a `quantization_config` with this format's own `quant_method`."""
+        """The scheme of a `quantization_config` in this format."""
         raise NotImplementedError(f"{self.name} reads no config")
 
     def _check_activations(self, scheme: LinearScheme) -> None:

@@ -12,7 +12,6 @@ Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from quantkit.formats.base import Format
 from quantkit.numerics.dtype import INT8, NF4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.untrusted import parse_object, shorten
 
 _STATE = "weight.quant_state.bitsandbytes__"
 
@@ -36,10 +36,8 @@ class BitsAndBytes(Format):
     name: ClassVar[str] = "bitsandbytes"
     method: ClassVar[str] = "bitsandbytes"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = ""  # of 4-bit weights only the JSON text knows it
     package: ClassVar[str] = "bitsandbytes"
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return None  # of 4-bit weights only the JSON text knows it
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if scheme.weight.dtype != INT8:
@@ -81,15 +79,12 @@ def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     name = next((name for name in tensors if name.startswith(_STATE)), None)
     if name is None:
         raise CheckpointError(f"4-bit linear has no tensor {_STATE}nf4, only {', '.join(sorted(tensors))}")
-    try:
-        state = json.loads(bytes(tensors[name].view(-1).view(torch.uint8).tolist()))
-    except (ValueError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(f"tensor {name!r} holds no JSON text: {error}") from error
-    shape = state.get("shape") if isinstance(state, dict) else None
+    state = parse_object(bytes(tensors[name].view(-1).view(torch.uint8).tolist()), f"tensor {name!r}", CheckpointError)
+    shape = state.get("shape")
     sizes = [*shape, state.get("blocksize")] if isinstance(shape, list) else []
     if len(sizes) != 3 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
-        raise CheckpointError(f"tensor {name!r} says {state!r}; it needs a shape of two and a blocksize")
-    return dict(state)
+        raise CheckpointError(f"tensor {name!r} says {shorten(state)}; it needs a shape of two and a blocksize")
+    return state
 
 
 def _absmax(tensors: Mapping[str, Tensor], state: Mapping[str, Any], count: int) -> Tensor:

@@ -26,20 +26,18 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._blocks import decode_fp8_blocks, encode_fp8_blocks
 from quantkit.formats._compressed_tensors_config import compressed_tensors_section, read_compressed_tensors_section
-from quantkit.formats._compressed_tensors_layout import PACKED, find_layout
-from quantkit.formats._compressed_tensors_loaders import check_compressed_model
-from quantkit.formats._microscaling import decode_microscaling, encode_microscaling
+from quantkit.formats._compressed_tensors_layout import PACKED, check_compressed_model, find_layout
 from quantkit.formats._packing import pack_words, unpack_words
-from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats._tensors import take, take_matrix
+from quantkit.formats._unpacked import decode_microscaling, encode_microscaling, encode_unpacked, with_scales
 from quantkit.formats.base import Format, matrix_shape
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 _NO_GROUP_ORDER = (
     "groups in activation order cannot be stored: compressed-tensors removed them; "
@@ -142,12 +140,8 @@ def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
     scheme = weight.scheme
     if scheme.dtype.scale != "float":
         return encode_microscaling(weight)
-    if scheme.block_rows is None:
-        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale[:1].reshape(1)}
-    if scheme.block_rows > 1:
-        return encode_fp8_blocks(weight)
-    if layout != PACKED:
-        return {"weight": weight.codes.contiguous(), "weight_scale": weight.scale.contiguous()}
+    if layout != PACKED or scheme.block_rows is None:
+        return encode_unpacked(weight)
     tensors = {
         "weight_packed": pack_words(weight.codes, scheme.dtype.bits, _half(scheme.dtype)),  # (N, ceil(K * bits / 32))
         "weight_scale": weight.scale.contiguous(),
@@ -162,24 +156,17 @@ def _encode_weight(weight: QuantizedTensor, layout: str) -> dict[str, Tensor]:
 def _decode_weight(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> QuantizedTensor:
     if scheme.dtype.scale != "float":
         return decode_microscaling(tensors, scheme)
-    if scheme.block_rows is not None and scheme.block_rows > 1:
-        return decode_fp8_blocks(tensors, scheme, "weight_scale")
     packed = "weight_packed" in tensors
     codes = _packed_codes(tensors, scheme) if packed else take_matrix(tensors, "weight", scheme.dtype.storage)
-    rows, groups = codes.shape[0], scheme.num_groups(codes.shape[1])
-    if scheme.block_rows is None:
-        scale = take_one(tensors, "weight_scale").expand(rows, 1).contiguous()
-    else:
-        scale = take(tensors, "weight_scale", (rows, groups))
-    zero_point = None
-    if not scheme.symmetric and packed:
-        zero_point = _packed_zero_point(tensors, scheme.dtype, (rows, groups))
-    elif not scheme.symmetric:
-        zero_point = take(tensors, "weight_zero_point", (rows, groups)).to(torch.int8)
-    return QuantizedTensor(codes=codes, scale=scale, zero_point=zero_point, scheme=scheme)
+    weight = with_scales(codes, tensors, scheme)
+    if scheme.symmetric:
+        return weight
+    if packed:
+        return replace(weight, zero_point=_packed_zero_point(tensors, scheme.dtype, weight.scale.shape))
+    return replace(weight, zero_point=take(tensors, "weight_zero_point", tuple(weight.scale.shape)).to(torch.int8))
 
 
-def _packed_zero_point(tensors: Mapping[str, Tensor], dtype: DType, shape: tuple[int, int]) -> Tensor:
+def _packed_zero_point(tensors: Mapping[str, Tensor], dtype: DType, shape: tuple[int, ...]) -> Tensor:
     """Zero points (N, G), which are packed along N."""
     packed = take(tensors, "weight_zero_point", (math.ceil(shape[0] * dtype.bits / 32), shape[1]))
     return unpack_words(packed.t(), dtype.bits, _half(dtype), shape[0]).t().contiguous()

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from quantkit.errors import SchemeError
-from quantkit.formats._blocks import decode_fp8_blocks
+from quantkit.formats._tensors import take_matrix
+from quantkit.formats._unpacked import with_scales
 from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
@@ -31,7 +32,8 @@ class FineGrainedFP8(Format):
     scale_name: ClassVar[str] = "weight_scale_inv"
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-        return decode_fp8_blocks(tensors, scheme.weight, self.scale_name)
+        codes = take_matrix(tensors, "weight", scheme.weight.dtype.storage)
+        return with_scales(codes, tensors, scheme.weight, self.scale_name)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         block = section.get("weight_block_size", [128, 128])

@@ -31,7 +31,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Block
 
-    from quantkit.models.families import Family
+    from quantkit.models.family import Family
 
 # ggml's name of the block that holds a symmetric number type.
 _SYMMETRIC = {

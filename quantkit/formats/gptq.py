@@ -7,13 +7,20 @@
 
 Codes lie in the original order of the inputs whatever the order of the groups. A zero point of 0 would be stored as -1,
 which does not fit; asymmetric weights therefore go to version 2. Reading takes asymmetric ones too, as other tools have
-written them, and files without `g_idx`. Not here: config.json (`_gptq_config`).
+written them, and files without `g_idx`.
+
+config.json has one set of numbers for all linears, and `dynamic` for those that differ: {"-:regex": {}} ignores
+modules, {"+:regex": {"bits": 8}} changes fields. The expressions match from the start of a module's name. AutoRound
+has a name of its own for the same.
 Shapes: N outputs, K inputs, G scales per row, b bits.
-Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`; Frantar et al. 2022.
+Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`, `quantization/config.py`; AutoRound
+`export/export_to_autoround`; vLLM `gptq_marlin.py`; Frantar et al. 2022.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,14 +28,18 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._gptq_config import find_version, gptq_section, read_gptq_section
 from quantkit.formats._packing import pack_words, unpack_words
 from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, matrix_shape
-from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.patterns import is_exact
+from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 _BITS = (2, 3, 4, 8)
+_HEAD = "lm_head"
+_AUTOROUND = ("auto-round", "intel/auto-round")  # its `quant_method`, whatever the layout
+_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
 
 
 class GPTQFormat(Format):
@@ -111,10 +122,54 @@ class GPTQFormat(Format):
         )
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
-        return gptq_section(linears, ignored, self.version, group_order=group_order)
+        common = Counter(linears.values()).most_common(1)[0][0].weight
+        dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in ignored if not _is_head(name)}
+        for name, scheme in linears.items():
+            if scheme.weight != common:
+                dynamic[f"+:{_exactly(name)}"] = _numbers(scheme.weight)
+        section = {
+            "quant_method": "gptq",
+            "checkpoint_format": self.version,
+            "format": self.version,
+            **_numbers(common),
+            "desc_act": group_order,
+            "lm_head": any(_is_head(name) for name in linears),
+            "pack_dtype": "int32",
+            "meta": {"quantizer": ["quantkit"]},
+        }
+        return {**section, "dynamic": dynamic} if dynamic else section
 
-    def read_section(self, section: Mapping[str, Any]) -> Scheme | None:
-        return read_gptq_section(section) if find_version(section) == self.version else None
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        method = section.get("quant_method")
+        if method in _AUTOROUND:
+            return _PACKINGS.get(str(section.get("packing_format", ""))) == self.version
+        if method != "gptq":
+            return False
+        version = section.get("checkpoint_format") or section.get("format") or "gptq"
+        if version not in _PACKINGS.values():
+            raise SchemeError(
+                f"quantization_config.checkpoint_format is {version!r}, a layout of one kernel; "
+                "can be decoded: 'gptq', 'gptq_v2'"
+            )
+        return bool(version == self.version)
+
+    def scheme(self, section: Mapping[str, Any]) -> Scheme:
+        default = _weight(section, {})
+        rules = [] if section.get(_HEAD) else [Rule(pattern=f"re:(.*\\.)?{_HEAD}", linear=None)]
+        dynamic = section.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping):
+            raise SchemeError(
+                f"quantization_config.dynamic is a {type(dynamic).__name__}, not an object of expressions"
+            )
+        # GPTQModel takes the first expression that matches, a Scheme the last.
+        for expression, changes in reversed(list(dynamic.items())):
+            rules.append(_rule(expression, changes, section))
+        extra = section.get("extra_config") or {}
+        for name, changes in extra.items() if isinstance(extra, Mapping) else ():
+            bits = changes.get("bits") if isinstance(changes, Mapping) else None
+            ignored = type(bits) is int and bits >= 16
+            rules.append(Rule(pattern=name, linear=None if ignored else LinearScheme(weight=_weight(section, changes))))
+        return Scheme(default=LinearScheme(weight=default), rules=tuple(rules))
 
 
 FORMAT = GPTQFormat()
@@ -131,6 +186,65 @@ def check_scale(scale: Tensor) -> None:
             f"scales are {scale.dtype}, but GPTQ and AWQ loaders take 16 bits and would round them; quantize with this "
             "format from the start, or keep format compressed-tensors"
         )
+
+
+def read_group_size(value: Any) -> int | None:
+    """A group size as these formats write it: -1 means one scale per channel.
+
+    Raises:
+        SchemeError: it is no whole number, or less than -1.
+    """
+    if type(value) is not int or value == 0 or value < -1:
+        raise SchemeError(
+            f"quantization_config.group_size is {value!r}; expected a positive whole number, "
+            "or -1 for one scale per channel"
+        )
+    return None if value == -1 else value
+
+
+def write_group_size(weight: WeightScheme) -> int:
+    """Inverse of `read_group_size`."""
+    return -1 if weight.group_size is None else weight.group_size
+
+
+def _numbers(weight: WeightScheme) -> dict[str, Any]:
+    return {
+        "bits": weight.dtype.bits,
+        "group_size": write_group_size(weight),
+        "sym": weight.symmetric,
+    }
+
+
+def _weight(section: Mapping[str, Any], changes: Any) -> WeightScheme:
+    fields = {**section, **changes} if isinstance(changes, Mapping) else section
+    bits, symmetric = fields.get("bits"), fields.get("sym", True)
+    if type(bits) is not int or bits not in _BITS:
+        raise SchemeError(f"quantization_config.bits is {bits!r}; can be decoded: {', '.join(map(str, _BITS))}")
+    if type(symmetric) is not bool:
+        raise SchemeError(f"quantization_config.sym is {symmetric!r}; expected true or false")
+    return WeightScheme(
+        dtype=DTYPES[f"int{bits}"],
+        group_size=read_group_size(fields.get("group_size", -1)),
+        symmetric=symmetric,
+    )
+
+
+def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
+    sign, _, pattern = expression.partition(":")
+    if sign not in ("+", "-"):
+        sign, pattern = "+", expression
+    name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+    # A plain name, as we write it, is not an expression: there are as many as linears.
+    full = name if is_exact(name) and pattern == _exactly(name) else f"re:(?:{pattern}).*"
+    return Rule(pattern=full, linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
+
+
+def _exactly(name: str) -> str:
+    return f"^{re.escape(name)}$"
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == _HEAD
 
 
 def _zero_point(zero: Tensor, scheme: WeightScheme) -> Tensor | None:

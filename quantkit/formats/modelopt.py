@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._microscaling import unpack_fp4
 from quantkit.formats._tensors import take, take_matrix, take_one
+from quantkit.formats._unpacked import unpack_fp4, with_scales
 from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
@@ -41,10 +41,8 @@ class ModelOpt(Format):
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = ""  # which side of a matrix of bytes is halved depends on the algorithm
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
-
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return None  # which side of a matrix of bytes is halved depends on the algorithm
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if "pre_quant_scale" in tensors:
@@ -52,7 +50,7 @@ class ModelOpt(Format):
         weight = scheme.weight
         stored = take_matrix(tensors, "weight", FP8.storage if weight.dtype == FP8 else torch.uint8)
         if weight.dtype == INT4:
-            return _decode_int4(tensors, stored, weight)
+            return with_scales(_unpack_int4(stored), tensors, weight)
         if weight.dtype == NVFP4:
             return _decode_nvfp4(tensors, stored, weight)
         scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
@@ -76,12 +74,10 @@ class ModelOpt(Format):
 FORMAT = ModelOpt()
 
 
-def _decode_int4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
-    rows, width = 2 * stored.shape[0], stored.shape[1]
-    nibbles = torch.stack([stored & 15, stored >> 4], dim=1).view(rows, width).to(torch.int8)
-    codes = torch.where(nibbles > 7, nibbles - 16, nibbles)
-    scale = take(tensors, "weight_scale", (rows, scheme.num_groups(width)))
-    return QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+def _unpack_int4(stored: Tensor) -> Tensor:
+    """Codes (N, K) of bytes (N / 2, K)."""
+    nibbles = torch.stack([stored & 15, stored >> 4], dim=1).view(-1, stored.shape[1]).to(torch.int8)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)
 
 
 def _decode_nvfp4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:

@@ -11,6 +11,7 @@ Source: torchao `quantization/quant_api.py`, `prototype/safetensors`; transforme
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._tensors import take, take_matrix
-from quantkit.formats.base import Format, ignored_rules, matrix_shape
+from quantkit.formats._unpacked import with_scales
+from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import DTYPES, FP8, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -32,23 +34,20 @@ class TorchAO(Format):
     name: ClassVar[str] = "torchao"
     method: ClassVar[str] = "torchao"
     is_written: ClassVar[bool] = False
+    shape_name: ClassVar[str] = "_weight_qdata"
     scale_name: ClassVar[str] = "_weight_scale"
     package: ClassVar[str] = "torchao"
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]], scheme: LinearScheme) -> tuple[int, int] | None:
-        return matrix_shape(shapes.get("_weight_qdata"))
-
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         weight = scheme.weight
-        codes = take_matrix(tensors, "_weight_qdata", weight.dtype.storage)
-        shape = (codes.shape[0], weight.num_groups(codes.shape[1]))
-        zero = take(tensors, "_weight_zero_point", shape).to(torch.int8) if "_weight_zero_point" in tensors else None
-        if weight.symmetric and zero is not None and bool(zero.any()):
+        codes = take_matrix(tensors, self.shape_name, weight.dtype.storage)
+        decoded = with_scales(codes, tensors, weight, self.scale_name)
+        if weight.symmetric and "_weight_zero_point" not in tensors:
+            return decoded
+        zero = take(tensors, "_weight_zero_point", tuple(decoded.scale.shape)).to(torch.int8)
+        if weight.symmetric and bool(zero.any()):
             raise CheckpointError("'_weight_zero_point' is not 0, although config.json says the mapping is symmetric")
-        if not weight.symmetric and zero is None:
-            raise CheckpointError("quantized linear has no tensor '_weight_zero_point', although it is asymmetric")
-        scale = take(tensors, "_weight_scale", shape)
-        return QuantizedTensor(codes=codes, scale=scale, zero_point=None if weight.symmetric else zero, scheme=weight)
+        return replace(decoded, zero_point=None if weight.symmetric else zero)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         kind = section.get("quant_type")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ _PRESETS: dict[str, KVScheme | None] = {
     "int8": KVScheme(key=INT8_TOKEN, value=INT8_TOKEN),
     "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
 }
+_UNQUANTIZED = LayerCache()
 _PRESET_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -106,8 +107,7 @@ class KVLayout:
         head_dim: channels of a key and of a value, D.
         page_size: tokens per page, S.
         dtype: of keys and values that are not quantized, of the residual window, and of what is computed.
-        scheme: number types; the default keeps both in `dtype`.
-        key_scale, value_scale: of granularity "tensor" and "head", from the checkpoint or 1.0.
+        cache: number types, the default keeps both in `dtype`; and scales of granularity "tensor" and "head".
     Raises:
         SchemeError: a scheme that no kernel reads, INT4 with an odd number of channels, or scales that are not positive
             numbers, one for all heads or one for each.
@@ -117,16 +117,14 @@ class KVLayout:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    scheme: KVScheme = field(default_factory=KVScheme)
-    key_scale: Scales = 1.0
-    value_scale: Scales = 1.0
+    cache: LayerCache = _UNQUANTIZED
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise SchemeError(f"a KV page of {self.page_size} tokens; use 16 or more, {DEFAULT_PAGE_SIZE} by default")
         for what, scheme, known, scales in (
-            ("keys", self.scheme.key, KEY_SCHEMES, self.key_scale),
-            ("values", self.scheme.value, VALUE_SCHEMES, self.value_scale),
+            ("keys", self.scheme.key, KEY_SCHEMES, self.cache.key_scale),
+            ("values", self.scheme.value, VALUE_SCHEMES, self.cache.value_scale),
         ):
             if scheme.dtype is not None and scheme not in known:
                 names = ", ".join(other.describe() for other in known)
@@ -138,6 +136,11 @@ class KVLayout:
                 )
             if scheme.dtype is INT4 and self.head_dim % 2:
                 raise SchemeError(f"int4 {what} need an even number of channels, not {self.head_dim}; use int8")
+
+    @property
+    def scheme(self) -> KVScheme:
+        """Number types."""
+        return self.cache.scheme
 
     @property
     def is_quantized(self) -> bool:
@@ -195,8 +198,8 @@ class KVLayout:
                 fixed=self._fixed(scheme, scales, pool.device),
             )
             for name, scheme, scales in (
-                ("key", self.scheme.key, self.key_scale),
-                ("value", self.scheme.value, self.value_scale),
+                ("key", self.scheme.key, self.cache.key_scale),
+                ("value", self.scheme.value, self.cache.value_scale),
             )
         )
         return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
@@ -242,7 +245,6 @@ def layer_layout(
     scheme: KVScheme | None = None,
     cache: LayerCache | None = None,
     window: int | None = None,
-    quantize: bool = True,
 ) -> KVLayout:
     """Layout of one layer of a model, with the rule that sliding-window layers are never quantized.
 
@@ -250,22 +252,12 @@ def layer_layout(
 
     Args:
         num_heads, head_dim, page_size, dtype: see `KVLayout`.
-        scheme: what the user asked for; None = not quantized.
+        scheme: number types; None = not quantized.
         cache: the same with scales, in place of `scheme`.
         window: the layer's sliding window, if it has one.
-        quantize: False keeps this layer unquantized, e.g. where keys have a large bias.
     """
-    wanted = cache or LayerCache(scheme=scheme or KVScheme())
-    kept = wanted if quantize and window is None else LayerCache()
-    return KVLayout(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        scheme=kept.scheme,
-        key_scale=kept.key_scale,
-        value_scale=kept.value_scale,
-    )
+    kept = (cache or LayerCache(scheme=scheme or KVScheme())) if window is None else _UNQUANTIZED
+    return KVLayout(num_heads=num_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, cache=kept)
 
 
 def page_bytes(layouts: Sequence[KVLayout]) -> int:

@@ -23,6 +23,19 @@ States = tuple[Tensor, Tensor, Tensor]
 """Queries (T, Hq, D), keys and values (T, Hkv, D) of the new tokens of a step; Hkv divides Hq."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationQuantization:
+    """How rows of inputs are quantized to 8 bits.
+
+    Args:
+        name: int8 or fp8.
+        step: the scale of all of them, found by calibration; None = each row its own, so that its largest value fits.
+    """
+
+    name: str
+    step: float | None = None
+
+
 class LinearFacts:
     """What a linear layer says of itself; all that is left of one that became part of a stack of experts.
 
@@ -31,6 +44,8 @@ class LinearFacts:
         stored_bytes: what one decode step reads.
         description: number type and kernel, e.g. `int4 g128 (native)`.
     """
+
+    activation_quantization: ActivationQuantization | None = None
 
     def __init__(self, shape: tuple[int, ...], stored_bytes: int, description: str) -> None:
         self.out_features, self.in_features = shape
@@ -77,12 +92,16 @@ def describe_linear(name: str, activation: ActivationScheme | None, kernel: str)
 
 
 class Linear(Protocol):
-    """A linear layer whose weight is laid out for one kernel; no autograd. Attributes: see `LinearFacts`."""
+    """A linear layer whose weight is laid out for one kernel; no autograd. Attributes: see `LinearFacts`.
+
+    Where `activation_quantization` is set, it also takes `QuantizedActivations` that are quantized so.
+    """
 
     in_features: int
     out_features: int
     stored_bytes: int
     description: str
+    activation_quantization: ActivationQuantization | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply.
@@ -110,24 +129,11 @@ class WrappedLinear(LinearFacts):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationQuantization:
-    """How rows of inputs are quantized to 8 bits.
-
-    Args:
-        name: int8 or fp8.
-        step: the scale of all of them, found by calibration; None = each row its own, so that its largest value fits.
-    """
-
-    name: str
-    step: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedActivations:
     """Inputs of a linear as codes of 8 bits with a scale per row, handed on by what produced them.
 
-    A linear with an attribute `activation_quantization` takes them in place of a tensor; who may hand them over is
-    decided when a model is loaded.
+    A linear whose `activation_quantization` is set takes them in place of a tensor, and only such ones are given any:
+    that is decided when a model is loaded, so the steps between them do not ask and say `Tensor`.
 
     Args:
         codes: at least (T, K), contiguous; int8, or uint8 that hold e4m3. Rows past T mean nothing.

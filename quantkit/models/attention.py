@@ -126,6 +126,11 @@ class AttentionShape:
             return self.index_dim * form.bits // 8
         return self.index_dim + 4 * math.ceil(self.index_dim / 128)
 
+    def token_bytes(self, form: KVForm) -> float:
+        """Bytes that one more token adds to a short context, before a window is full."""
+        entries = 1 + (1 / self.ratio if self.ratio else 0)
+        return self.entry_bytes(form) * entries + self.index_bytes(form) / (self.ratio or 1)
+
     def cached_bytes(self, tokens: int, form: KVForm) -> float:
         """Bytes that one sequence of this length keeps in this layer."""
         raw, compressed, indexed = self._entries(tokens)

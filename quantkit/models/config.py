@@ -147,6 +147,6 @@ class ConfigReader:
             raise ModelError(f"{self.where}: {key!r} is missing; copy the original config.json again, or add it")
         return default if value is None else value
 
-    def _wrong(self, key: str, value: Any, wanted: str) -> ModelError:
+    def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
         name = next((name for name in self._names(key) if self.entries.get(name) is not None), key)
-        return ModelError(f"{self.where}: {name} is {value!r}, not {wanted}; correct it")
+        return ModelError(f"{self.where}: {name} is {value!r}, not {expected}; correct it")

@@ -12,28 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
-from quantkit.models.linear_sets import (
-    MLA_SETS,
-    LinearSet,
-    expand_set,
-)
+from quantkit.models.linear_sets import MLA_SETS, LinearSet, expand_set
 from quantkit.models.tensors import LayerTensors
-
-__all__ = [
-    "BALANCED_EXPERTS",
-    "GGUF_NUMBERS",
-    "SHARED_EXPERTS",
-    "Biases",
-    "Experts",
-    "Family",
-    "GGUFNames",
-    "LinearSet",
-    "Multipliers",
-    "Parts",
-    "QueryKeyNorm",
-    "Rope",
-    "Window",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,6 +214,11 @@ class GGUFNames:
     rotary: bool = True
 
 
+def inside(backbone: str, **modules: str) -> dict[str, Any]:
+    """Where a backbone is, and its modules by their names in it: fields of a `Family` whose names are not Llama's."""
+    return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Names of the parts of a decoder-only model in transformers, and what it computes. The defaults are Llama's.
@@ -274,7 +259,8 @@ class Family:
         native: whether the runtime computes the family itself; else transformers does.
         not_native: keys that, when set to something true, ask for what the runtime does not compute.
         gguf: None = the family is not written to GGUF.
-        block: what data cannot say of a layer's tensors and attention, by number of the layer; None = nothing.
+        block: what data cannot say of a layer's attention and of other tensors but its norms and its experts, by number
+            of the layer; None = nothing.
         known: False where a config.json is counted as if it were Llama's.
     """
 
@@ -343,12 +329,12 @@ class Family:
             sets without `{expert}` in any name; a set that is not optional is there whether the layer has it or not.
         """
         settings = {**self.defaults, **(config or {})}
-        found: list[LinearSet] = []
+        sets: list[LinearSet] = []
         for group in self.sets:
             if config is None or all(settings.get(key) == value for key, value in group.when):
-                taken = {name for other in found for name in other.linears}
-                found += [one for one in expand_set(group, has) if not taken & set(one.linears)]
-        return tuple(found)
+                assigned = {name for other in sets for name in other.linears}
+                sets += [one for one in expand_set(group, has) if not assigned & set(one.linears)]
+        return tuple(sets)
 
 
 def _attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:

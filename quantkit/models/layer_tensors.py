@@ -6,7 +6,7 @@ D hidden, H query heads, J key/value heads, d channels of a head, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.models.family import QueryKeyNorm
 from quantkit.models.tensors import LayerTensors, Matrix
@@ -21,12 +21,14 @@ _INDEXER = "self_attn.indexer"
 def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     """What one layer holds; see `ModelDescription.tensors`."""
     family = model.family
-    if family.block is not None:
-        return family.block(model.entries, index)
     vectors: Shapes = {}
     for norm in filter(None, norm_names(model)):
         vectors |= _norm(model, norm, model.hidden_size)
-    if model.latent is not None:
+    if family.block is not None:
+        own = family.block(model.entries, index)
+        matrices = list(own.matrices)
+        vectors |= own.vectors
+    elif model.latent is not None:
         matrices = list(_latent_matrices(model, model.latent))
         vectors |= _latent_norms(model.latent)
     else:
@@ -131,22 +133,12 @@ def _latent_norms(sizes: LatentShape) -> Shapes:
 
 
 def _mlp(
-    model: ModelDescription,
-    up: Sequence[str],
-    down: str,
-    width: int,
-    *,
-    bias: bool,
-    gated: bool = True,
-    copies: int = 1,
-    active: int = 1,
+    model: ModelDescription, up: Sequence[str], down: str, width: int, *, gated: bool = True, **facts: Any
 ) -> list[Matrix]:
+    """Linears of an MLP; `facts` are of each: whether it has a bias, of experts how many there are."""
     rows = 2 * width if gated and len(up) == 1 else width
     sizes = [*((name, rows, model.hidden_size) for name in up), (down, model.hidden_size, width)]
-    return [
-        Matrix(name=name, out_features=n, in_features=k, bias=bias, copies=copies, active=active)
-        for name, n, k in sizes
-    ]
+    return [Matrix(name=name, out_features=n, in_features=k, **facts) for name, n, k in sizes]
 
 
 def _mixture(model: ModelDescription) -> list[Matrix]:

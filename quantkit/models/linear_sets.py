@@ -106,7 +106,7 @@ def at(name: str, expert: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertPlace:
+class ExpertLocation:
     """Where a linear of an expert is in its layer.
 
     Args:
@@ -120,31 +120,31 @@ class ExpertPlace:
     number: int
 
 
-def find_expert(name: str) -> ExpertPlace | None:
+def find_expert(name: str) -> ExpertLocation | None:
     """The expert that a linear (relative name, e.g. `mlp.experts.3.up_proj`) belongs to; None = no expert."""
     match = re.fullmatch(r"(([^.]+(?:\.[^.]+)*)\.experts)\.(\d+)\..+", name)
-    return None if match is None else ExpertPlace(owner=match[2], container=match[1], number=int(match[3]))
+    return None if match is None else ExpertLocation(owner=match[2], container=match[1], number=int(match[3]))
 
 
 def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
     """Sets for experts that each see only the tokens routed to them: those of several experts are taken apart.
 
-    Nothing upstream can absorb a scale of theirs, since each would want another one.
+    Nothing before them can absorb a scale of theirs, since each would want another one.
     """
-    found: list[LinearSet] = []
+    split: list[LinearSet] = []
     for group in sets:
         members: dict[str, list[str]] = {}
         for name in group.linears:
-            place = find_expert(name)
-            members.setdefault("" if place is None else f"{place.container}.{place.number}", []).append(name)
+            expert = find_expert(name)
+            members.setdefault("" if expert is None else f"{expert.container}.{expert.number}", []).append(name)
         if len(members) == 1:
-            found.append(group)
+            split.append(group)
         else:
-            found += [
+            split += [
                 replace(group, linears=tuple(linears), source=None, parent=_parent(owner, linears), beside=())
                 for owner, linears in members.items()
             ]
-    return tuple(found)
+    return tuple(split)
 
 
 def _parent(expert: str, linears: list[str]) -> str:

@@ -97,14 +97,14 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
 
 def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, Any]:
     """The dictionary of RoPE entries for these layers; empty where there is none."""
-    found = config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ModelError(f"config.json: RoPE entries are a {type(found).__name__}, not an object; mend it")
-    if any(isinstance(found.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
-        return found.get(_BY_LAYER_TYPE[local]) or {}
+    settings = config.get("rope_parameters") or {}
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; mend it")
+    if any(isinstance(settings.get(kind), Mapping) for kind in _BY_LAYER_TYPE):
+        return settings.get(_BY_LAYER_TYPE[local]) or {}
     if local and family.local_theta is not None:
         return {}  # what is scaled is only the other layers
-    return found
+    return settings
 
 
 def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:

@@ -226,15 +226,10 @@ def _group_error(
     groups: Tensor, scale: Tensor, zero: Tensor | None, dtype: DType, weights: Tensor | None, gram: Tensor | None
 ) -> Tensor:
     """(R, G) error of rounding `groups` (R, G, g) with these parameters."""
-    step = scale.unsqueeze(-1)
-    if dtype.kind == "float":
-        error = to_codes(groups, step, None, dtype)
-    elif zero is None:
-        error = (groups / step).round_().clamp_(dtype.minimum, dtype.maximum)
-    else:
-        error = groups / step
-        offset = zero.unsqueeze(-1)
-        error.add_(offset).round_().clamp_(dtype.minimum, dtype.maximum).sub_(offset)
+    step, offset = scale.unsqueeze(-1), None if zero is None else zero.unsqueeze(-1)
+    error = to_codes(groups, step, offset, dtype)
+    if offset is not None:
+        error.sub_(offset)  # in place, unlike `from_codes`: all the time of a search goes into these lines
     error.mul_(step).sub_(groups)
     if gram is not None:
         by_group = error.transpose(0, 1)  # (G, R, g)

@@ -6,7 +6,7 @@ A number type is what one code means; how codes are packed on disk is the busine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -56,29 +56,18 @@ def _integer(bits: int) -> DType:
     return DType(name=f"int{bits}", kind="int", bits=bits, minimum=-half, maximum=half - 1, storage=torch.int8)
 
 
+def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
+    """Every code is kept as the value it means, which e4m3 holds exactly."""
+    storage = torch.float8_e4m3fn
+    return DType(name=name, kind="float", bits=bits, minimum=-maximum, maximum=maximum, storage=storage, **fields)
+
+
 INT2, INT3, INT4, INT5, INT6, INT8 = (_integer(bits) for bits in (2, 3, 4, 5, 6, 8))
-_E4M3 = torch.float8_e4m3fn
-FP8 = DType(name="fp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=_E4M3)
-
-
-def _e2m1(name: str, group: int, scale: Literal["e4m3", "e8m0"]) -> DType:
-    """FP4. Its codes are kept as the values they mean, which e4m3 holds exactly."""
-    return DType(
-        name=name,
-        kind="float",
-        bits=4,
-        minimum=-6.0,
-        maximum=6.0,
-        storage=_E4M3,
-        group=group,
-        scale=scale,
-        spacing=0.5,
-    )
-
-
+FP8 = _float("fp8", 8, 448.0)
 # Microscaling types.
-NVFP4, MXFP4 = _e2m1("nvfp4", 16, "e4m3"), _e2m1("mxfp4", 32, "e8m0")
-MXFP8 = DType(name="mxfp8", kind="float", bits=8, minimum=-448.0, maximum=448.0, storage=_E4M3, group=32, scale="e8m0")
+NVFP4 = _float("nvfp4", 4, 6.0, group=16, scale="e4m3", spacing=0.5)
+MXFP4 = _float("mxfp4", 4, 6.0, group=32, scale="e8m0", spacing=0.5)
+MXFP8 = _float("mxfp8", 8, 448.0, group=32, scale="e8m0")
 
 # Of checkpoints of other tools; recipes cannot ask for it. Codes are kept as the entries of its table.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)

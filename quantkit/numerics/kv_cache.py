@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
 from quantkit.numerics.dtype import FP8, INT4, INT8, find_dtype
+from quantkit.numerics.hadamard import Rotation
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
 FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
@@ -91,8 +92,8 @@ def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
         if scheme.dtype == number and scheme.granularity == granularity:
             return scheme
     valid = [scheme.describe() for scheme in known]
-    wanted = f"{number.name} per {granularity}"
-    raise SchemeError(f"no KV cache keeps {side} as {wanted}{suggestion(wanted, valid)}; there are: {', '.join(valid)}")
+    asked = f"{number.name} per {granularity}"
+    raise SchemeError(f"no KV cache keeps {side} as {asked}{suggestion(asked, valid)}; there are: {', '.join(valid)}")
 
 
 def scheme_to_dict(scheme: KVScheme) -> dict[str, Any]:
@@ -136,7 +137,5 @@ def hadamard(width: int) -> Tensor:
         (D, D) float32.
     """
     size = width & -width
-    block = torch.ones(1, 1)
-    while block.shape[0] < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    return torch.kron(torch.eye(width // size), block / size**0.5)
+    block = Rotation(block=torch.ones(1, 1), signs=torch.ones(size)).apply(torch.eye(size))
+    return torch.kron(torch.eye(width // size), block)

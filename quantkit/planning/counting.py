@@ -136,8 +136,7 @@ def _remarks(model: ModelDescription) -> Iterator[str]:
 
 
 def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorInfo]]) -> LayerShape:
-    experts = model.entries.get("num_experts_per_tok") if _has_experts(model, index) else None
-    active = 1 if experts is None else model.entries.count("num_experts_per_tok")
+    active = model.experts.num_chosen if model.experts is not None and model.with_experts[index] else 1
     sizes: Counter[tuple[str, int, int]] = Counter()
     other = 0
     data = model.family.experts
@@ -158,10 +157,6 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
         for (name, rows, columns), count in sizes.items()
     )
     return LayerShape(attention=model.attention(index), matrices=matrices, other=other)
-
-
-def _has_experts(model: ModelDescription, index: int) -> bool:
-    return model.with_experts[index] or model.family.block is not None
 
 
 def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:

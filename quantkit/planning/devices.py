@@ -38,37 +38,16 @@ class Device:
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
-def _device(
-    name: str,
-    title: str,
-    mib: int,
-    gb_per_s: float,
-    source: str,
-    *,
-    bf16: float,
-    fp8: float | None = None,
-    int8: float | None = None,
-    fp4: float | None = None,
-) -> Device:
-    rates = {"bf16": bf16, "fp8": fp8, "int8": int8, "fp4": fp4}
-    peaks = {key: value * TFLOP for key, value in rates.items() if value is not None}
+def _device(name: str, title: str, mib: int, gb_per_s: float, source: str, **teraflops: float) -> Device:
+    peaks = {key: value * TFLOP for key, value in teraflops.items()}
     return Device(name=name, title=title, memory_bytes=mib * MIB, bandwidth=gb_per_s * GB, peaks=peaks, source=source)
 
 
+_B200, _RTX_50 = "NVIDIA HGX B200 data sheet", "NVIDIA RTX Blackwell white paper"
 _HOPPER, _AMPERE = "NVIDIA {} data sheet", "NVIDIA A100 data sheet"
 _ADA, _GA102 = "NVIDIA Ada architecture white paper, appendix A", "NVIDIA GA102 architecture white paper"
 _ROWS = (
-    _device(
-        "b200",
-        "NVIDIA B200 180GB",
-        183359,
-        8000,
-        "NVIDIA HGX B200 data sheet",
-        bf16=2250,
-        fp8=4500,
-        int8=4500,
-        fp4=9000,
-    ),
+    _device("b200", "NVIDIA B200 180GB", 183359, 8000, _B200, bf16=2250, fp8=4500, int8=4500, fp4=9000),
     _device("h200", "NVIDIA H200 SXM 141GB", 143771, 4800, _HOPPER.format("H200"), bf16=989.5, fp8=1979, int8=1979),
     _device("gh200", "NVIDIA GH200 96GB", 97871, 4000, _HOPPER.format("GH200"), bf16=989.5, fp8=1979, int8=1979),
     _device("h100", "NVIDIA H100 SXM 80GB", 81559, 3350, _HOPPER.format("H100"), bf16=989.5, fp8=1979, int8=1979),
@@ -84,17 +63,7 @@ _ROWS = (
     _device("l4", "NVIDIA L4 24GB", 23034, 300, "NVIDIA L4 data sheet", bf16=121, fp8=242.5, int8=242.5),
     _device("t4", "NVIDIA T4 16GB (fp16)", 15360, 320, "NVIDIA T4 data sheet", bf16=65, int8=130),
     _device("v100", "NVIDIA V100 SXM 32GB (fp16)", 32768, 900, "NVIDIA V100 data sheet", bf16=125),
-    _device(
-        "5090",
-        "NVIDIA RTX 5090 32GB",
-        32607,
-        1792,
-        "NVIDIA RTX Blackwell white paper",
-        bf16=209.5,
-        fp8=419,
-        int8=838,
-        fp4=1676,
-    ),
+    _device("5090", "NVIDIA RTX 5090 32GB", 32607, 1792, _RTX_50, bf16=209.5, fp8=419, int8=838, fp4=1676),
     _device("4090", "NVIDIA RTX 4090 24GB", 24564, 1008, _ADA, bf16=165.2, fp8=330.3, int8=660.6),
     _device("4080", "NVIDIA RTX 4080 16GB", 16376, 716.8, _ADA, bf16=97.5, fp8=194.9, int8=389.9),
     _device("3090", "NVIDIA RTX 3090 24GB", 24576, 936, _GA102, bf16=71, int8=284),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from quantkit.planning.estimate import CacheRow, DeviceRow, Estimate, WeightRow
@@ -53,16 +54,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 
 def _weights(row: WeightRow) -> dict[str, Any]:
-    if row.problem is not None:
-        return {"scheme": row.scheme.name, "problem": row.problem}
-    return {
-        "scheme": row.scheme.name,
-        "bits_per_weight": row.size.bits_per_weight,
-        "memory_bytes": row.size.total,
-        "disk_bytes": row.size.disk,
-        "read_bytes_per_token": row.size.read,
-        "problem": None,
-    }
+    sizes = asdict(row.size) if row.problem is None else {}
+    return {"scheme": row.scheme.name, **sizes, "problem": row.problem}
 
 
 def _cache(row: CacheRow) -> dict[str, Any]:
@@ -84,18 +77,10 @@ def _device(plan: Estimate) -> dict[str, Any] | None:
 
 
 def _fits(row: DeviceRow, batch: int) -> dict[str, Any]:
-    found = row.fit
     return {
         "weights": row.scheme.name,
         "kv_cache": None if row.form is None else row.form.name,
-        "weight_bytes": found.weights,
-        "activation_bytes": found.activations,
-        "reserve_bytes": found.reserve,
-        "cache_bytes": found.left,
-        "fits": found.left >= 0,
-        "largest_batch": found.batch,
-        "largest_context": found.context,
-        "limited_by_model": found.limited_by_model,
+        **asdict(row.fit),
         "decode_floor": _floor(row.decode, batch),
         "prefill_floor": _floor(row.prefill, 1),
     }
@@ -104,13 +89,8 @@ def _fits(row: DeviceRow, batch: int) -> dict[str, Any]:
 def _floor(floor: Floor | None, batch: int) -> dict[str, Any] | None:
     if floor is None:
         return None
-    return {
-        "seconds": floor.seconds,
-        "bound_by": floor.bound_by,
-        "bytes_read": floor.bytes_read,
-        "flops": floor.flops,
-        "tokens_per_s": batch / floor.seconds if floor.seconds else None,
-    }
+    figures = {name: getattr(floor, name) for name in ("seconds", "bound_by", "bytes_read", "flops")}
+    return {**figures, "tokens_per_s": batch / floor.seconds if floor.seconds else None}
 
 
 def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:
@@ -121,7 +101,5 @@ def _recipe(recipe: RecipePlan, plan: Estimate) -> dict[str, Any]:
         "calibration_samples": recipe.samples,
         "calibration_tokens": recipe.num_tokens,
         "compression_bytes": plan.compression,
-        "loaders": [
-            {"name": reading.loader, "reads": reading.reads, "reason": reading.reason} for reading in plan.readings
-        ],
+        "loaders": [asdict(reading) for reading in plan.readings],
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,17 @@ from quantkit.planning.memory import (
 from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
-from quantkit.planning.weights import BARE, FP32, INT2, INT3, WeightForm
-from quantkit.planning.weights import BF16 as BF16_WEIGHTS
-from quantkit.planning.weights import FP8 as FP8_WEIGHTS
-from quantkit.planning.weights import INT4 as INT4_WEIGHTS
-from quantkit.planning.weights import INT8 as INT8_WEIGHTS
+from quantkit.planning.weights import (
+    BF16_WEIGHTS,
+    FP8_WEIGHTS,
+    FP32_WEIGHTS,
+    INT2_WEIGHTS,
+    INT3_WEIGHTS,
+    INT4_WEIGHTS,
+    INT8_WEIGHTS,
+    UNSCALED_WEIGHTS,
+    WeightForm,
+)
 
 DEFAULT_CONTEXT = 4096
 HEADS = {"int8": INT8_WEIGHTS, "int4": INT4_WEIGHTS}
@@ -65,36 +73,90 @@ class DeviceRow:
     prefill: Floor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A plan.
+    """A plan; every figure is computed when it is asked for.
 
     Args:
         shape: of the model.
         context, batch, prompt: tokens per sequence, sequences, tokens of the prompt whose prefill is meant.
-        weights, caches: sizes by scheme.
+        schemes, forms: number types of weights and caches that are compared.
         device: None = none was named.
-        on_device: what fits and how fast it could be.
-        activations: bytes of one step, an estimate.
         recipe: None = none was named.
-        compression: what compressing holds in memory, by purpose.
-        readings: who reads the result of the recipe.
-        remarks: what the figures leave out or assume.
     """
 
     shape: ModelShape
     context: int
     batch: int
     prompt: int
-    weights: tuple[WeightRow, ...]
-    caches: tuple[CacheRow, ...]
+    schemes: tuple[WeightChoice, ...]
+    forms: tuple[KVForm, ...]
     device: Device | None
-    on_device: tuple[DeviceRow, ...]
-    activations: int
     recipe: RecipePlan | None
-    compression: dict[str, int] | None
-    readings: tuple[LoaderAnswer, ...]
-    remarks: tuple[str, ...]
+
+    @cached_property
+    def weights(self) -> tuple[WeightRow, ...]:
+        """Sizes of the weights by scheme."""
+        shape = self.shape
+        return tuple(
+            WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
+            for scheme in self.schemes
+        )
+
+    @property
+    def caches(self) -> tuple[CacheRow, ...]:
+        """Sizes of the cache by form."""
+        shape, tokens = self.shape, self.context
+        return tuple(
+            CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, tokens, form))
+            for form in self.forms
+        )
+
+    @cached_property
+    def on_device(self) -> tuple[DeviceRow, ...]:
+        """What fits on the device, and how fast it could be: every pair of a scheme worth showing and a form.
+
+        The schemes alone where the cache is unknown.
+        """
+        if self.device is None:
+            return ()
+        usable = [row.scheme for row in self.weights if row.problem is None]
+        if not self.shape.layers:
+            return tuple(self._device_row(self.device, scheme, None) for scheme in usable)
+        pairs = itertools.product(_shown(usable, self.recipe), self.forms)
+        return tuple(self._device_row(self.device, scheme, form) for scheme, form in pairs)
+
+    def _device_row(self, device: Device, scheme: WeightChoice, form: KVForm | None) -> DeviceRow:
+        cache = form or find_kv_form("auto", self.shape.dtype)
+        sizes: dict[str, Any] = {"context": self.context, "batch": self.batch}
+        return DeviceRow(
+            scheme=scheme,
+            form=form,
+            fit=device_fit(self.shape, scheme, cache, device.memory_bytes, **sizes),
+            decode=decode_floor(self.shape, scheme, cache, device, **sizes) if device.bandwidth else None,
+            prefill=prefill_floor(self.shape, scheme, device, prompt=self.prompt) if device.peaks else None,
+        )
+
+    @property
+    def activations(self) -> int:
+        """Bytes of one step, an estimate."""
+        return planned_activation_bytes(self.shape, TOKEN_BUDGET, self.batch)
+
+    @property
+    def compression(self) -> dict[str, int] | None:
+        """What compressing holds in memory, by purpose."""
+        recipe = self.recipe
+        return None if recipe is None else compression_bytes(self.shape, recipe.num_tokens, recipe.steps)
+
+    @property
+    def readings(self) -> list[LoaderAnswer]:
+        """Who reads the result of the recipe."""
+        return [] if self.recipe is None else loaders(self.shape, self.recipe.forms, self.recipe.format)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the figures leave out or assume."""
+        return (*self.shape.remarks, *_remarks(self.shape, self.recipe, self.device))
 
 
 def find_shape(model: str | Path | None, shape_file: str | Path | None, params: str | None) -> ModelShape:
@@ -148,23 +210,15 @@ def estimate(
     length = context or min(DEFAULT_CONTEXT, shape.max_length or DEFAULT_CONTEXT)
     head_form = _head(head, shape)
     plan = _recipe(shape, recipe, overrides, head_form) if recipe is not None else None
-    schemes = _schemes(shape, plan, head_form)
-    rows = tuple(_weight_row(shape, scheme) for scheme in schemes)
-    forms = _forms(shape, kv_cache, shape.cache if plan is None else plan.cache)
     return Estimate(
         shape=shape,
         context=length,
         batch=batch,
         prompt=prompt or length,
-        weights=rows,
-        caches=tuple(_cache_row(shape, form, length) for form in forms),
+        schemes=tuple(_schemes(shape, plan, head_form)),
+        forms=tuple(_forms(shape, kv_cache, shape.cache if plan is None else plan.cache)),
         device=device,
-        on_device=() if device is None else _rows(shape, rows, forms, plan, device, length, batch, prompt or length),
-        activations=planned_activation_bytes(shape, TOKEN_BUDGET, batch),
         recipe=plan,
-        compression=None if plan is None else compression_bytes(shape, plan.num_tokens, plan.steps),
-        readings=() if plan is None else tuple(loaders(shape, plan.forms, plan.format)),
-        remarks=(*shape.remarks, *_remarks(shape, plan, device)),
     )
 
 
@@ -209,9 +263,9 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: WeightForm | None
         return [stored]
     if plan is not None:
         return [stored, plan.scheme]
-    forms: tuple[WeightForm, ...] = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3, INT2)
+    forms: tuple[WeightForm, ...] = (FP8_WEIGHTS, INT8_WEIGHTS, INT4_WEIGHTS, INT3_WEIGHTS, INT2_WEIGHTS)
     if not shape.layers:
-        return [everywhere(form) for form in (FP32, BF16_WEIGHTS, *BARE, *forms[2:])]
+        return [everywhere(form) for form in (FP32_WEIGHTS, BF16_WEIGHTS, *UNSCALED_WEIGHTS, *forms[2:])]
     wide = [everywhere(BF16_WEIGHTS, head)] if shape.dtype_bytes > 2 else []
     return [stored, *wide, *(everywhere(form, head) for form in forms)]
 
@@ -239,10 +293,6 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     return [form]
 
 
-def _weight_row(shape: ModelShape, scheme: WeightChoice) -> WeightRow:
-    return WeightRow(scheme=scheme, size=planned_weight_bytes(shape, scheme), problem=_problem(shape, scheme))
-
-
 def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
@@ -250,46 +300,3 @@ def _problem(shape: ModelShape, scheme: WeightChoice) -> str | None:
             if form is not None and not form.fits(matrix.in_features):
                 return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.first}"
     return None
-
-
-def _cache_row(shape: ModelShape, form: KVForm, context: int) -> CacheRow:
-    return CacheRow(form=form, per_token=kv_bytes_per_token(shape, form), per_sequence=kv_bytes(shape, context, form))
-
-
-def _rows(
-    shape: ModelShape,
-    weights: Sequence[WeightRow],
-    forms: Sequence[KVForm],
-    plan: RecipePlan | None,
-    device: Device,
-    context: int,
-    batch: int,
-    prompt: int,
-) -> tuple[DeviceRow, ...]:
-    """Every pair of a scheme worth showing and a form of the cache; the schemes alone where the cache is unknown."""
-    usable = [row.scheme for row in weights if row.problem is None]
-    pairs: list[tuple[WeightChoice, KVForm | None]] = [(scheme, None) for scheme in usable]
-    if shape.layers:
-        pairs = [(scheme, form) for scheme in _shown(usable, plan) for form in forms]
-    return tuple(_device_row(shape, scheme, form, device, context, batch, prompt) for scheme, form in pairs)
-
-
-def _device_row(
-    shape: ModelShape,
-    scheme: WeightChoice,
-    form: KVForm | None,
-    device: Device,
-    context: int,
-    batch: int,
-    prompt: int,
-) -> DeviceRow:
-    cache = form or find_kv_form("auto", shape.dtype)
-    decode = decode_floor(shape, scheme, cache, device, context=context, batch=batch) if device.bandwidth else None
-    prefill = prefill_floor(shape, scheme, device, prompt=prompt) if device.peaks else None
-    return DeviceRow(
-        scheme=scheme,
-        form=form,
-        fit=device_fit(shape, scheme, cache, device.memory_bytes, context=context, batch=batch),
-        decode=decode,
-        prefill=prefill,
-    )

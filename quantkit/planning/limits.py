@@ -5,6 +5,8 @@ Floors, not predictions: nothing overlaps better, no launch costs time, every by
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.models.cache import KVForm
@@ -18,7 +20,7 @@ from quantkit.planning.memory import (
 )
 from quantkit.planning.shape import ModelShape
 
-MAX_TOKENS = 1 << 30
+_MAX_TOKENS = 1 << 30  # of a model that names no limit
 RESERVE = 0.05
 """Share of the memory that is left to the driver, the allocator and graphs."""
 
@@ -31,18 +33,21 @@ class DeviceFit:
     """What a device holds beside the weights.
 
     Args:
-        weights, activations, reserve, left: bytes; `left` is for the cache and may be negative.
-        batch: sequences of the given context; None = the cache is unknown.
-        context: longest of the given number of sequences, up to the model's own limit; None as above.
+        weight_bytes, activation_bytes, reserve_bytes: what is taken.
+        cache_bytes: what is left for the cache; may be negative.
+        fits: whether it is not.
+        largest_batch: sequences of the given context; None = the cache is unknown.
+        largest_context: of the given number of sequences, up to the model's own limit; None as above.
         limited_by_model: the model's limit is reached before the memory's.
     """
 
-    weights: int
-    activations: int
-    reserve: int
-    left: int
-    batch: int | None
-    context: int | None
+    weight_bytes: int
+    activation_bytes: int
+    reserve_bytes: int
+    cache_bytes: int
+    fits: bool
+    largest_batch: int | None
+    largest_context: int | None
     limited_by_model: bool
 
 
@@ -59,23 +64,24 @@ def device_fit(
         context: tokens per sequence for `batch`.
         batch: sequences for `context`.
     """
-    weights = planned_weight_bytes(shape, scheme).total
+    weights = planned_weight_bytes(shape, scheme).memory_bytes
     activations = planned_activation_bytes(shape, TOKEN_BUDGET, batch)
     reserve = round(memory_bytes * RESERVE)
     left = memory_bytes - reserve - weights - activations
     sequences = longest = None
-    limit = shape.max_length or MAX_TOKENS
+    limit = shape.max_length or _MAX_TOKENS
     if shape.layers:
         one = kv_allocated_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
         sequences = max(0, int((left + 4 * shape.vocab_size * batch) // one))
         longest = _longest(shape, form, left / batch, limit)
     return DeviceFit(
-        weights=weights,
-        activations=activations,
-        reserve=reserve,
-        left=left,
-        batch=sequences,
-        context=longest,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        reserve_bytes=reserve,
+        cache_bytes=left,
+        fits=left >= 0,
+        largest_batch=sequences,
+        largest_context=longest,
         limited_by_model=longest is not None and longest == shape.max_length,
     )
 
@@ -134,14 +140,12 @@ def decode_floor(
     products = _product_flops(shape, scheme)
     attention = batch * sum(layer.attention.decode_flops(context) for layer in shape.layers)
     head = batch * 2 * shape.head_parameters
-    by_type = {key: batch * value for key, value in products.items()}
-    by_type["bf16"] = by_type.get("bf16", 0.0) + head + attention
-    return _floor(device, read, by_type)
+    return _floor(device, read, {key: batch * flops for key, flops in products.items()}, head + attention)
 
 
 def step_bytes(shape: ModelShape, scheme: WeightChoice, form: KVForm, *, context: int, batch: int) -> float:
     """Bytes that a decode step reads: weights once, the cache of every sequence."""
-    return planned_weight_bytes(shape, scheme, batch).read + batch * kv_read_bytes(shape, context, form)
+    return planned_weight_bytes(shape, scheme, batch).read_bytes_per_token + batch * kv_read_bytes(shape, context, form)
 
 
 def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, prompt: int) -> Floor:
@@ -153,26 +157,27 @@ def prefill_floor(shape: ModelShape, scheme: WeightChoice, device: Device, *, pr
         device: what it runs on.
         prompt: tokens.
     """
-    by_type = {key: prompt * value for key, value in _product_flops(shape, scheme).items()}
+    products = {key: prompt * flops for key, flops in _product_flops(shape, scheme).items()}
     attention = sum(layer.attention.prefill_flops(prompt) for layer in shape.layers)
-    by_type["bf16"] = by_type.get("bf16", 0.0) + attention + 2 * shape.head_parameters
-    return _floor(device, planned_weight_bytes(shape, scheme, prompt).read, by_type)
+    read = planned_weight_bytes(shape, scheme, prompt).read_bytes_per_token
+    return _floor(device, read, products, attention + 2 * shape.head_parameters)
 
 
-def _product_flops(shape: ModelShape, scheme: WeightChoice) -> dict[str, float]:
+def _product_flops(shape: ModelShape, scheme: WeightChoice) -> Mapping[str, float]:
     """Operations of all linears for one token, by the number type that they are made in."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}
-    found: dict[str, float] = {}
+    flops: Counter[str] = Counter()
     for index, layer in enumerate(shape.layers):
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
-            key = form.compute if form is not None and not shape.quantized else "bf16"
-            found[key] = found.get(key, 0.0) + 2 * matrix.active_parameters
-    return found
+            flops[form.compute if form is not None and not shape.quantized else "bf16"] += 2 * matrix.active_parameters
+    return flops
 
 
-def _floor(device: Device, read: float, by_type: dict[str, float]) -> Floor:
+def _floor(device: Device, read: float, products: Mapping[str, float], in_16_bits: float) -> Floor:
+    """Of bytes, of products by number type, and of operations that are made in 16 bits whatever the weights are."""
+    by_type = {**products, "bf16": products.get("bf16", 0.0) + in_16_bits}
     return Floor(
         bytes_read=read,
         flops=sum(by_type.values()),

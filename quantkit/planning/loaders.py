@@ -20,6 +20,13 @@ from quantkit.planning.weights import WeightForm
 LOADERS = ("vLLM", "SGLang", "transformers", "llama.cpp", "TensorRT-LLM")
 _MARLIN_GROUPS = (None, 32, 64, 128)
 _PACKED_BITS = (4, 8)
+# Which GPUs make products of a number type in vLLM and SGLang; of several the first counts.
+_PRODUCTS = {
+    "fp4": "fp4 products on Blackwell; before, weights only",
+    "fp8": "fp8 products from Ada and Hopper on; before, weights only",
+    "int8": "int8 products, from Turing on",
+    "bf16": "Marlin kernels, from Ampere on",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +34,24 @@ class LoaderAnswer:
     """Whether one engine reads a checkpoint.
 
     Args:
-        loader: its name.
+        name: of the engine.
         reads: yes or no.
         reason: why not, or what it is read by and under which condition.
     """
 
-    loader: str
+    name: str
     reads: bool
     reason: str
+
+
+_ORDINARY = dict.fromkeys(LOADERS, (True, "an ordinary checkpoint, as large as the original"))
+_DENSE = {**_ORDINARY, "llama.cpp": (True, "after convert_hf_to_gguf.py")}
+_GGUF = {
+    **dict.fromkeys(("vLLM", "SGLang"), (True, "experimental, slower than its other formats")),
+    "transformers": (True, "decoded to 16 bits while loading"),
+    "llama.cpp": (True, "its own format"),
+    "TensorRT-LLM": (False, "it reads Hugging Face checkpoints only"),
+}
 
 
 def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) -> list[LoaderAnswer]:
@@ -46,40 +63,18 @@ def loaders(shape: ModelShape, forms: Sequence[WeightForm], format_name: str) ->
         format_name: on-disk format.
     """
     family = format_name.replace("_", "-").partition("-v")[0]
-    answers = []
-    for loader in LOADERS:
-        if family == "dense" or not forms:
-            reads, reason = _dense(loader)
-        else:
-            reads, reason = _gguf(loader) if family == "gguf" else _answer(loader, family, shape, forms)
-        answers.append(LoaderAnswer(loader=loader, reads=reads, reason=reason))
-    return answers
-
-
-def _dense(loader: str) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return True, "after convert_hf_to_gguf.py"
-    return True, "an ordinary checkpoint, as large as the original"
-
-
-def _gguf(loader: str) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return True, "its own format"
-    if loader == "transformers":
-        return True, "decoded to 16 bits while loading"
-    if loader in ("vLLM", "SGLang"):
-        return True, "experimental, slower than its other formats"
-    return False, "it reads Hugging Face checkpoints only"
-
-
-def _answer(loader: str, family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
-    if loader == "llama.cpp":
-        return False, "it reads GGUF only"
-    if loader == "TensorRT-LLM":
-        return _tensorrt(family, forms)
-    if loader == "transformers":
-        return _transformers(family, forms)
-    return _server(family, shape, forms)
+    if family == "dense" or not forms:
+        answers = _DENSE
+    elif family == "gguf":
+        answers = _GGUF
+    else:
+        answers = {
+            **dict.fromkeys(("vLLM", "SGLang"), _server(family, shape, forms)),
+            "transformers": _transformers(family, forms),
+            "llama.cpp": (False, "it reads GGUF only"),
+            "TensorRT-LLM": _tensorrt(family, forms),
+        }
+    return [LoaderAnswer(name=name, reads=reads, reason=reason) for name, (reads, reason) in answers.items()]
 
 
 def _tensorrt(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
@@ -100,17 +95,10 @@ def _transformers(family: str, forms: Sequence[WeightForm]) -> tuple[bool, str]:
 
 def _server(family: str, shape: ModelShape, forms: Sequence[WeightForm]) -> tuple[bool, str]:
     """vLLM and SGLang, which share kernels and most of their rules."""
-    for form in forms:
-        problem = _problem(form, family, shape)
-        if problem:
-            return False, problem
-    if any(form.compute == "fp4" for form in forms):
-        return True, "fp4 products on Blackwell; before, weights only"
-    if any(form.compute == "fp8" for form in forms):
-        return True, "fp8 products from Ada and Hopper on; before, weights only"
-    if any(form.compute == "int8" for form in forms):
-        return True, "int8 products, from Turing on"
-    return True, "Marlin kernels, from Ampere on"
+    for problem in filter(None, (_problem(form, family, shape) for form in forms)):
+        return False, problem
+    computes = {form.compute for form in forms}
+    return True, next(text for compute, text in _PRODUCTS.items() if compute in computes)
 
 
 def _problem(form: WeightForm, family: str, shape: ModelShape) -> str | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.compress.algorithms.base import LayerSizes, Step, steps_bytes
+from quantkit.compress.algorithms.base import Step, steps_bytes
 from quantkit.models.cache import KVForm
 from quantkit.models.tensors import Matrix
 from quantkit.planning.shape import LayerShape, ModelShape
 from quantkit.planning.weights import WeightForm
 
 # Which form a matrix of a layer gets; None = it stays as it is stored.
-Choice = Callable[[int, Matrix], WeightForm | None]
+FormChoice = Callable[[int, Matrix], WeightForm | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class WeightChoice:
     """
 
     name: str
-    choose: Choice
+    choose: FormChoice
     head: WeightForm | None = None
     unquantized: WeightForm | None = None
     beside: int = 0
@@ -59,16 +59,16 @@ class WeightBytes:
     """What the weights of a model take.
 
     Args:
-        total: in memory.
-        disk: in files, small tensors beside packed weights included.
-        read: by one decode step of one sequence: no embedding rows, the experts of one token.
         bits_per_weight: of the linears that are quantized; of all weights where only their number is known.
+        memory_bytes: of all weights.
+        disk_bytes: in files, small tensors beside packed weights included.
+        read_bytes_per_token: by one decode step: no embedding rows, and of experts those that its tokens pick.
     """
 
-    total: int
-    disk: int
-    read: float
     bits_per_weight: float
+    memory_bytes: int
+    disk_bytes: int
+    read_bytes_per_token: float
 
 
 def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1) -> WeightBytes:
@@ -85,7 +85,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         stored = shape.stored_bytes or 0
         unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)
         scale = (stored - unread) / max(1, shape.num_parameters - (shape.embedding if shape.head else 0))
-        return WeightBytes(total=stored, disk=stored, read=scale * _touched(shape, batch), bits_per_weight=8 * scale)
+        return _alike(stored, 8 * scale, _touched(shape, batch))
     size = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes
     total = disk = quantized = codes = 0
     read = 0.0
@@ -95,11 +95,13 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         disk += layer.other * size
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
-            here, file = _matrix_bytes(matrix, form, size)
+            here = file = size * matrix.out_features * matrix.in_features
+            if form is not None:
+                here = form.matrix_bytes(matrix.out_features, matrix.in_features, size)
+                file = form.file_bytes(matrix.out_features, matrix.in_features, size)
+                quantized, codes = quantized + here * matrix.copies, codes + matrix.num_parameters
             total, disk = total + here * matrix.copies, disk + file * matrix.copies
             read += here * experts_read(matrix, batch)
-            if form is not None:
-                quantized, codes = quantized + here * matrix.copies, codes + matrix.num_parameters
     outside, head = (shape.embedding + shape.other) * size, shape.head * size
     head_read = shape.head_parameters * size
     if scheme.head is not None:
@@ -107,10 +109,10 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         # A head that is the embedding becomes a copy of its own; on disk nothing changes.
         total += head_read - head
     return WeightBytes(
-        total=total + outside + head,
-        disk=disk + outside + head + scheme.beside,
-        read=read + shape.other * size + head_read,
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
+        memory_bytes=total + outside + head,
+        disk_bytes=disk + outside + head + scheme.beside,
+        read_bytes_per_token=read + shape.other * size + head_read,
     )
 
 
@@ -123,34 +125,27 @@ def experts_read(matrix: Matrix, batch: int) -> float:
 
 def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """Bytes that the cache of one sequence of this length holds."""
-    return sum(layer.attention.cached_bytes(tokens, form.of(index)) for index, layer in enumerate(shape.layers))
+    return sum(cache.cached_bytes(tokens, kept) for cache, kept in shape.caches(form))
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """The same in whole pages of the bundled runtime, with the residual window of the open page."""
-    return sum(
-        layer.attention.allocated_bytes(tokens, form.of(index), shape.dtype_bytes)
-        for index, layer in enumerate(shape.layers)
-    )
+    return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes) for cache, kept in shape.caches(form))
 
 
 def kv_read_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
     """Bytes of the cache that a decode step of one sequence reads."""
-    return sum(layer.attention.read_bytes(tokens, form.of(index)) for index, layer in enumerate(shape.layers))
+    return sum(cache.read_bytes(tokens, kept) for cache, kept in shape.caches(form))
 
 
 def kv_bytes_per_token(shape: ModelShape, form: KVForm) -> float:
     """Growth of the cache per token of a short context, before any window is full."""
-    return sum(
-        layer.attention.entry_bytes(form.of(index)) * (1 + (1 / layer.attention.ratio if layer.attention.ratio else 0))
-        + layer.attention.index_bytes(form.of(index)) / (layer.attention.ratio or 1)
-        for index, layer in enumerate(shape.layers)
-    )
+    return sum(cache.token_bytes(kept) for cache, kept in shape.caches(form))
 
 
 def offers(shape: ModelShape, form: KVForm) -> bool:
     """Whether every layer of the model can be kept in this form."""
-    return all(layer.attention.offers(form.of(index)) for index, layer in enumerate(shape.layers))
+    return all(cache.offers(kept) for cache, kept in shape.caches(form))
 
 
 def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> int:
@@ -174,33 +169,23 @@ def compression_bytes(shape: ModelShape, num_tokens: int, steps: Sequence[Step])
         num_tokens: calibration tokens; 0 = a recipe without data.
         steps: of the recipe.
     """
-    matrices = [[m for m in layer.matrices if m.quantizable] for layer in shape.layers]
-    sizes = LayerSizes(
-        weights=max((sum(m.num_parameters for m in layer) for layer in matrices), default=0),
-        tallest=max((m.out_features * m.in_features for layer in matrices for m in layer), default=0),
-        width=max((m.in_features for layer in matrices for m in layer), default=0),
-        element_bytes=shape.dtype_bytes,
-        states_bytes=num_tokens * shape.hidden_size * shape.dtype_bytes,
-    )
-    return steps_bytes(steps, sizes)
-
-
-def _matrix_bytes(matrix: Matrix, form: WeightForm | None, size: int) -> tuple[int, int]:
-    if form is None:
-        plain = matrix.out_features * matrix.in_features * size
-        return plain, plain
-    return (
-        form.matrix_bytes(matrix.out_features, matrix.in_features, size),
-        form.file_bytes(matrix.out_features, matrix.in_features, size),
-    )
+    sizes = [
+        [(m.out_features, m.in_features) for m in layer.matrices if m.quantizable for _ in range(m.copies)]
+        for layer in shape.layers
+    ]
+    return steps_bytes(steps, sizes, shape.dtype_bytes, num_tokens * shape.hidden_size)
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
     """Where only a number of parameters is known, all of them are stored alike."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
-    total = round(shape.num_parameters * bits / 8)
-    return WeightBytes(total=total, disk=total, read=shape.active_parameters * bits / 8, bits_per_weight=bits)
+    return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)
+
+
+def _alike(total: int, bits: float, read: float) -> WeightBytes:
+    """Weights that all take as many bits; `read` of them by a step."""
+    return WeightBytes(bits_per_weight=bits, memory_bytes=total, disk_bytes=total, read_bytes_per_token=read * bits / 8)
 
 
 def _touched(shape: ModelShape, batch: int) -> float:

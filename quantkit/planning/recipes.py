@@ -60,19 +60,20 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         for index, layer in enumerate(shape.layers)
         for matrix in layer.matrices
     }
-    found = {linear: from_linear(linear, recipe.format) for linear in set(chosen.values()) if linear is not None}
+    forms = {linear: from_linear(linear, recipe.format) for linear in set(chosen.values()) - {None}}
     calibration, goal = recipe.calibration, recipe.kv_cache
     samples = calibration.samples if calibration else 0
-
-    def choose(index: int, matrix: Matrix) -> WeightForm | None:
-        linear = chosen[index, matrix.name]
-        return None if linear is None else found[linear]
 
     return RecipePlan(
         name=recipe.name,
         format=recipe.format,
-        scheme=WeightChoice(name=recipe.name, choose=choose, head=head, beside=_cache_scale_bytes(shape, goal)),
-        forms=tuple(sorted(found.values(), key=lambda form: form.name)),
+        scheme=WeightChoice(
+            name=recipe.name,
+            choose=lambda index, matrix: forms.get(chosen[index, matrix.name]),
+            head=head,
+            beside=_cache_scale_bytes(shape, goal),
+        ),
+        forms=tuple(sorted(forms.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         steps=recipe.steps,
@@ -96,8 +97,8 @@ def require_possible(plan: RecipePlan) -> None:
         RecipeError: says the first reason, and how many more there are.
     """
     if plan.conflicts:
-        more = len(plan.conflicts) - 1
-        rest = f" ({more} more like this)" if more else ""
+        others = len(plan.conflicts) - 1
+        rest = f" ({others} more like this)" if others else ""
         raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.models.attention import AttentionShape
@@ -97,6 +98,10 @@ class ModelShape:
     def head_parameters(self) -> int:
         """Parameters of the output product, whether they are the embedding's or its own."""
         return self.head or self.embedding
+
+    def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape, KVForm]]:
+        """The cache of each layer, and the form that it is kept in."""
+        return ((layer.attention, form.of(index)) for index, layer in enumerate(self.layers))
 
     @property
     def attention_kinds(self) -> dict[str, int]:

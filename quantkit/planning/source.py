@@ -21,7 +21,7 @@ from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
-from quantkit.untrusted import parse_yaml, read_json, read_text
+from quantkit.untrusted import parse_yaml, read_object, read_text
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.
@@ -160,7 +160,7 @@ def description_of(data: dict[str, Any], where: str) -> ModelDescription:
 
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
-        return checked_names(read_json(path, ModelError, "correct it or download it again"), str(path))
+        return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
     data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")

@@ -101,14 +101,14 @@ class WeightForm:
         return (self.bits if self.packed or self.is_float else 8) + (scale + zero) / self.group_size
 
 
-FP32 = WeightForm(name="fp32", bits=32, scaled=False)
-BF16 = WeightForm(name="bf16", bits=16, scaled=False)
-FP8 = WeightForm(name="fp8 channel", bits=8, compute="fp8")
-INT8 = WeightForm(name="int8 channel", bits=8)
-INT4 = WeightForm(name="int4 g128", bits=4, group_size=128)
-INT3 = WeightForm(name="int3 g128", bits=3, group_size=128)
-INT2 = WeightForm(name="int2 g64 asym", bits=2, group_size=64, symmetric=False)
-BARE = tuple(WeightForm(name=f"{bits} bits, no scales", bits=bits, scaled=False) for bits in (8, 4))
+FP32_WEIGHTS = WeightForm(name="fp32", bits=32, scaled=False)
+BF16_WEIGHTS = WeightForm(name="bf16", bits=16, scaled=False)
+FP8_WEIGHTS = WeightForm(name="fp8 channel", bits=8, compute="fp8")
+INT8_WEIGHTS = WeightForm(name="int8 channel", bits=8)
+INT4_WEIGHTS = WeightForm(name="int4 g128", bits=4, group_size=128)
+INT3_WEIGHTS = WeightForm(name="int3 g128", bits=3, group_size=128)
+INT2_WEIGHTS = WeightForm(name="int2 g64 asym", bits=2, group_size=64, symmetric=False)
+UNSCALED_WEIGHTS = tuple(WeightForm(name=f"{bits} bits, no scales", bits=bits, scaled=False) for bits in (8, 4))
 
 
 def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:

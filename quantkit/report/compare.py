@@ -19,8 +19,9 @@ from quantkit.report.sections import PageSection
 from quantkit.report.table import Column, Table
 from quantkit.report.words import recovery_text
 from quantkit.results import BenchmarkResult, Report
-from quantkit.results.gates import gate_numbers
-from quantkit.results.statistics import ALL_TASKS, median_interval
+from quantkit.results.gates.metrics import gate_numbers
+from quantkit.results.statistics.comparison import ALL_TASKS
+from quantkit.results.statistics.summary import median
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
 
@@ -43,14 +44,14 @@ class ComparedCheckpoint:
 
     name: str
     num_bytes: int | None
-    bits_per_weight: float | None
+    bits_per_weight: float | None = None
     quality: float | None
     recovery_text: str
     perplexity_ratio: float | None
     kl: float | None
     itl_s: float | None
     ttft_s: float | None
-    held: bool | None
+    held: bool | None = None
     on_front: bool = False
 
 
@@ -86,19 +87,27 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
     if len(reports) < 2:
         raise ReportError(f"a comparison needs two reports or more, found {len(reports)}")
     metrics = [gate_numbers(report) for report in reports]
-    quality, label, higher = next(
-        (choice for choice in QUALITIES if all(choice[0] in values for values in metrics)), QUALITIES[0]
-    )
+    quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])
     workload = _shared_workload(reports)
     names = _unique_names([report.model.name for report in reports])
     entries = [
-        _entry(report, values, name, quality, workload)
+        ComparedCheckpoint(
+            name=name,
+            num_bytes=report.model.num_bytes or None,
+            bits_per_weight=report.model.bits_per_weight,
+            quality=values.get(quality),
+            recovery_text=recovery_text(report.find_comparison(ALL_TASKS)),
+            perplexity_ratio=values.get("perplexity_ratio"),
+            kl=values.get("kl"),
+            held=report.held if report.gates else None,
+            **_medians(report.benchmark, workload),
+        )
         for report, values, name in zip(reports, metrics, names, strict=True)
     ]
     entries += _originals(reports, quality, workload)
-    ranked = [_rank(entry, entries, higher) for entry in sorted(entries, key=lambda e: (e.num_bytes or 0, e.name))]
+    entries = _ranked(sorted(entries, key=lambda e: (e.num_bytes or 0, e.name)), higher)
     return CheckpointComparison(
-        entries=tuple(ranked),
+        entries=tuple(entries),
         quality=quality,
         quality_label=label,
         higher_is_better=higher,
@@ -157,33 +166,27 @@ def render_comparison(comparison: CheckpointComparison) -> str:
         ReportError: matplotlib or jinja2 is not installed.
     """
     drawn = [
-        plot
-        for plot in (
-            _plot(comparison, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
-            _plot(comparison, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
-        )
-        if plot is not None
+        _plot(comparison, "by-size", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
+        _plot(comparison, "by-speed", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
     ]
-    meaning = "A checkpoint is on the front when no other is as good in size, quality and speed and better in one."
     text = [
         *comparison.warnings,
-        meaning,
+        "A checkpoint is on the front when no other is as good in size, quality and speed and better in one.",
         "Numbers in the plots are those of the table; each plot joins the front of its two axes.",
     ]
+    section = PageSection(
+        name="comparison",
+        title="Size, quality, speed",
+        text=text,
+        figures=[figure for figure in drawn if figure is not None],
+        tables=[checkpoints_table(comparison)],
+    )
     return render_page(
         title="Checkpoints compared",
         subtitle=", ".join(entry.name for entry in comparison.entries),
         verdict=comparison_sentence(comparison),
         held=None,
-        sections=[
-            PageSection(
-                name="comparison",
-                title="Size, quality, speed",
-                text=text,
-                figures=drawn,
-                tables=[checkpoints_table(comparison)],
-            )
-        ],
+        sections=[section],
     )
 
 
@@ -196,68 +199,46 @@ def _plot(
         for position, entry in enumerate(comparison.entries, 1)
         if (x := cost(entry)) is not None and entry.quality is not None
     ]
-    best = front([(x, -y if comparison.higher_is_better else y) for _, _, x, y in known])
+    higher = comparison.higher_is_better
+    best = front([(x, -y if higher else y) for _, _, x, y in known])
     points = [(*point, chosen) for point, chosen in zip(known, best, strict=True)]
-    return pareto_plot(
-        name, points, x_label=x_label, y_label=comparison.quality_label, higher=comparison.higher_is_better
-    )
-
-
-def _entry(report: Report, values: dict[str, float], name: str, quality: str, workload: str) -> ComparedCheckpoint:
-    return ComparedCheckpoint(
-        name=name,
-        num_bytes=report.model.num_bytes or None,
-        bits_per_weight=report.model.bits_per_weight,
-        quality=values.get(quality),
-        recovery_text=recovery_text(report.find_comparison(ALL_TASKS)),
-        perplexity_ratio=values.get("perplexity_ratio"),
-        kl=values.get("kl"),
-        held=report.held if report.gates else None,
-        **_medians(report.benchmark, workload),
-    )
+    return pareto_plot(name, points, x_label=x_label, y_label=comparison.quality_label, higher=higher)
 
 
 def _originals(reports: Sequence[Report], quality: str, workload: str) -> list[ComparedCheckpoint]:
     """One entry for each original, measured in the first report that has it."""
-    first: dict[str, Report] = {}
-    for report in reports:
-        if report.baseline_model is not None:
-            first.setdefault(report.baseline_model.name, report)
+    known = [(report.baseline_model, report) for report in reports if report.baseline_model is not None]
+    first = {original.name: (original, report) for original, report in reversed(known)}
     return [
         ComparedCheckpoint(
             name=name,
-            num_bytes=(report.baseline_model and report.baseline_model.num_bytes) or None,
-            bits_per_weight=None,
+            num_bytes=original.num_bytes or None,
             quality={"recovery": 100.0, "perplexity_ratio": 1.0}.get(quality, 0.0),
             recovery_text=percent(100.0),
             perplexity_ratio=1.0,
             kl=0.0,
-            held=None,
             **_medians(report.baseline_benchmark, workload),
         )
-        for name, report in first.items()
+        for name, (original, report) in first.items()
     ]
 
 
 def _medians(benchmark: BenchmarkResult | None, workload: str) -> dict[str, Any]:
     """Latencies of one workload, by the field that they belong in."""
     run = benchmark.find_run(workload) if benchmark else None
-    samples = {"itl_s": run.inter_token_s if run else (), "ttft_s": run.ttft_s if run else ()}
-    return {name: median_interval(values)[0] if values else None for name, values in samples.items()}
+    return {"itl_s": median(run.inter_token_s if run else ()), "ttft_s": median(run.ttft_s if run else ())}
 
 
-def _rank(entry: ComparedCheckpoint, entries: Sequence[ComparedCheckpoint], higher: bool) -> ComparedCheckpoint:
-    """The entry, knowing whether it is on the front of those that have the same numbers."""
+def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
+    """The entries, knowing whether they are on the front of those whose size and quality are known."""
     timed = all(e.itl_s is not None for e in entries)
-
-    def costs(e: ComparedCheckpoint) -> tuple[float, ...] | None:
-        if e.num_bytes is None or e.quality is None:
-            return None
-        return (float(e.num_bytes), -e.quality if higher else e.quality, *([e.itl_s or 0.0] if timed else []))
-
-    points = [point for e in entries if (point := costs(e)) is not None]
-    mine = costs(entry)
-    return dataclasses.replace(entry, on_front=mine is not None and front(points)[points.index(mine)])
+    costs = {
+        e: (float(e.num_bytes), -e.quality if higher else e.quality, *([e.itl_s or 0.0] if timed else []))
+        for e in entries
+        if e.num_bytes is not None and e.quality is not None
+    }
+    best = dict(zip(costs, front(list(costs.values())), strict=True))
+    return [dataclasses.replace(entry, on_front=best.get(entry, False)) for entry in entries]
 
 
 def _shared_workload(reports: Sequence[Report]) -> str:
@@ -277,18 +258,16 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 def _warnings(reports: Sequence[Report]) -> list[str]:
     """Why the numbers may not be comparable, one sentence each."""
-    warnings = []
-    originals = {report.baseline_model.name for report in reports if report.baseline_model}
-    if len(originals) > 1:
-        warnings.append(f"The checkpoints have different originals: {', '.join(sorted(originals))}.")
+    originals = sorted({report.baseline_model.name for report in reports if report.baseline_model})
     tasks = {tuple(sorted(c.subject for c in report.comparisons)) for report in reports}
-    if len(tasks) > 1:
-        warnings.append(
-            "The checkpoints were not asked the same tasks, so their mean recovery is not of the same thing."
-        )
     machines = {(report.environment.cpu, report.environment.device) for report in reports}
-    if len(machines) > 1:
-        warnings.append("The checkpoints were timed on different machines, so their latencies cannot be compared.")
-    if any(report.baseline_model is None for report in reports):
-        warnings.append("A report has no original beside it, so it has no recovery.")
-    return warnings
+    warnings = (
+        (len(originals) > 1, f"The checkpoints have different originals: {', '.join(originals)}."),
+        (
+            len(tasks) > 1,
+            "The checkpoints were not asked the same tasks, so their mean recovery is not of the same thing.",
+        ),
+        (len(machines) > 1, "The checkpoints were timed on different machines, so their latencies cannot be compared."),
+        (any(not r.baseline_model for r in reports), "A report has no original beside it, so it has no recovery."),
+    )
+    return [sentence for holds, sentence in warnings if holds]

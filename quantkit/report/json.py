@@ -17,8 +17,8 @@ from typing import Any
 from quantkit.errors import ReportError
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
-from quantkit.results.gates import METRICS, gate_numbers
-from quantkit.untrusted import read_json
+from quantkit.results.gates.metrics import METRICS, gate_numbers
+from quantkit.untrusted import read_object
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
@@ -40,7 +40,7 @@ def read_report(path: Path | str) -> Report:
     if not file.exists():
         todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
         raise ReportError(f"{file}: no such file; {todo}")
-    data = read_json(file, ReportError, "is it cut short, or no report?")
+    data = read_object(file, ReportError, "is it cut short, or no report?")
     try:
         return Report.from_dict(data)
     except ReportError as error:
@@ -77,9 +77,8 @@ def _define(cls: type, definitions: dict[str, Any]) -> None:
     described = _field_descriptions(cls)
     properties = {}
     for name, kind in field_types(cls).items():
-        properties[name] = _schema_of(kind, definitions)
-        if name in described:
-            properties[name] = {**properties[name], "description": described[name]}
+        description = {"description": described[name]} if name in described else {}
+        properties[name] = {**_schema_of(kind, definitions), **description}
     definitions[cls.__name__] = {
         "type": "object",
         "description": (cls.__doc__ or "").split("\n", 1)[0],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -17,34 +16,19 @@ from quantkit.results import Report
 if TYPE_CHECKING:
     from quantkit.formats.base import Format
 
-TRANSFORMERS = """With transformers ({needs}):
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{path}", dtype="auto", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("{path}")
-```
-"""
-VLLM = """With vLLM:
-
-```console
-vllm serve {path}
-```
-"""
-LLAMA_CPP = """With llama.cpp:
-
-```console
-llama-cli -m {path} -p "Once upon a time"
-```
-"""
-QUANTKIT = """With quantkit's own runtime, in which the numbers above were measured:
-
-```console
-quantkit generate {path} --prompt "Once upon a time"
-```
-"""
-TEMPLATES = {"transformers": TRANSFORMERS, "vllm": VLLM, "llama.cpp": LLAMA_CPP}
+tokenizer = AutoTokenizer.from_pretrained("{path}")"""
+LOADERS = {  # title, language and code, of each engine that a format may name
+    "transformers": ("With transformers ({needs})", "python", TRANSFORMERS),
+    "vllm": ("With vLLM", "console", "vllm serve {path}"),
+    "llama.cpp": ("With llama.cpp", "console", 'llama-cli -m {path} -p "Once upon a time"'),
+    "quantkit": (
+        "With quantkit's own runtime, in which the numbers above were measured",
+        *("console", 'quantkit generate {path} --prompt "Once upon a time"'),
+    ),
+}
 
 
 def render_markdown(report: Report) -> str:
@@ -52,22 +36,37 @@ def render_markdown(report: Report) -> str:
     report = _without_paths(report)
     model, original = report.model, report.baseline_model
     source = original.name if original else (report.compression.model if report.compression else "another model")
+    if original is not None and original.hub_id:
+        source = f"[{source}](https://huggingface.co/{original.hub_id})"
+    gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
+    known = _license(report)
+    runs = list(speed_tables.report_runs(report))
+    results = [
+        tables.comparison_table(report.comparisons),
+        tables.length_table(report.comparisons),
+        tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        speed_tables.latency_table(runs),
+        speed_tables.throughput_table(runs),
+        speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
+    ]
     parts = [
         _front_matter(report),
         f"# {plain(model.name)}",
-        plain(f"{model.scheme or model.format} version of {_linked(report, source)}, made with quantkit. ")
-        + plain(headline(report)),
-        _list("Gates", gate_lines(report.gates)),
+        plain(f"{model.scheme or model.format} version of {source}, made with quantkit. {headline(report)}"),
+        "\n".join(["## Gates", "", *gates]) if gates else "",
         "## Results",
-        *(markdown_table(table) for table in _results(report) if table is not None),
+        *(markdown_table(table) for table in results if table is not None),
         "" if report.evaluation or report.benchmark or report.fidelity else "Nothing was measured.",
         "## How it was made",
         markdown_table(tables.making_table(report)),
         "## How to load it",
         *_loading(report),
-        _license(report),
+        "## License",
+        f"{plain(known)}, as the original."
+        if known
+        else "Unknown: the original's license applies, see its model card.",
     ]
-    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def plain(text: str) -> str:
@@ -88,44 +87,20 @@ def _without_paths(report: Report) -> Report:
     )
 
 
-def _results(report: Report) -> list[Table | None]:
-    runs = list(speed_tables.report_runs(report))
-    return [
-        tables.comparison_table(report.comparisons),
-        tables.length_table(report.comparisons),
-        tables.fidelity_table(report.fidelity, report.noise_fidelity),
-        speed_tables.latency_table(runs),
-        speed_tables.throughput_table(runs),
-        speed_tables.memory_table(report.benchmark, report.baseline_benchmark),
-    ]
-
-
 def _front_matter(report: Report) -> str:
     """YAML; every text is written as JSON, which YAML reads, so that no name can break it."""
-    model, original = report.model, report.baseline_model
+    model, original, known = report.model, report.baseline_model, _license(report)
     format_ = _format(model.format)
     tags = ["quantkit", "quantized", model.format, *model.scheme.split()[:1]]
-    lines = ["---"]
+    lines = []
     if original is not None and original.hub_id:
         lines += [f"base_model: {json.dumps(original.hub_id)}", "base_model_relation: quantized"]
-    known = model.license or (original.license if original else None)
     if known:
         lines.append(f"license: {json.dumps(known)}")
-    lines += [
-        f"library_name: {format_.library if format_ else 'transformers'}",
-        "pipeline_tag: text-generation",
-    ]
-    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in dict.fromkeys(tag for tag in tags if tag))]
-    return "\n".join([*lines, "---"])
-
-
-def _linked(report: Report, source: str) -> str:
-    hub_id = report.baseline_model.hub_id if report.baseline_model else None
-    return f"[{source}](https://huggingface.co/{hub_id})" if hub_id else source
-
-
-def _list(title: str, items: Sequence[str]) -> str:
-    return "\n".join([f"## {title}", "", *(f"- {plain(item)}" for item in items)]) if items else ""
+    lines.append(f"library_name: {format_.library if format_ else 'transformers'}")
+    lines += ["pipeline_tag: text-generation", "tags:"]
+    lines += [f"- {json.dumps(tag)}" for tag in dict.fromkeys(tags) if tag]
+    return "\n".join(["---", *lines, "---"])
 
 
 def markdown_table(table: Table) -> str:
@@ -141,8 +116,11 @@ def _loading(report: Report) -> list[str]:
     format_ = _format(report.model.format)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
     path = plain(report.model.hub_id or report.model.path or report.model.name)
-    templates = [*(TEMPLATES[engine] for engine in (format_.engines if format_ else ())), QUANTKIT]
-    return [template.format(path=path, needs=needs) for template in templates]
+    engines = (*(format_.engines if format_ else ()), "quantkit")
+    blocks = [
+        f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in (LOADERS[engine] for engine in engines)
+    ]
+    return [block.format(path=path, needs=needs) for block in blocks]
 
 
 def _format(name: str) -> Format | None:
@@ -153,9 +131,5 @@ def _format(name: str) -> Format | None:
     return known
 
 
-def _license(report: Report) -> str:
-    original = report.baseline_model
-    known = report.model.license or (original.license if original else None)
-    if known:
-        return f"## License\n\n{plain(known)}, as the original."
-    return "## License\n\nUnknown: the original's license applies, see its model card."
+def _license(report: Report) -> str | None:
+    return report.model.license or (report.baseline_model.license if report.baseline_model else None)

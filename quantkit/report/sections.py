@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from quantkit.report import plots, speed_tables, tables
 from quantkit.report.table import Table
 from quantkit.results import Report
-from quantkit.results.gates import describe_proposal
-
-Item = TypeVar("Item")
+from quantkit.results.gates.remedies import describe_proposal
 
 DEFINITIONS = (
     ("Recovery", "The model's score as per cent of the original's on the same items; for perplexity, where lower is "
@@ -63,36 +61,35 @@ class PageSection:
 def report_sections(report: Report) -> list[PageSection]:
     """All sections that have something to say, in order."""
     builders = (_accuracy, _fidelity, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _definitions)
-    return _present(*(build(report) for build in builders))
+    return [section for build in builders if (section := build(report)) is not None]
 
 
-def _present(*items: Item | None) -> list[Item]:
-    return [item for item in items if item is not None]
+def _section(
+    name: str, title: str, tables: Sequence[Table | None], figures: Sequence[str | None] = (), **parts: Any
+) -> PageSection | None:
+    """A section of what was measured; None where its first table is missing."""
+    shown = [table for table in tables if table is not None]
+    drawn = [figure for figure in figures if figure is not None]
+    if tables[0] is None:
+        return None
+    return PageSection(name=name, title=title, tables=shown, figures=drawn, **parts)
 
 
 def _accuracy(report: Report) -> PageSection | None:
-    table = tables.comparison_table(report.comparisons)
-    if table is None:
-        return None
-    return PageSection(
-        name="accuracy",
-        title="Accuracy",
-        text=_missing_noise(report),
-        figures=_present(plots.accuracy_plot(report)),
-        tables=_present(table, tables.length_table(report.comparisons)),
+    unknown = "The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."
+    return _section(
+        "accuracy",
+        "Accuracy",
+        [tables.comparison_table(report.comparisons), tables.length_table(report.comparisons)],
+        [plots.accuracy_plot(report)],
+        text=[unknown] if report.noise is None else [],
         folded=[tables.verdict_table()],
     )
 
 
-def _missing_noise(report: Report) -> list[str]:
-    if report.noise is not None:
-        return []
-    return ["The noise floor was not measured, so small differences cannot be told from those of arithmetic alone."]
-
-
 def _fidelity(report: Report) -> PageSection | None:
     table = tables.fidelity_table(report.fidelity, report.noise_fidelity)
-    return None if table is None else PageSection(name="fidelity", title="Closeness to the original", tables=[table])
+    return _section("fidelity", "Closeness to the original", [table])
 
 
 def _sensitivity(report: Report) -> PageSection | None:
@@ -106,7 +103,7 @@ def _sensitivity(report: Report) -> PageSection | None:
         name="sensitivity",
         title="Which parts are sensitive",
         text=text,
-        figures=_present(plots.sensitivity_plot(sensitivity)),
+        figures=[plots.sensitivity_plot(sensitivity)],
         tables=[tables.worst_groups_table(sensitivity)],
         beside=True,
         folded=[tables.sensitivity_table(sensitivity)],
@@ -127,36 +124,26 @@ def _diagnosis(report: Report) -> PageSection | None:
 
 def _speed(report: Report) -> PageSection | None:
     runs = list(speed_tables.report_runs(report))
-    latency = speed_tables.latency_table(runs)
-    if latency is None:
-        return None
-    drawn = _present(plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report))
-    first = report.benchmark.runs[0].workload.name if report.benchmark else ""
-    return PageSection(
-        name="speed",
-        title="Speed",
+    first = report.benchmark.runs[0].workload.name if runs and report.benchmark else ""
+    return _section(
+        "speed",
+        "Speed",
+        [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(runs)],
+        [plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report)],
         text=[f"The plots show {first}; the tables show every workload."],
-        figures=drawn,
-        tables=_present(latency, speed_tables.throughput_table(runs), speed_tables.fit_table(runs)),
     )
 
 
 def _memory(report: Report) -> PageSection | None:
     table = speed_tables.memory_table(report.benchmark, report.baseline_benchmark)
-    if table is None:
-        return None
-    drawn = _present(plots.memory_plot(report))
-    return PageSection(name="memory", title="Memory", figures=drawn, tables=[table], beside=True)
+    return _section("memory", "Memory", [table], [plots.memory_plot(report)], beside=True)
 
 
 def _roofline(report: Report) -> PageSection | None:
     sides = (("original", report.baseline_benchmark), ("model", report.benchmark))
     table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
-    if table is None:
-        return None
     text = ["Points on the line could not be faster on this machine. Decode is labelled by batch, prefill by tokens."]
-    drawn = _present(plots.roofline_plot(report))
-    return PageSection(name="roofline", title="Roofline", text=text, figures=drawn, tables=[table], beside=True)
+    return _section("roofline", "Roofline", [table], [plots.roofline_plot(report)], text=text, beside=True)
 
 
 def _making(report: Report) -> PageSection:

@@ -8,19 +8,17 @@ from typing import Any
 from quantkit.quantities import byte_size, duration, number, percent, short
 from quantkit.report.table import Column, Table
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, MemoryRecord, Report, RooflineRecord
-from quantkit.results.statistics import fit_polynomial, quantiles
+from quantkit.results.statistics.summary import fit_gaps, quantiles
 
 Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, of which model
 
 
 def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
     """Runs by workload, original before model."""
-    for run in report.benchmark.runs if report.benchmark else ():
-        name = run.workload.name
-        other = report.baseline_benchmark and report.baseline_benchmark.find_run(name)
+    for run, other in report.paired_runs:
         if other:
-            yield f"{name}, original", other
-        yield f"{name}, model", run
+            yield f"{run.workload.name}, original", other
+        yield f"{run.workload.name}, model", run
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
@@ -71,8 +69,7 @@ def fit_table(runs: Runs) -> Table | None:
     """ITL = a + b * context of each run, with standard errors."""
     rows = []
     for label, run in runs:
-        points = [point for timing in run.requests for point in timing.context_gaps]
-        line = fit_polynomial([p[0] for p in points], [p[1] for p in points])
+        line = fit_gaps(run)
         if line is not None:
             scaled = zip((1e3, 1e6), line.coefficients, line.standard_errors, strict=True)
             terms = (f"{number(scale * value)} ± {number(scale * error, 2)}" for scale, value, error in scaled)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import html
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import ReportError
@@ -40,57 +42,38 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": LINE,
     "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
     "legend.frameon": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
     "figure.constrained_layout.use": True,
 }
 INSTALL = "pip install '.[eval]' in quantkit's folder"
 
 
-def new_figure(width: float = 5.2, height: float = 3.2, *, rows: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes (a list of them when `rows` > 1), inches; call inside `drawing()`.
+@contextmanager
+def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure, Any]]:
+    """A figure and its axes, inches, in the house's style whatever the user's own settings are, as long as it is drawn.
 
     Raises:
         ReportError: matplotlib is not installed.
     """
-    figure_class = _matplotlib()[1]
-    figure = figure_class(figsize=(width, height))
-    return figure, figure.subplots(rows, 1)
-
-
-def drawing() -> Any:
-    """A context in which figures have the house's style, whatever the user's own settings are.
-
-    Raises:
-        ReportError: matplotlib is not installed.
-    """
-    matplotlib = _matplotlib()[0]
-    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "svg"})
-
-
-def _matplotlib() -> tuple[Any, Any]:
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ReportError(f"report.html needs matplotlib, which is not installed; {INSTALL}") from None
-    return matplotlib, Figure
+    defaults: Any = matplotlib.rcParamsDefault
+    settings: Any = {**defaults, **STYLE, "backend": "svg"}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(width, height))
+        yield figure, figure.subplots()
 
 
 def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
@@ -103,9 +86,8 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
         description: what there is to see, for people who cannot see it.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = "<svg" + buffer.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     # matplotlib's style element speaks of `*`, which in a page is everything.
     text = re.sub(r"<defs>\s*<style type=\"text/css\">.*?</style>\s*</defs>\s*", "", text, flags=re.DOTALL)

@@ -10,7 +10,8 @@ from quantkit.quantities import MISSING, byte_size, duration, interval, number, 
 from quantkit.report.table import Column, Table, facts
 from quantkit.report.words import VERDICTS, chance_note, p_value, recovery_text
 from quantkit.results import Comparison, FidelityResult, Report, SensitivityMap
-from quantkit.results.statistics import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND, median_interval
+from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, LENGTH_BAND
+from quantkit.results.statistics.summary import median
 
 four_digits = partial(number, digits=4)
 
@@ -30,22 +31,13 @@ def key_figures(report: Report) -> list[tuple[str, str, str]]:
     if text is not None:
         beside = f"{number(text.baseline)} before, {number(text.value)} now: {text.verdict}"
         figures.append(("Perplexity", f"{number(text.value / text.baseline, 4)}x", beside))
-    latency = _median_latency(report)
-    if latency is not None:
-        ours, theirs, workload = latency
-        figure = duration(ours) if theirs is None else f"{number(ours / theirs)}x"
-        beside = workload if theirs is None else f"{duration(theirs)} before, {duration(ours)} now, {workload}"
-        figures.append(("Time between tokens", figure, beside))
+    for run, other in report.paired_runs[:1]:
+        ours, theirs = median(run.inter_token_s), median(other.inter_token_s) if other else None
+        if ours is not None:
+            figure = duration(ours) if theirs is None else f"{number(ours / theirs)}x"
+            before = "" if theirs is None else f"{duration(theirs)} before, {duration(ours)} now, "
+            figures.append(("Time between tokens", figure, f"{before}{run.workload.name}"))
     return figures
-
-
-def _median_latency(report: Report) -> tuple[float, float | None, str] | None:
-    if report.benchmark is None or not report.benchmark.runs or not report.benchmark.runs[0].inter_token_s:
-        return None
-    run = report.benchmark.runs[0]
-    other = report.baseline_benchmark and report.baseline_benchmark.find_run(run.workload.name)
-    theirs = median_interval(other.inter_token_s)[0] if other and other.inter_token_s else None
-    return median_interval(run.inter_token_s)[0], theirs, run.workload.name
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
@@ -119,8 +111,8 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
 def _first_divergence(fidelity: FidelityResult) -> str:
     """Median position of the first greedy token that differs."""
     length = fidelity.greedy_tokens
-    positions = [length if d is None else d for d in fidelity.first_divergence]
-    return f"{median_interval(positions)[0]:g} of {length}" if positions else MISSING
+    middle = median([length if d is None else d for d in fidelity.first_divergence])
+    return MISSING if middle is None else f"{middle:g} of {length}"
 
 
 def _agree_throughout(fidelity: FidelityResult) -> str:

@@ -1,85 +1,39 @@
 """What a number is: records of compression, evaluation, speed and the report over them, as plain data. Torch-free."""
 
-from quantkit.results._record import SCHEMA_VERSION
-from quantkit.results.allocation import CandidateRecord, GroupChoice, SearchResult
-from quantkit.results.benchmark import (
-    SWEEP_NAME,
-    BenchmarkResult,
-    BenchmarkRun,
-    Diagnosis,
-    Finding,
-    MemoryRecord,
-    RequestTiming,
-    RooflineRecord,
-    Workload,
-)
-from quantkit.results.compression import (
-    CacheRecord,
-    CheckpointDifference,
-    CheckpointSummary,
-    CompressionResult,
-    LayerRecord,
-    LinearRecord,
-    ModuleSummary,
-    describe_caches,
-    describe_experts,
-)
-from quantkit.results.evaluation import (
-    EvaluationResult,
-    FidelityResult,
-    PerplexityResult,
-    SampleRecord,
-    SensitivityMap,
-    SensitivityProposal,
-    SensitivityRecord,
-    TaskResult,
-    Through,
-)
-from quantkit.results.report import (
-    Comparison,
-    Environment,
-    GateResult,
-    ModelFacts,
-    Report,
-    Verdict,
-)
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "SWEEP_NAME",
-    "BenchmarkResult",
-    "BenchmarkRun",
-    "CacheRecord",
-    "CandidateRecord",
-    "CheckpointDifference",
-    "CheckpointSummary",
-    "Comparison",
-    "CompressionResult",
-    "Diagnosis",
-    "Environment",
-    "EvaluationResult",
-    "FidelityResult",
-    "Finding",
-    "GateResult",
-    "GroupChoice",
-    "LayerRecord",
-    "LinearRecord",
-    "MemoryRecord",
-    "ModelFacts",
-    "ModuleSummary",
-    "PerplexityResult",
-    "Report",
-    "RequestTiming",
-    "RooflineRecord",
-    "SampleRecord",
-    "SearchResult",
-    "SensitivityMap",
-    "SensitivityProposal",
-    "SensitivityRecord",
-    "TaskResult",
-    "Through",
-    "Verdict",
-    "Workload",
-    "describe_caches",
-    "describe_experts",
-]
+from quantkit.results._record import SCHEMA_VERSION as SCHEMA_VERSION
+from quantkit.results.allocation import CandidateRecord as CandidateRecord
+from quantkit.results.allocation import GroupChoice as GroupChoice
+from quantkit.results.allocation import SearchResult as SearchResult
+from quantkit.results.benchmark import SWEEP_NAME as SWEEP_NAME
+from quantkit.results.benchmark import BenchmarkResult as BenchmarkResult
+from quantkit.results.benchmark import BenchmarkRun as BenchmarkRun
+from quantkit.results.benchmark import Diagnosis as Diagnosis
+from quantkit.results.benchmark import Finding as Finding
+from quantkit.results.benchmark import MemoryRecord as MemoryRecord
+from quantkit.results.benchmark import RequestTiming as RequestTiming
+from quantkit.results.benchmark import RooflineRecord as RooflineRecord
+from quantkit.results.benchmark import Workload as Workload
+from quantkit.results.compression import CacheRecord as CacheRecord
+from quantkit.results.compression import CheckpointDifference as CheckpointDifference
+from quantkit.results.compression import CheckpointSummary as CheckpointSummary
+from quantkit.results.compression import CompressionResult as CompressionResult
+from quantkit.results.compression import LayerRecord as LayerRecord
+from quantkit.results.compression import LinearRecord as LinearRecord
+from quantkit.results.compression import ModuleSummary as ModuleSummary
+from quantkit.results.compression import describe_caches as describe_caches
+from quantkit.results.compression import describe_experts as describe_experts
+from quantkit.results.evaluation import EvaluationResult as EvaluationResult
+from quantkit.results.evaluation import FidelityResult as FidelityResult
+from quantkit.results.evaluation import PerplexityResult as PerplexityResult
+from quantkit.results.evaluation import SampleRecord as SampleRecord
+from quantkit.results.evaluation import SensitivityMap as SensitivityMap
+from quantkit.results.evaluation import SensitivityProposal as SensitivityProposal
+from quantkit.results.evaluation import SensitivityRecord as SensitivityRecord
+from quantkit.results.evaluation import TaskResult as TaskResult
+from quantkit.results.evaluation import Through as Through
+from quantkit.results.report import Comparison as Comparison
+from quantkit.results.report import Environment as Environment
+from quantkit.results.report import GateResult as GateResult
+from quantkit.results.report import ModelFacts as ModelFacts
+from quantkit.results.report import Report as Report
+from quantkit.results.report import Verdict as Verdict

@@ -126,6 +126,11 @@ class BenchmarkRun(Record):
         return tuple(timing.tpot_s for timing in self.requests if timing.tpot_s is not None)
 
     @property
+    def context_gaps(self) -> tuple[tuple[int, float], ...]:
+        """Those of all requests, see `RequestTiming`."""
+        return tuple(point for timing in self.requests for point in timing.context_gaps)
+
+    @property
     def duration_s(self) -> float:
         """First arrival to last token."""
         ends = [timing.token_s[-1] for timing in self.requests if timing.token_s]

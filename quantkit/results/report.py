@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quantkit.results._record import SCHEMA_VERSION, Record
-from quantkit.results.benchmark import BenchmarkResult, Diagnosis
+from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
 from quantkit.results.compression import CompressionResult
 from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
 
@@ -183,6 +183,12 @@ class Report(Record):
     def held(self) -> bool:
         """Whether every gate held; true when there are none."""
         return all(gate.held for gate in self.gates)
+
+    @property
+    def paired_runs(self) -> list[tuple[BenchmarkRun, BenchmarkRun | None]]:
+        """The model's runs, each with the original's of the same workload."""
+        ours, theirs = self.benchmark.runs if self.benchmark else (), self.baseline_benchmark
+        return [(run, theirs.find_run(run.workload.name) if theirs else None) for run in ours]
 
     def find_comparison(self, subject: str, metric: str | None = None) -> Comparison | None:
         """The comparison of a subject (and metric), or None."""

@@ -29,13 +29,11 @@ class EngineConfig:
         RequestError: a count is not positive, or settings contradict each other.
     """
 
-    device: str | torch.device = setting("auto", "Where to compute.", flag="--device", metavar="auto|cpu|cuda[:i]")
-    dtype: str | torch.dtype = setting(
-        "auto", "Arithmetic to compute in.", flag="--dtype", metavar="auto|bf16|fp16|fp32"
-    )
+    device: str | torch.device = setting("auto", "Where to compute.", flag="--device auto|cpu|cuda[:i]")
+    dtype: str | torch.dtype = setting("auto", "Arithmetic to compute in.", flag="--dtype auto|bf16|fp16|fp32")
     kv_cache: str = setting("auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES)
     memory: int | str | None = setting(
-        None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory", metavar="SIZE", shown="what the model can use"
+        None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory SIZE", shown="what the model can use"
     )
     max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
@@ -50,7 +48,7 @@ class EngineConfig:
         None, "Round the output head too, which recipes leave as it is.", flag="--head", choices=HEAD_TYPES
     )
     speculate: str | Path | None = setting(
-        None, "Guess several tokens per step; the same text up to rounding.", flag="--speculate", metavar="ngram|MODEL"
+        None, "Guess several tokens per step; the same text up to rounding.", flag="--speculate ngram|MODEL"
     )
     max_drafts: int = setting(4, "Guessed tokens per step, at most.")
     force_speculation: bool = setting(False, "Whether guessing goes on where measured times say that it loses.")
@@ -87,6 +85,16 @@ class EngineConfig:
     def memory_bytes(self) -> int | None:
         """`memory`, which is bytes once it has been read."""
         return None if self.memory is None else int(self.memory)
+
+    def context_length(self, model_length: int) -> int:
+        """Tokens of a sequence, whatever the memory: as asked, else what the model can.
+
+        Raises:
+            RequestError: more than the model can.
+        """
+        if self.max_length is not None and self.max_length > model_length:
+            raise RequestError(f"max_length is {self.max_length}, but the model's context is {model_length} tokens")
+        return self.max_length or model_length
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens of a sequence."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Decode = Callable[[list[int]], str]
+TextOf = Callable[[list[int]], str]
 
 _BROKEN = "\ufffd"
 # Decoding starts over at a recent token once the window is this long, and keeps so many tokens as context: what a
@@ -19,7 +19,7 @@ _BROKEN = "\ufffd"
 _WINDOW, _CONTEXT = 16, 4
 
 
-def decoder(tokenizer: Any) -> Decode:
+def decoder(tokenizer: Any) -> TextOf:
     """The plain decoding function of a transformers tokenizer: special tokens skipped, spaces not tidied."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # the same thing without 30 us of dispatch
@@ -31,20 +31,20 @@ class Detokenizer:
     """Incremental decoding of one sequence.
 
     Args:
-        decode: ids to text, see `decoder`.
+        text_of: ids to text, see `decoder`.
         context: tokens that come before and whose text is not wanted again: with the prompt, the deltas continue its
             text (a leading space stays); without, they are the text of the new tokens alone.
     """
 
-    def __init__(self, decode: Decode, context: list[int] | tuple[int, ...] = ()) -> None:
-        self._decode = decode
-        self._window, self._shown = _beginning(decode, list(context[-_WINDOW:]))  # tokens, characters shown of them
+    def __init__(self, text_of: TextOf, context: list[int] | tuple[int, ...] = ()) -> None:
+        self._text_of = text_of
+        self._window, self._shown = _beginning(text_of, list(context[-_WINDOW:]))  # tokens, characters shown of them
 
     def push(self, token: int) -> str:
         """Text that this token completes; often empty, sometimes more than a character."""
         window = self._window
         window.append(token)
-        text = self._decode(window)
+        text = self._text_of(window)
         if text.endswith(_BROKEN):  # perhaps a character's first bytes
             stable = text.rstrip(_BROKEN)
             delta = stable[self._shown :]
@@ -58,25 +58,25 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, broken characters and all; nothing may be pushed afterwards."""
-        return self._decode(self._window)[self._shown :] if self._window else ""
+        return self._text_of(self._window)[self._shown :] if self._window else ""
 
     def _restart(self, text: str) -> None:
         """Forget the beginning of the window, if what remains decodes to the end of the same text."""
         recent = self._window[-_CONTEXT:]
-        kept = self._decode(recent)
+        kept = self._text_of(recent)
         # Empty: the next token would be treated as the first of all and might lose its leading space.
         if kept and text.endswith(kept):
             self._window, self._shown = recent, len(kept)
 
 
-def _beginning(decode: Decode, context: list[int]) -> tuple[list[int], int]:
+def _beginning(text_of: TextOf, context: list[int]) -> tuple[list[int], int]:
     """The last tokens of a context that make whole characters, and the length of their text."""
     for size in range(min(_CONTEXT, len(context)), len(context)):
-        text = decode(context[-size:])
+        text = text_of(context[-size:])
         if text and _BROKEN not in text:
             return context[-size:], len(text)
     # Characters that the context leaves incomplete belong to what comes.
-    return context, len(decode(context).rstrip(_BROKEN)) if context else 0
+    return context, len(text_of(context).rstrip(_BROKEN)) if context else 0
 
 
 class StopFinder:
@@ -119,13 +119,13 @@ class TextStream:
     """Text of one request: detokenizer and stop finder in a row.
 
     Args:
-        decode: ids to text.
+        text_of: ids to text.
         prompt: its token ids, context of the output.
         stops: stop texts, may be none.
     """
 
-    def __init__(self, decode: Decode, prompt: list[int], stops: tuple[str, ...]) -> None:
-        self._detokenizer = Detokenizer(decode, prompt)
+    def __init__(self, text_of: TextOf, prompt: list[int], stops: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(text_of, prompt)
         self._finder = StopFinder(stops) if stops else None
 
     def push(self, token: int) -> tuple[str, bool]:

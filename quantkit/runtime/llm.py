@@ -21,10 +21,8 @@ from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine import status
-from quantkit.runtime.engine.assembly import build_engine
+from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.preflight import predict_capacity
-from quantkit.runtime.engine.prompts import Prompt, checked_text, several
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
@@ -34,6 +32,7 @@ from quantkit.runtime.types import Completion, PromptScores, PromptScoring, Samp
 from quantkit.untrusted import bounded
 
 Messages = Many[dict[str, Any]]
+Prompt = str | Many[int]
 
 
 class LLM:
@@ -114,7 +113,7 @@ class LLM:
         tokenizer = self._need_tokenizer()
         # Not verbose: that a prompt is too long is for the engine to say.
         with self._lock:
-            ids: list[int] = list(tokenizer(checked_text(text), verbose=False)["input_ids"])
+            ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -138,7 +137,7 @@ class LLM:
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
         with self._lock:
-            return list(tokenizer(checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+            return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -153,7 +152,7 @@ class LLM:
         Raises:
             RequestError: see `Engine.add`; nothing is computed then.
         """
-        asked = [self._ids(prompt) for prompt in several(prompts)]
+        asked = [self._ids(prompt) for prompt in _several(prompts)]
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
             raise RequestError(f"{len(asked)} prompts with {len(each)} sampling parameters; give one for all or each")
@@ -294,3 +293,21 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no usable tokenizer ({self._no_tokenizer}); give token ids")
         return self.tokenizer
+
+
+def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if all(isinstance(item, int) for item in prompts) and len(prompts):
+        return [prompts]  # type: ignore[list-item]  # token ids of one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _checked_text(text: str) -> str:
+    """A text that has bytes; from a terminal or a pipe may come some that are no text, which Python keeps as halves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
+    return text

@@ -80,7 +80,7 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, "Subtracted from scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
     seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
-    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop", metavar="TEXT")
+    stop: str | Iterable[str] = setting((), "End the text before this one; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = setting(False, "Go on past the end-of-text token.", flag="--ignore-eos")
     logprobs: int | None = None
@@ -207,10 +207,10 @@ def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
         raise RequestError(f"{name} is {value!r}; give an integer of at least {minimum}, or {otherwise}")
 
 
-def _check_number(name: str, value: Any, wanted: str, valid: Any) -> None:
+def _check_number(name: str, value: Any, condition: str, valid: Any) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or not valid(value):
-        raise RequestError(f"{name} is {shorten(value)}; it must be {wanted}")
+        raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
 
 
 def _stop_texts(stop: Any) -> tuple[str, ...]:

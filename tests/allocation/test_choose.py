@@ -1,4 +1,4 @@
-"""Choosing on models made of numbers: additive ones are solved, others are mended, what nothing meets is told."""
+"""Choosing on models made of numbers: additive ones are solved, others are mended, what nothing meets is said."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_adds_up_is_solved_at_once():
     assert total(groups.options, choice).cost <= 16
 
 
-def test_what_two_units_do_to_each_other_is_found_by_moving_them():
+def test_what_two_groups_do_to_each_other_is_seen_by_moving_them():
     """Alone the first two look harmless at 2 bits; together they are not."""
     groups = Numbers([0.1, 0.1, 4.0, 4.0], lambda choice: 0.5 * (choice[0] == 0 and choice[1] == 0))
     added = within_budget(groups, 12, rounds=0)

@@ -14,7 +14,7 @@ from quantkit.allocation.candidates import Candidate, default_candidates, read_c
 from quantkit.allocation.options import SearchOptions, SearchTarget
 from quantkit.allocation.recipe_file import _patterns
 from quantkit.allocation.recovery import Judge
-from quantkit.allocation.run import search
+from quantkit.allocation.run import search_recipe
 from quantkit.compress.recipe import load
 from quantkit.errors import GateFailure, OutputError, RecipeError, ResumeError
 from quantkit.evaluate.engine import load_llm
@@ -30,11 +30,11 @@ CANDIDATES = ("int3:32", "int4:32", "int8:32")
 def options(text_file, tmp_path_factory):
     """A search by plain rounding; what it measures is kept for the others."""
 
-    def make(output, **changes):
+    def build(output, **changes):
         given = {"candidates": CANDIDATES, "text": str(text_file), "max_tokens": 600, "device": "cpu", "engine": ENGINE}
         return SearchOptions(recipe=load("rtn-int4", ["weights.group_size=32"]), output=output, **{**given, **changes})
 
-    return make
+    return build
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +43,16 @@ def work(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(tiny_llama, options, work, tmp_path_factory):
-    place = tmp_path_factory.mktemp("out")
-    result = search(
-        str(tiny_llama), SearchTarget(bits=5.0), options(place / "mine.yaml", work=work, checkpoint=place / "made")
+def searched(tiny_llama, options, work, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out")
+    result = search_recipe(
+        str(tiny_llama), SearchTarget(bits=5.0), options(folder / "mine.yaml", work=work, checkpoint=folder / "made")
     )
-    return result, place
+    return result, folder
 
 
-def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, tiny_llama, work):
-    result, _ = found
+def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(searched, tiny_llama, work):
+    result, _ = searched
     assert 4.7 < result.bits_per_weight <= 5.0
     assert len({group.choice for group in result.groups}) > 1
     uniform = next(candidate for candidate in result.candidates if candidate.name == "int4:32")
@@ -63,41 +63,41 @@ def test_the_budget_is_used_and_the_uniform_recipe_of_that_size_beaten(found, ti
         assert ours < 0.9 * fidelity(rounded, original, windows, greedy_tokens=0).mean_kl
 
 
-def test_a_result_says_the_same_after_json(found):
-    result, _ = found
+def test_a_result_says_the_same_after_json(searched):
+    result, _ = searched
     assert [group.group for group in result.groups[:4]] == ["q/k/v", "o", "gate/up", "down"]
     assert SearchResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
-def test_the_recipe_runs_unchanged_and_gives_what_was_measured(found, tiny_llama, text_file, tmp_path):
-    result, place = found
-    made = quantkit.quantize(tiny_llama, place / "mine.yaml", tmp_path / "again", device="cpu")
+def test_the_recipe_runs_unchanged_and_gives_what_was_measured(searched, tiny_llama, text_file, tmp_path):
+    result, folder = searched
+    made = quantkit.quantize(tiny_llama, folder / "mine.yaml", tmp_path / "again", device="cpu")
     assert made.output_bytes == result.output_bytes
     assert made.bits_per_weight == pytest.approx(result.bits_per_weight, rel=1e-3)
-    one, other = ((p / "model-00001-of-00003.safetensors").read_bytes() for p in (tmp_path / "again", place / "made"))
+    one, other = ((p / "model-00001-of-00003.safetensors").read_bytes() for p in (tmp_path / "again", folder / "made"))
     assert one == other
     original, again = (load_llm(str(p), device="cpu", **ENGINE) for p in (tiny_llama, tmp_path / "again"))
     windows = fixed_windows(original, TEXT, max_tokens=1200)[1::2][:2]  # two of 256 are below 600
     assert fidelity(again, original, windows, greedy_tokens=0).mean_kl == pytest.approx(result.measured_kl, rel=1e-4)
 
 
-def test_rounding_knows_no_later_layers_so_the_expectation_is_exact(found):
-    result, _ = found
+def test_rounding_knows_no_later_layers_so_the_expectation_is_exact(searched):
+    result, _ = searched
     assert result.expected_kl == pytest.approx(result.measured_kl, rel=1e-4)
     assert abs(result.prediction_error) < 1e-3
 
 
-def test_the_file_says_what_was_expected_and_measured(found):
-    result, place = found
-    content = (place / "mine.yaml").read_text()
+def test_the_file_says_what_was_expected_and_measured(searched):
+    result, folder = searched
+    content = (folder / "mine.yaml").read_text()
     assert f"Expected KL to the original {result.expected_kl:.5f}" in content
     assert f"Measured after compressing: {result.measured_kl:.5f}" in content
     assert re.search(r"# layer \d (q/k/v|o|gate/up|down): KL [\d.e-]+ alone\n      - model\.layers\.", content)
-    assert load(place / "mine.yaml").name == "mine"
+    assert load(folder / "mine.yaml").name == "mine"
 
 
-def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, tmp_path, monkeypatch):
-    result, _ = found
+def test_a_killed_search_goes_on_and_ends_the_same(searched, tiny_llama, options, tmp_path, monkeypatch):
+    result, _ = searched
     calls = []
 
     class Killed(Exception):
@@ -115,30 +115,32 @@ def test_a_killed_search_goes_on_and_ends_the_same(found, tiny_llama, options, t
     measure = module.Probe.measure
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 13))
     with pytest.raises(Killed):
-        search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"))
+        search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"))
     assert not (tmp_path / "mine.yaml").exists()
     calls.clear()
     monkeypatch.setattr(module.Probe, "measure", counting(measure, 10**9))
     lines = []
-    again = search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append)
+    again = search_recipe(
+        str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "mine.yaml"), progress=lines.append
+    )
     assert any(line.startswith("13 numbers taken over") for line in lines)
     same = ("groups", "search_kl", "expected_kl", "measured_kl", "bits_per_weight", "candidates")
     assert [getattr(again, name) for name in same] == [getattr(result, name) for name in same]
     assert not (tmp_path / "mine.yaml.search").exists()
 
 
-def test_numbers_of_another_search_are_refused(found, tiny_llama, options, work, tmp_path):
+def test_numbers_of_another_search_are_refused(searched, tiny_llama, options, work, tmp_path):
     changed = options(tmp_path / "x.yaml", work=work, max_tokens=300)
     with pytest.raises(ResumeError, match=r"started from something else \(windows.*--no-resume"):
-        search(str(tiny_llama), SearchTarget(bits=5.0), changed)
+        search_recipe(str(tiny_llama), SearchTarget(bits=5.0), changed)
 
 
-def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work, tmp_path):
+def test_a_second_target_measures_nothing_twice(searched, tiny_llama, options, work, tmp_path):
     """And a KL that is asked for is reached with fewer bits than the budget before had."""
-    result, _ = found
+    result, _ = searched
     lines = []
     goal = SearchTarget(kl=2 * result.measured_kl)
-    second = search(str(tiny_llama), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
+    second = search_recipe(str(tiny_llama), goal, options(tmp_path / "kl.yaml", work=work), progress=lines.append)
     assert not any("group 1 of" in line for line in lines)
     assert second.reached
     assert second.measured_kl <= goal.kl
@@ -147,9 +149,11 @@ def test_a_second_target_measures_nothing_twice(found, tiny_llama, options, work
     assert load(tmp_path / "kl.yaml").gates == (f"kl<={goal.kl:g}",)
 
 
-def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(found, tiny_llama, options, work, tmp_path, monkeypatch):
+def test_a_recovery_is_searched_for_by_kl_and_judged_by_tasks(
+    searched, tiny_llama, options, work, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Judge, "recovery", lambda self, llm: 100 - 10 * _kl(self.original, llm))
-    second = search(str(tiny_llama), SearchTarget(recovery=98.5), options(tmp_path / "r.yaml", work=work))
+    second = search_recipe(str(tiny_llama), SearchTarget(recovery=98.5), options(tmp_path / "r.yaml", work=work))
     assert second.reached
     assert second.recovery >= 98.5
     assert load(tmp_path / "r.yaml").gates == ("recovery>=98.5",)
@@ -159,25 +163,25 @@ def _kl(original, llm):
     return fidelity(llm, original, fixed_windows(original, TEXT, max_tokens=300), greedy_tokens=0).mean_kl
 
 
-def test_nothing_is_replaced_unasked(found, tiny_llama, options):
-    _, place = found
+def test_nothing_is_replaced_unasked(searched, tiny_llama, options):
+    _, folder = searched
     with pytest.raises(OutputError, match=r"mine\.yaml exists already"):
-        search(str(tiny_llama), SearchTarget(bits=4), options(place / "mine.yaml"))
+        search_recipe(str(tiny_llama), SearchTarget(bits=4), options(folder / "mine.yaml"))
     with pytest.raises(OutputError, match=r"give a name that ends in \.yaml"):
-        search(str(tiny_llama), SearchTarget(bits=4), options(place / "mine"))
+        search_recipe(str(tiny_llama), SearchTarget(bits=4), options(folder / "mine"))
 
 
 def test_a_kept_result_of_other_candidates_is_not_taken_for_this_one(tiny_llama, options, work, tmp_path):
     """The same choice, all groups the first candidate, is another model where the first candidate is another."""
     cheap = options(tmp_path / "cheap.yaml", work=work, candidates=("int3:32",))
-    least = search(str(tiny_llama), SearchTarget(bits=4.01), cheap)
-    dear = search(
-        str(tiny_llama), SearchTarget(bits=9.01), options(tmp_path / "dear.yaml", work=work, candidates=("int8:32",))
+    least = search_recipe(str(tiny_llama), SearchTarget(bits=4.01), cheap)
+    large = search_recipe(
+        str(tiny_llama), SearchTarget(bits=9.01), options(tmp_path / "large.yaml", work=work, candidates=("int8:32",))
     )
     assert {group.choice for group in least.groups} == {"int3:32"}
-    assert {group.choice for group in dear.groups} == {"int8:32"}
-    assert least.output_bytes < dear.output_bytes
-    assert least.measured_kl > dear.measured_kl
+    assert {group.choice for group in large.groups} == {"int8:32"}
+    assert least.output_bytes < large.output_bytes
+    assert least.measured_kl > large.measured_kl
 
 
 def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, tmp_path):
@@ -185,7 +189,7 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     with pytest.raises(OutputError, match=r"mine is where quantkit would work, .* choose another --work"):
-        search(str(tiny_llama), SearchTarget(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
+        search_recipe(str(tiny_llama), SearchTarget(bits=5), options(tmp_path / "x.yaml", work=mine, resume=False))
     assert (mine / "thesis.txt").exists()
 
 
@@ -195,7 +199,9 @@ def test_starting_over_deletes_only_what_a_search_has_made(tiny_llama, options, 
 )
 def test_recipes_without_groups_to_search_are_refused(name, message, tiny_llama, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        search(str(tiny_llama), SearchTarget(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml"))
+        search_recipe(
+            str(tiny_llama), SearchTarget(bits=5), SearchOptions(recipe=load(name), output=tmp_path / "x.yaml")
+        )
 
 
 def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, options, text_file, tmp_path):
@@ -204,14 +210,16 @@ def test_other_calibration_text_in_the_same_file_is_another_search(tiny_llama, o
     changes = {"calibration.data": str(data), "calibration.samples": 2, "calibration.sequence_length": 16}
     recipe = load("gptq-int4", {"weights.group_size": 32, **changes})
     given = {"recipe": recipe, "candidates": ("int4:32",), "text": str(text_file), "max_tokens": 64, "engine": ENGINE}
-    search(str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
+    search_recipe(str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "a.yaml", work=work, **given))
     data.write_text(TEXT[::-1])
     with pytest.raises(ResumeError, match="calibration"):
-        search(str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given))
+        search_recipe(
+            str(tiny_llama), SearchTarget(bits=6), SearchOptions(output=tmp_path / "b.yaml", work=work, **given)
+        )
 
 
 @pytest.mark.parametrize("name", ["int4-32", "int3-32"])
-def test_a_trial_of_something_else_is_not_taken_for_this_one(found, tiny_llama, options, work, tmp_path, name):
+def test_a_trial_of_something_else_is_not_taken_for_this_one(searched, tiny_llama, options, work, tmp_path, name):
     copied = shutil.copytree(work, tmp_path / "work")
     trial = copied / name
     if name == "int4-32":  # another recipe's
@@ -220,14 +228,14 @@ def test_a_trial_of_something_else_is_not_taken_for_this_one(found, tiny_llama, 
     else:  # cut short
         (trial / "model-00001-of-00003.safetensors").write_bytes(b"x")
     with pytest.raises(ResumeError, match=f"{name} is not what"):
-        search(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "x.yaml", work=copied))
+        search_recipe(str(tiny_llama), SearchTarget(bits=5.0), options(tmp_path / "x.yaml", work=copied))
 
 
-def test_fewer_bits_than_the_smallest_candidate_are_refused_before_any_work(found, tiny_llama, options, tmp_path):
-    result, _ = found
+def test_fewer_bits_than_the_smallest_candidate_are_refused_before_any_work(searched, tiny_llama, options, tmp_path):
+    result, _ = searched
     least = min(candidate.bits_per_weight for candidate in result.candidates)
     with pytest.raises(GateFailure, match=f"take {least:.3f} bits per weight"):
-        search(str(tiny_llama), SearchTarget(bits=least - 0.01), options(tmp_path / "x.yaml"))
+        search_recipe(str(tiny_llama), SearchTarget(bits=least - 0.01), options(tmp_path / "x.yaml"))
     assert not list(tmp_path.iterdir())
 
 
@@ -241,14 +249,15 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
             read_candidates([wrong], 32)
     assert {c.dtype for c in default_candidates(128)} >= {"int2", "int4", "int8"}
     base = load("rtn-int4", ["weights.group_size=32"])
-    found = usable(str(tiny_llama), base, read_candidates(["int4:32", "int4:128", "fp8:channel"], 32), "cpu")
-    assert found.candidates[0].name == "int4:32"
-    assert any("left out int4:128" in note and "does not divide" in note for note in found.notes)
+    asked = read_candidates(["int4:32", "int4:128", "fp8:channel"], 32)
+    candidates, notes = usable(str(tiny_llama), base, asked, "cpu")
+    assert candidates[0].name == "int4:32"
+    assert any("left out int4:128" in note and "does not divide" in note for note in notes)
     with pytest.raises(RecipeError, match="none of the candidates can be used"):
         usable(str(tiny_llama), base, read_candidates(["int4:128"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
     with pytest.raises(RecipeError, match="has overrides, which a search decides"):
-        usable(str(tiny_llama), pinned, found.candidates, "cpu")
+        usable(str(tiny_llama), pinned, candidates, "cpu")
 
 
 def test_many_modules_are_one_pattern_where_it_matches_nothing_else():

@@ -31,12 +31,12 @@ def everything(groups):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_choice_within_the_budget_is_better(seed):
     groups = instance(seed, ties=seed % 3 == 0, increasing=seed % 2 == 0)
-    found = everything(groups)
-    low, high = min(o.cost for o in found), max(o.cost for o in found)
+    totals = everything(groups)
+    low, high = min(o.cost for o in totals), max(o.cost for o in totals)
     for share in (0.0, 0.1, 0.35, 0.6, 0.95, 1.2):
         budget = low + share * (high - low)
         choice = least_sensitivity(groups, budget)
-        best = min(o.sensitivity for o in found if o.cost <= budget * (1 + 1e-12))
+        best = min(o.sensitivity for o in totals if o.cost <= budget * (1 + 1e-12))
         assert total(groups, choice).sensitivity == pytest.approx(best, rel=1e-9)
         assert total(groups, choice).cost <= budget * (1 + 1e-9)
 
@@ -44,10 +44,10 @@ def test_no_other_choice_within_the_budget_is_better(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_no_cheaper_choice_has_as_little_sensitivity(seed):
     groups = instance(seed, ties=seed % 3 == 0)
-    found = everything(groups)
-    for limit in sorted(o.sensitivity for o in found)[:: max(1, len(found) // 5)]:
+    totals = everything(groups)
+    for limit in sorted(o.sensitivity for o in totals)[:: max(1, len(totals) // 5)]:
         choice = least_cost(groups, limit)
-        assert total(groups, choice).cost == pytest.approx(min(o.cost for o in found if o.sensitivity <= limit + 1e-9))
+        assert total(groups, choice).cost == pytest.approx(min(o.cost for o in totals if o.sensitivity <= limit + 1e-9))
 
 
 def test_a_budget_below_the_cheapest_is_none_and_one_at_it_is_met():

@@ -26,7 +26,7 @@ class FakeEngine:
 
     def __init__(self, clock, *, prefill_s=0.5, decode_s=0.1, burst=1, reason="length"):
         self.clock, self.prefill_s, self.decode_s, self.burst, self.reason = clock, prefill_s, decode_s, burst, reason
-        self.running: dict[int, list[int]] = {}  # number -> [prompt, wanted, made]
+        self.running: dict[int, list[int]] = {}  # number -> [prompt, asked, made]
         self.waiting: deque[int] = deque()
         self.added: list[tuple[float, int, int]] = []
         self.most_running = 0
@@ -51,16 +51,16 @@ class FakeEngine:
         return [self._advance(n, 1 if n in first else self.burst) for n in (*decoding, *first)]
 
     def _advance(self, number, count):
-        prompt, wanted, made = self.running[number]
-        count = min(count, wanted - made)
+        prompt, asked, made = self.running[number]
+        count = min(count, asked - made)
         self.running[number][2] += count
         completion = None
-        if made + count == wanted:
+        if made + count == asked:
             del self.running[number]
             timing = RequestTiming(request_id=number, prompt_tokens=prompt, arrived_s=-1.0, token_s=(), cached_tokens=3)
             completion = Completion(
                 prompt_token_ids=(0,) * prompt,
-                token_ids=(0,) * wanted,
+                token_ids=(0,) * asked,
                 text="",
                 finish_reason=self.reason,
                 logprobs=None,

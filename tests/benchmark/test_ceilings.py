@@ -9,10 +9,10 @@ from quantkit.benchmark.ceilings import gemm_rate, measure_ceilings, memory_band
 def test_limits_are_those_of_a_machine(monkeypatch):
     monkeypatch.setattr(ceilings, "_BUFFER_BYTES", 1 << 24)
     monkeypatch.setattr(ceilings, "_GEMM_ROWS", 256)
-    found = measure_ceilings(torch.device("cpu"), (torch.float32,), repeats=2)
-    assert found.threads == torch.get_num_threads()
-    assert 1e8 < found.bytes_per_s < 1e13
-    assert 1e8 < found.flops_per_s["float32"] < 1e15
+    ceilings_here = measure_ceilings(torch.device("cpu"), (torch.float32,), repeats=2)
+    assert ceilings_here.threads == torch.get_num_threads()
+    assert 1e8 < ceilings_here.bytes_per_s < 1e13
+    assert 1e8 < ceilings_here.flops_per_s["float32"] < 1e15
 
 
 def test_seconds_decide(monkeypatch):

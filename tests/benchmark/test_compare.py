@@ -50,15 +50,15 @@ def test_rounds_are_found_again():
 
 
 def test_a_difference_beyond_the_noise():
-    found = by_metric(compare_runs(rounds(0.10, 0.11, 0.10), rounds(0.20, 0.21, 0.22)))
-    itl = found["ITL"]
+    ratios = by_metric(compare_runs(rounds(0.10, 0.11, 0.10), rounds(0.20, 0.21, 0.22)))
+    itl = ratios["ITL"]
     assert itl.ratio == pytest.approx(0.10 / 0.21)
     assert (itl.low, itl.high) == pytest.approx((0.10 / 0.22, 0.11 / 0.21))
     assert itl.noise == pytest.approx(0.005 / 0.10)
-    assert itl.verdict == found["TPOT"].verdict == found["tokens/s"].verdict == "faster"
-    assert found["tokens/s"].ratio > 1
-    assert found["TTFT"].verdict == "noise"  # all alike
-    assert found["TTFT"].ratio == pytest.approx(1)
+    assert itl.verdict == ratios["TPOT"].verdict == ratios["tokens/s"].verdict == "faster"
+    assert ratios["tokens/s"].ratio > 1
+    assert ratios["TTFT"].verdict == "noise"  # all alike
+    assert ratios["TTFT"].ratio == pytest.approx(1)
     back = by_metric(compare_runs(rounds(0.20, 0.21, 0.22), rounds(0.10, 0.11, 0.10)))
     assert {back[metric].verdict for metric in ("ITL", "TPOT", "tokens/s")} == {"slower"}
 
@@ -78,9 +78,9 @@ def test_drift_meets_both_alike():
     """A machine that slows down by half: in turns the ratio stays, one after the other it would not."""
     order, slow = turns(4), [1 + 0.5 * i / 7 for i in range(8)]
     gaps = {who: [(0.1, 0.2)[who] * slow[i] for i in range(8) if order[i] == who] for who in (0, 1)}
-    found = by_metric(compare_runs(rounds(*gaps[0]), rounds(*gaps[1])))["ITL"]
-    assert found.ratio == pytest.approx(0.5, rel=0.02)
-    assert found.verdict == "faster"
+    itl = by_metric(compare_runs(rounds(*gaps[0]), rounds(*gaps[1])))["ITL"]
+    assert itl.ratio == pytest.approx(0.5, rel=0.02)
+    assert itl.verdict == "faster"
 
 
 def test_only_runs_that_both_have_are_compared():

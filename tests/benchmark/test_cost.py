@@ -8,7 +8,6 @@ import torch
 from quantkit.benchmark.ceilings import Ceilings
 from quantkit.benchmark.cost import Cost, LayerCost, linear_kinds, model_cost
 from quantkit.benchmark.roofline import break_even_rows, decode_record, prefill_record
-from quantkit.kernels.layouts import kv_scheme
 from quantkit.results import SWEEP_NAME, BenchmarkRun
 from quantkit.runtime.model.loader import load_model
 from tests.benchmark.test_steps import timing, workload
@@ -21,7 +20,7 @@ HEAD = 260 * 64
 
 def cost_of(folder, kv=None, **options):
     model = load_model(folder, **options)
-    return model, model_cost(model, model.layouts(kv_scheme(kv or "auto"), 64))
+    return model, model_cost(model, model.layouts(kv or "auto", 64))
 
 
 def test_a_dense_model(tiny_llama):
@@ -85,14 +84,12 @@ def test_break_even_of_the_design_notes():
     assert break_even_rows(4.125 / 8, 2, 4.3e12, 780e12) == pytest.approx(46.8, abs=0.1)
 
 
+WEIGHTS = {"read_bytes": 1000, "parameters": 400, "head_parameters": 100, "head_bytes": 200}
 COST = Cost(
-    read_bytes=1000,
+    **WEIGHTS,
     expert_bytes=0,
     num_experts=1,
     chosen_experts=1,
-    parameters=400,
-    head_parameters=100,
-    head_bytes=200,
     layers=(LayerCost(token_bytes=10, pair_flops=8, window=None),),
     product="bfloat16",
 )

@@ -75,25 +75,25 @@ def findings(*runs, roofline=(), cost=COST, kv="auto"):
     return diagnose(result, cost).findings
 
 
-def about(found, words):
-    matching = [finding for finding in found if words in finding.statement]
-    assert len(matching) == 1, [finding.statement for finding in found]
+def about(listed, words):
+    matching = [finding for finding in listed if words in finding.statement]
+    assert len(matching) == 1, [finding.statement for finding in listed]
     return matching[0]
 
 
 def test_slow_to_stream():
-    found = findings(run())[0]
-    assert found.statement == "Slow to stream rather than to start: 91 % of a request is streaming."
-    assert "median TTFT 100 ms, then 1.00 s of streaming" in found.evidence
+    listed = findings(run())[0]
+    assert listed.statement == "Slow to stream rather than to start: 91 % of a request is streaming."
+    assert "median TTFT 100 ms, then 1.00 s of streaming" in listed.evidence
 
 
 def test_slow_to_start_and_why():
     long = run(first=3.0)
-    found = findings(long, roofline=[prefill(0.2)])
-    assert found[0].statement.startswith("Slow to start rather than to stream: 75 %")
-    assert found[1].statement == "Arithmetic binds the prefill; fewer bits per weight do not help it."
-    assert "90 % of the measured 100 GFLOP/s" in found[1].evidence  # 2 * 100 tokens * 90 million in 0.2 s
-    assert "activations" in found[1].advice
+    listed = findings(long, roofline=[prefill(0.2)])
+    assert listed[0].statement.startswith("Slow to start rather than to stream: 75 %")
+    assert listed[1].statement == "Arithmetic binds the prefill; fewer bits per weight do not help it."
+    assert "90 % of the measured 100 GFLOP/s" in listed[1].evidence  # 2 * 100 tokens * 90 million in 0.2 s
+    assert "activations" in listed[1].advice
     assert "overhead" in findings(long, roofline=[prefill(2.0)])[1].statement
     assert len(findings(long)) == 1  # no record, no claim
 
@@ -111,17 +111,19 @@ def test_slow_to_start_and_why():
 def test_memory_binds_and_what_to_make_smaller(cost, kv, context, advice, gain):
     record = decode(0, context=context, cost=cost)
     record = dataclasses.replace(record, seconds=record.bytes_moved / 20e9 / 0.8)
-    found = about(findings(run(), roofline=[record], cost=cost, kv=kv), "Memory traffic binds decoding at batch 1")
-    assert "80 % of the bandwidth" in found.statement
-    assert advice in found.advice
-    assert found.expected_gain.startswith(gain)
+    finding = about(findings(run(), roofline=[record], cost=cost, kv=kv), "Memory traffic binds decoding at batch 1")
+    assert "80 % of the bandwidth" in finding.statement
+    assert advice in finding.advice
+    assert finding.expected_gain.startswith(gain)
 
 
 def test_caches_are_not_called_memory():
     small = dataclasses.replace(COST, read_bytes=20 * MILLION, head_bytes=2 * MILLION)
-    found = about(findings(run(), roofline=[decode(0.0005, cost=small, flops=1e12)], cost=small), "processor's caches")
-    assert found.statement.startswith("Reading")
-    assert "more than all of the bandwidth" in found.statement
+    finding = about(
+        findings(run(), roofline=[decode(0.0005, cost=small, flops=1e12)], cost=small), "processor's caches"
+    )
+    assert finding.statement.startswith("Reading")
+    assert "more than all of the bandwidth" in finding.statement
 
 
 def test_few_bytes_make_no_sharp_floor():
@@ -133,22 +135,22 @@ def test_few_bytes_make_no_sharp_floor():
 
 
 def test_overhead_binds():
-    found = about(findings(run(), roofline=[decode(0.1)]), "Overhead binds decoding")
-    assert "only 10 % of a step" in found.statement
-    assert found.expected_gain == "10x at most"
+    finding = about(findings(run(), roofline=[decode(0.1)]), "Overhead binds decoding")
+    assert "only 10 % of a step" in finding.statement
+    assert finding.expected_gain == "10x at most"
 
 
 def test_arithmetic_binds():
-    found = about(findings(run(), roofline=[decode(0.03, flops=10e9)]), "Arithmetic binds decoding")
-    assert "activations" in found.advice
+    finding = about(findings(run(), roofline=[decode(0.03, flops=10e9)]), "Arithmetic binds decoding")
+    assert "activations" in finding.advice
 
 
 def test_the_batch_at_which_fewer_bits_stop_paying():
     # 100 GFLOP/s over 20 GB/s: 5 operations per byte, a 16-bit weight has 2 bytes for 2 operations per row.
-    found = about(findings(run(), roofline=[decode(0.012)]), "Weight-only quantization stops paying")
-    assert "at batch 5:" in found.statement
-    assert "from batch 2 on" in found.statement  # 4.25 bits: 1.3 rows
-    assert "100 GFLOP/s, memory at 20 GB/s: 5 operations per byte" in found.evidence
+    finding = about(findings(run(), roofline=[decode(0.012)]), "Weight-only quantization stops paying")
+    assert "at batch 5:" in finding.statement
+    assert "from batch 2 on" in finding.statement  # 4.25 bits: 1.3 rows
+    assert "100 GFLOP/s, memory at 20 GB/s: 5 operations per byte" in finding.evidence
     slow = findings(run(), roofline=[decode(0.03, flops=10e9)])
     about(slow, "does not pay here")
     integer = dataclasses.replace(COST, product="int8")
@@ -159,17 +161,17 @@ def test_what_the_cache_weighs():
     small = about(findings(run(), roofline=[decode(0.012)]), "small part")
     assert "batch x context = 100,000 tokens" in small.statement  # 200 MB / 2 kB
     large = decode(0.03, batch=8, context=12_500)
-    found = about(findings(run(), roofline=[decode(0.012), large]), "The KV cache is 50 %")
-    assert "--kv-cache int8" in found.advice
-    assert found.expected_gain.startswith("1.3x at most")
+    finding = about(findings(run(), roofline=[decode(0.012), large]), "The KV cache is 50 %")
+    assert "--kv-cache int8" in finding.advice
+    assert finding.expected_gain.startswith("1.3x at most")
 
 
 @pytest.mark.parametrize(("slope", "words"), [(1e-5, "ITL grows by 10.0 ms"), (-1e-5, "does not measurably grow")])
 def test_what_context_costs(slope, words):
     gaps = [0.02 + slope * i + 1e-7 * (i % 3) for i in range(100)]
     alone = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
-    found = about(findings(alone, roofline=[decode(0.012)]), "small part")
-    assert words in found.evidence
+    finding = about(findings(alone, roofline=[decode(0.012)]), "small part")
+    assert words in finding.evidence
 
 
 def test_what_a_batch_brings():
@@ -185,16 +187,16 @@ def test_a_busy_machine_is_said_and_no_verdict_is_built_on_it():
     noisy = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
     records = [decode(0.012), decode(0.03, batch=8)]
     about(findings(run(gap=0.012), roofline=records), "Batching pays little")
-    found = findings(noisy, roofline=records)
-    assert "1.3x to 7.5x the tokens per second" in about(found, "Whether batching pays is not known").statement
-    assert found[0].statement.startswith("The machine was busy")
+    listed = findings(noisy, roofline=records)
+    assert "1.3x to 7.5x the tokens per second" in about(listed, "Whether batching pays is not known").statement
+    assert listed[0].statement.startswith("The machine was busy")
     assert not any("busy" in finding.statement for finding in findings(run(), roofline=records))
 
 
 def test_no_share_above_the_whole_is_printed():
     wrong = decode(0.005)  # 200 MB in 5 ms where 20 GB/s were measured
-    found = about(findings(run(), roofline=[wrong]), "not known: the machine was busier")
-    assert "%" not in found.statement
+    finding = about(findings(run(), roofline=[wrong]), "not known: the machine was busier")
+    assert "%" not in finding.statement
     assert wrong.shown_share(wrong.mbu) == "busy"
     cached = decode(0.0005, cost=dataclasses.replace(COST, read_bytes=20 * MILLION))
     assert cached.shown_share(cached.mbu) == "caches"
@@ -204,9 +206,9 @@ def test_no_share_above_the_whole_is_printed():
 def test_stalls():
     gaps = [0.01] * 97 + [0.08] * 3
     stalled = dataclasses.replace(run(), requests=(timing(0, 100, 0.0, 0.1, *gaps),))
-    found = about(findings(stalled), "Streaming stalls in closed-1")
-    assert "8.0x" in found.statement
-    assert "other work on this machine" in found.advice
+    finding = about(findings(stalled), "Streaming stalls in closed-1")
+    assert "8.0x" in finding.statement
+    assert "other work on this machine" in finding.advice
     crowd = dataclasses.replace(stalled, workload=dataclasses.replace(stalled.workload, concurrency=8))
     assert "token budget" in about(findings(crowd), "Streaming stalls").advice
     assert not any("stalls" in finding.statement for finding in findings(run()))
@@ -217,16 +219,16 @@ def test_a_queue():
     busy = dataclasses.replace(
         busy, workload=dataclasses.replace(busy.workload, mode="poisson", concurrency=None, rate_per_s=4.0)
     )
-    found = about(findings(run(), busy), "Requests queue at 4 per second")
-    assert "9.0x that of a request alone" in found.statement
+    finding = about(findings(run(), busy), "Requests queue at 4 per second")
+    assert "9.0x that of a request alone" in finding.statement
     calm = dataclasses.replace(busy, requests=run().requests)
     assert not any("queue" in finding.statement for finding in findings(run(), calm))
 
 
 def test_goodput_names_the_limit_that_failed():
     limited = run(ttft_limit_s=0.05, tpot_limit_s=0.5)
-    found = about(findings(limited), "Only 0 % of the requests of closed-1")
-    assert found.evidence == "TTFT above 50.0 ms in 4 of 4 requests"
+    finding = about(findings(limited), "Only 0 % of the requests of closed-1")
+    assert finding.evidence == "TTFT above 50.0 ms in 4 of 4 requests"
     assert not any("Only" in f.statement for f in findings(run(ttft_limit_s=0.2, tpot_limit_s=0.5)))
 
 
@@ -237,9 +239,9 @@ def test_nothing_measured_nothing_said():
 def test_two_models():
     ours = BenchmarkResult(model="small", runs=(run(gap=0.005),), roofline=(decode(0.005, cost=INT4),))
     theirs = BenchmarkResult(model="large", runs=(run(gap=0.01),), roofline=(decode(0.01),))
-    found = diagnose_against(ours, theirs).findings
-    stream = about(found, "closed-1 small streams 2.0x faster than large")
+    listed = diagnose_against(ours, theirs).findings
+    stream = about(listed, "closed-1 small streams 2.0x faster than large")
     assert "ratio 0.50, by round 0.50 to 0.50" in stream.evidence
     assert "the roofline would allow 0.27" in stream.evidence
-    about(found, "both start alike, within the noise")
+    about(listed, "both start alike, within the noise")
     about(diagnose_against(theirs, ours).findings, "large streams 2.0x slower than small")

@@ -13,7 +13,7 @@ from quantkit.benchmark.memory import (
 )
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import max_length, predict
-from quantkit.benchmark.run import find_ceilings, load_target, measure_model
+from quantkit.benchmark.run import find_ceilings, load_target, measure_targets
 from quantkit.demo import DEMO_MODEL
 from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 def check_weights(folder, **options):
     model = load_model(folder, **options)
-    found = predict(folder, **options)
-    assert found.weight_bytes == observed_weight_bytes(model) == model.num_bytes
-    return found
+    prediction = predict(folder, **options)
+    assert prediction.weight_bytes == observed_weight_bytes(model) == model.num_bytes
+    return prediction
 
 
 FAMILIES = {
@@ -77,28 +77,26 @@ def test_weights_without_compiled_kernels(tmp_path, text_file, monkeypatch):
     run(source, "rtn-int4", tmp_path / "out", text_file)
     monkeypatch.setattr(cpu, "load", lambda: None)
     for folder in (source, tmp_path / "out"):
-        found = check_weights(folder)
-        assert not found.native
+        prediction = check_weights(folder)
+        assert not prediction.native
 
 
 def test_of_the_demo_model():
-    found = check_weights(DEMO_MODEL)
-    assert found.page_bytes == 4 * 2 * 4 * 64 * 64 * 2  # layers, keys and values, heads, tokens, channels, bytes
+    prediction = check_weights(DEMO_MODEL)
+    assert prediction.page_bytes == 4 * 2 * 4 * 64 * 64 * 2  # layers, keys and values, heads, tokens, channels, bytes
     assert max_length(None) == 1024
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "bf16", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_cache(family_models, family, kv_cache):
-    found = predict(family_models[family], kv_cache=kv_cache, page_size=32)
+    prediction = predict(family_models[family], kv_cache=kv_cache, page_size=32)
     model = load_model(family_models[family])
-    from quantkit.kernels.layouts import kv_dtype, kv_scheme
-
-    layouts = model.layouts(kv_scheme(kv_cache), 32, kv_dtype(kv_cache, model.dtype))
+    layouts = model.layouts(kv_cache, 32)
     cache = KVCache(layouts, 5, 3, CPU)
     assert (
         observed_cache_bytes(cache)
-        == 5 * found.page_bytes + 3 * found.residual_bytes
+        == 5 * prediction.page_bytes + 3 * prediction.residual_bytes
         == cache.num_bytes + cache.residual_bytes
     )
 
@@ -115,7 +113,7 @@ def test_the_whole_record(tiny_llama, which, kv_cache, quick_ceilings):
     # A pool of a few pages, so that the peak is not the pool alone.
     engine = {"kv_cache": kv_cache, "num_pages": 8, "threads": 1}
     target = load_target(None if which == "demo" else tiny_llama, options, engine)
-    result = measure_model(target, options, find_ceilings([target]))
+    (result,) = measure_targets([target], options, find_ceilings([target]))
     parts = {record.part: record for record in result.memory}
     for part in ("weights", "kv pool", *(["kv residuals"] if kv_cache == "int4" else [])):
         assert parts[part].predicted_bytes == parts[part].observed_bytes > 0

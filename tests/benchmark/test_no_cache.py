@@ -45,13 +45,13 @@ def test_a_prefix_cache_would_be_no_comparison(computed):
 
 
 def test_the_comparison(demo):
-    told = []
-    found = compare_cache(demo.engine, list(range(10, 30)), 120, told.append)
-    assert found.num_same == 120
-    assert told[-120:] == list(range(1, 121))
-    marks = found.marks()
+    reported = []
+    comparison = compare_cache(demo.engine, list(range(10, 30)), 120, reported.append)
+    assert comparison.num_same == 120
+    assert reported[-120:] == list(range(1, 121))
+    marks = comparison.marks()
     assert [mark.new_tokens for mark in marks] == [1, 10, 30, 100, 120]
-    assert marks[-1].recomputed_s == found.recomputed.token_s[-1] - found.recomputed.arrived_s
+    assert marks[-1].recomputed_s == comparison.recomputed.token_s[-1] - comparison.recomputed.arrived_s
     assert marks[-1].ratio > 1.5  # 80 times the tokens; measured far above
 
 

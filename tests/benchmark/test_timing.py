@@ -39,16 +39,16 @@ def test_a_measurement_is_a_median_with_its_spread(clock):
     def call():
         clock[0] += next(steps)
 
-    found = timing.measure([call], "cpu")
-    assert found["us"] == pytest.approx(2.0)
-    assert (found["p10"], found["p90"], found["how"]) == (pytest.approx(1.0), pytest.approx(9.0), "host")
+    times = timing.measure([call], "cpu")
+    assert times["us"] == pytest.approx(2.0)
+    assert (times["p10"], times["p90"], times["how"]) == (pytest.approx(1.0), pytest.approx(9.0), "host")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_are_timed():
     x = torch.randn(1024, 1024, device="cuda")
-    found = timing.measure([lambda: x @ x], "cuda")
-    assert found["how"] == "graph"
-    assert 0 < found["p10"] <= found["us"] <= found["p90"]
+    times = timing.measure([lambda: x @ x], "cuda")
+    assert times["how"] == "graph"
+    assert 0 < times["p10"] <= times["us"] <= times["p90"]
     assert timing.num_copies(1 << 20, "cuda") > 1

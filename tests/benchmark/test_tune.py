@@ -54,12 +54,12 @@ class Kernel:
 def test_the_fastest_wins_and_the_slow_ones_cost_little():
     best, slow = CANDIDATES[-1], CANDIDATES[0]
     kernel = Kernel({best: 5.0, slow: 40.0, **dict.fromkeys(CANDIDATES[1:-1], 9.0)})
-    found = search(case(), kernel)
-    assert found.entry.choice == best
-    assert (found.entry.microseconds, found.entry.default_microseconds, found.entry.ratio) == (5.0, 10.0, 2.0)
+    outcome = search(case(), kernel)
+    assert outcome.entry.choice == best
+    assert (outcome.entry.microseconds, outcome.entry.default_microseconds, outcome.entry.ratio) == (5.0, 10.0, 2.0)
     assert kernel.samples[slow] == tuning._FIRST_SAMPLES
     assert kernel.samples[best] > 10 * kernel.samples[slow]
-    assert found.num_tried == len(kernel.checked) - 1 == len(set(kernel.checked)) - 1  # each once, the default apart
+    assert outcome.num_tried == len(kernel.checked) - 1 == len(set(kernel.checked)) - 1  # each once, the default apart
     everything = len(kernel.checked) * kernel.samples[best]
     assert sum(kernel.samples.values()) < everything / 3
 
@@ -69,46 +69,46 @@ def test_neighbours_of_the_best_are_measured_too():
     neighbour = replace(first, stages=4)
     assert neighbour in spaces.refined(first, 90)
     assert neighbour not in CANDIDATES
-    found = search(case(), Kernel({first: 8.0, neighbour: 6.0}))
-    assert found.entry.choice == neighbour
+    outcome = search(case(), Kernel({first: 8.0, neighbour: 6.0}))
+    assert outcome.entry.choice == neighbour
 
 
 @pytest.mark.parametrize(("gain", "wins"), [(1.015, False), (LEAST_GAIN, False), (1.03, True)])
 def test_the_default_stays_unless_it_is_clearly_beaten(gain, wins):
-    found = search(case(), Kernel({CANDIDATES[2]: 10.0 / gain})).entry
-    assert (found.choice == CANDIDATES[2]) == wins
-    assert found.ratio == (pytest.approx(gain) if wins else 1.0)
-    assert found.default_microseconds == 10.0
-    assert wins or (found.choice, found.microseconds) == (DEFAULT, 10.0)
+    outcome = search(case(), Kernel({CANDIDATES[2]: 10.0 / gain})).entry
+    assert (outcome.choice == CANDIDATES[2]) == wins
+    assert outcome.ratio == (pytest.approx(gain) if wins else 1.0)
+    assert outcome.default_microseconds == 10.0
+    assert wins or (outcome.choice, outcome.microseconds) == (DEFAULT, 10.0)
 
 
 def test_the_proof_is_by_pairs():
     """The machine slows down tenfold while it measures: neighbours in time still say by how much one is faster."""
-    found = search(case(), Kernel({CANDIDATES[2]: 9.5}, drift=lambda turn: 1 + 0.3 * turn)).entry
-    assert found.choice == CANDIDATES[2]
-    assert found.ratio == pytest.approx(10 / 9.5)
+    outcome = search(case(), Kernel({CANDIDATES[2]: 9.5}, drift=lambda turn: 1 + 0.3 * turn)).entry
+    assert outcome.choice == CANDIDATES[2]
+    assert outcome.ratio == pytest.approx(10 / 9.5)
 
 
 def test_what_is_wrong_is_dropped_and_counted_however_fast():
     fast, wrong, broken = CANDIDATES[:3]
     kernel = Kernel({fast: 8.0, wrong: 1.0, broken: 1.0}, {wrong: "computes something else", broken: "spills"})
-    found = search(case(), kernel)
-    assert found.entry.choice == fast
-    assert found.dropped == {"computes something else": 1, "spills": 1}
+    outcome = search(case(), kernel)
+    assert outcome.entry.choice == fast
+    assert outcome.dropped == {"computes something else": 1, "spills": 1}
     assert wrong not in kernel.samples
     assert broken not in kernel.samples
 
 
 def test_a_default_that_fails_is_said_and_nothing_is_chosen():
-    found = search(case(), Kernel(wrong={DEFAULT: "computes something else"}))
-    assert found.entry is None
-    assert found.problem == "the default: computes something else"
+    outcome = search(case(), Kernel(wrong={DEFAULT: "computes something else"}))
+    assert outcome.entry is None
+    assert outcome.problem == "the default: computes something else"
 
 
 def test_without_usable_candidates_the_default_is_measured():
-    found = search(case(candidates=CANDIDATES[:2]), Kernel(wrong=dict.fromkeys(CANDIDATES[:2], "spills")))
-    assert found.entry.choice == DEFAULT
-    assert found.entry.ratio == 1.0
+    outcome = search(case(candidates=CANDIDATES[:2]), Kernel(wrong=dict.fromkeys(CANDIDATES[:2], "spills")))
+    assert outcome.entry.choice == DEFAULT
+    assert outcome.entry.ratio == 1.0
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 20])
@@ -184,17 +184,17 @@ def run(tmp_path):
     return go
 
 
-def outputs(found):
-    return sorted(entry.sizes["outputs"] for entry in found.table.entries)
+def outputs(finished):
+    return sorted(entry.sizes["outputs"] for entry in finished.table.entries)
 
 
 def test_what_is_found_is_what_the_file_says(run):
-    told = []
-    found = run(Clock(), report=lambda outcome, number, total: told.append((outcome.case.label, number, total)))
-    assert tuned.read(found.table.path, "GPU") == found.table
-    assert found.table.find("product", "4 bits", CASES[0].sizes) == CANDIDATES[1]
-    assert (len(found.outcomes), found.num_kept, found.num_left, found.seconds) == (3, 0, 0, 30.0)
-    assert told == [(item.label, number, 3) for number, item in enumerate(CASES, 1)]
+    reported = []
+    finished = run(Clock(), report=lambda outcome, number, total: reported.append((outcome.case.label, number, total)))
+    assert tuned.read(finished.table.path, "GPU") == finished.table
+    assert finished.table.find("product", "4 bits", CASES[0].sizes) == CANDIDATES[1]
+    assert (len(finished.outcomes), finished.num_kept, finished.num_left, finished.seconds) == (3, 0, 0, 30.0)
+    assert reported == [(item.label, number, 3) for number, item in enumerate(CASES, 1)]
 
 
 def test_time_ends_a_run_and_the_next_one_goes_on(run):
@@ -223,10 +223,10 @@ def test_an_interrupted_run_keeps_what_was_finished(run, tmp_path):
 def test_again_measures_everything_and_keeps_what_it_was_not_asked_about(run):
     run(Clock())
     clock = Clock()
-    found = run(clock, CASES[:1], again=True, n1000=Kernel({CANDIDATES[0]: 2.0}))
+    finished = run(clock, CASES[:1], again=True, n1000=Kernel({CANDIDATES[0]: 2.0}))
     assert clock.opened == ["1000 outputs"]
-    assert outputs(found) == [1000, 2000, 4000]
-    assert found.table.find("product", "4 bits", CASES[0].sizes) == CANDIDATES[0]
+    assert outputs(finished) == [1000, 2000, 4000]
+    assert finished.table.find("product", "4 bits", CASES[0].sizes) == CANDIDATES[0]
 
 
 def test_a_file_of_other_versions_is_not_added_to(run):
@@ -234,9 +234,9 @@ def test_a_file_of_other_versions_is_not_added_to(run):
     other = {**VERSIONS, "triton": "4"}
     with pytest.raises(InputError, match=r"gpu\.json: was measured with .*triton 3, this is .*triton 4; .*--again"):
         run(Clock(), versions=other)
-    found = run(Clock(), CASES[:1], versions=other, again=True)
-    assert outputs(found) == [1000]
-    assert tuned.read(found.table.path).versions == other
+    finished = run(Clock(), CASES[:1], versions=other, again=True)
+    assert outputs(finished) == [1000]
+    assert tuned.read(finished.table.path).versions == other
 
 
 def test_a_broken_file_is_only_replaced_when_asked_for(run, tmp_path):
@@ -252,10 +252,10 @@ def test_failures_are_told_and_the_rest_goes_on(run):
         def check(self, choice):
             raise torch.OutOfMemoryError
 
-    found = run(Clock(), n1000=Large(), n2000=Kernel(wrong={DEFAULT: "spills"}))
-    assert [outcome.problem for outcome in found.outcomes] == [
+    finished = run(Clock(), n1000=Large(), n2000=Kernel(wrong={DEFAULT: "spills"}))
+    assert [outcome.problem for outcome in finished.outcomes] == [
         "does not fit the device's memory",
         "the default: spills",
         "",
     ]
-    assert outputs(found) == [4000]
+    assert outputs(finished) == [4000]

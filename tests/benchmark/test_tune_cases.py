@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from quantkit.benchmark import tune_problems as problems
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import search
-from quantkit.benchmark.tune_cases import Shapes, cases_of, random_weight, shapes_of_model, shapes_of_preset
+from quantkit.benchmark.tune_cases import (
+    Shapes,
+    cases_of,
+    random_weight,
+    shapes_of_model,
+    shapes_of_preset,
+)
 from quantkit.errors import InputError
 from quantkit.kernels.gpu import choices, configs, packing, tuned
 from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Rows, Tile
@@ -17,9 +24,13 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightSchem
 from tests.helpers import make_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-OPTIONS = {"rows": (1, 4, 16, 64), "batches": (1, 8), "context": 200, "kv_types": ("auto", "int4"), "chip": 90}
+OPTIONS = {"rows": (1, 4, 16, 64), "batches": (1, 8), "context": 200, "kv_types": ("auto", "int4")}
 INT4_G32 = LinearScheme(weight=WeightScheme(dtype=INT4, group_size=32))
 TINY = Shapes(linears=((48, 128, INT4_G32),), query_heads=4, kv_heads=2, head_dim=32)
+
+
+def find_cases(shapes, chip=90, **changes):
+    return cases_of(shapes, TuneOptions(**{**OPTIONS, **changes}), chip)
 
 
 @pytest.fixture
@@ -62,7 +73,7 @@ SCHEMES = [
 @pytest.mark.parametrize("scheme", SCHEMES, ids=LinearScheme.describe)
 def test_products_find_what_is_written_for_them(gpu, scheme):
     shapes = Shapes(linears=((48, 512, scheme),), query_heads=4, kv_heads=2, head_dim=32)
-    cases = [case for case in cases_of([shapes], **OPTIONS) if case.kernel == "product"]
+    cases = [case for case in find_cases([shapes]) if case.kernel == "product"]
     assert [case.sizes["rows"] for case in cases] == [1, 4, 16, 64]
     packed = packing.pack(random_weight(48, 512, scheme.weight, CPU), CPU)
     for case in cases:
@@ -78,7 +89,7 @@ def test_products_find_what_is_written_for_them(gpu, scheme):
 
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
 def test_page_reads_find_what_is_written_for_them(gpu, kv_cache):
-    cases = cases_of([TINY], **{**OPTIONS, "rows": (), "kv_types": (kv_cache,)})
+    cases = find_cases([TINY], rows=(), kv_types=(kv_cache,))
     assert [(case.kernel, case.sizes) for case in cases] == [
         ("decode", {"heads": 2}),
         ("decode", {"heads": 16}),
@@ -97,14 +108,14 @@ def test_page_reads_find_what_is_written_for_them(gpu, kv_cache):
 
 
 def test_presets():
-    found = shapes_of_preset("8B")
-    assert {(rows, width) for rows, width, _ in found.linears} == {
+    preset = shapes_of_preset("8B")
+    assert {(rows, width) for rows, width, _ in preset.linears} == {
         (6144, 4096),
         (4096, 4096),
         (28672, 4096),
         (4096, 14336),
     }
-    assert found.linears[0][2].describe() == "int4 g128"
+    assert preset.linears[0][2].describe() == "int4 g128"
     assert shapes_of_preset("70B", bits=8, group=None).linears[0][2].describe() == "int8 channel"
     assert shapes_of_preset("1B", symmetric=False).linears[0][2].describe() == "int4 g128 asym"
     with pytest.raises(InputError, match=r"unknown shapes '8b' .*8B.*there are: 1B, 8B, 70B"):
@@ -114,19 +125,19 @@ def test_presets():
 
 
 def test_what_a_single_user_waits_for_comes_first():
-    cases = cases_of([shapes_of_preset("8B")], **{**OPTIONS, "batches": (1, 8)})
+    cases = find_cases([shapes_of_preset("8B")], batches=(1, 8))
     assert [case.kernel for case in cases] == ["product"] * 4 + ["decode"] * 4 + ["product"] * 12 + ["prefill"] * 2
     assert [case.sizes["rows"] for case in cases if case.kernel == "product"] == [1] * 4 + [4] * 4 + [16] * 4 + [64] * 4
     assert len({case.key for case in cases}) == len(cases)
-    assert len(cases_of([shapes_of_preset("8B"), shapes_of_preset("8B")], **OPTIONS)) == len(cases)
+    assert len(find_cases([shapes_of_preset("8B"), shapes_of_preset("8B")])) == len(cases)
     assert Cublas() in cases[-3].candidates
     with pytest.raises(InputError, match="products of 300 rows"):
-        cases_of([shapes_of_preset("8B")], **{**OPTIONS, "rows": (300,)})
+        find_cases([shapes_of_preset("8B")], rows=(300,))
 
 
 def test_rounded_inputs_are_tuned_as_far_as_the_packed_kernel_goes():
     scheme = LinearScheme(weight=WeightScheme(dtype=INT8), activation=ActivationScheme(dtype=INT8))
-    cases = cases_of([Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)], **OPTIONS)
+    cases = find_cases([Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)])
     products = [case for case in cases if case.kernel == "product"]
     assert [case.sizes["rows"] for case in products] == [1, 4, 16]
     assert all("unpacked" in case.kind for case in products)
@@ -137,7 +148,7 @@ def test_which_weights_with_rounded_inputs_stay_as_they_are():
     def kinds(weight, chip, **rounded):
         scheme = LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES["fp8"], **rounded))
         one = Shapes(linears=((64, 128, scheme),), query_heads=4, kv_heads=2, head_dim=32)
-        return {case.kind for case in cases_of([one], **{**OPTIONS, "chip": chip}) if case.kernel == "product"}
+        return {case.kind for case in find_cases([one], chip=chip) if case.kernel == "product"}
 
     fp8 = WeightScheme(dtype=DTYPES["fp8"])
     assert kinds(fp8, 90) == {"e4m3, per output, span 64, unpacked"}
@@ -153,13 +164,15 @@ def test_a_checkpoint_is_read_by_its_headers(models, monkeypatch):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(CheckpointReader, "tensor", refuse)
-    found = shapes_of_model(models / "out")
-    assert {scheme.describe() for _, _, scheme in found.linears} == {"int4 g32"}
-    sizes = [rows * width for rows, width, _ in found.linears]
+    shapes = shapes_of_model(models / "out")
+    assert {scheme.describe() for _, _, scheme in shapes.linears} == {"int4 g32"}
+    sizes = [rows * width for rows, width, _ in shapes.linears]
     assert sizes == sorted(sizes, reverse=True)
-    assert len({(rows, width) for rows, width, _ in found.linears}) == len(sizes)
-    hidden = found.query_heads * found.head_dim
-    assert ((found.query_heads + 2 * found.kv_heads) * found.head_dim, hidden) in [size[:2] for size in found.linears]
+    assert len({(rows, width) for rows, width, _ in shapes.linears}) == len(sizes)
+    hidden = shapes.query_heads * shapes.head_dim
+    assert ((shapes.query_heads + 2 * shapes.kv_heads) * shapes.head_dim, hidden) in [
+        size[:2] for size in shapes.linears
+    ]
     assert shapes_of_model(models / "llama").linears == ()
 
 
@@ -176,7 +189,7 @@ def test_a_model_that_only_transformers_runs_is_refused(tmp_path):
 @pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
 def test_cases_run_and_wrong_results_are_seen(kernel, kv_cache, monkeypatch):
     torch.manual_seed(0)
-    case = next(case for case in cases_of([TINY], **{**OPTIONS, "kv_types": (kv_cache,)}) if case.kernel == kernel)
+    case = next(case for case in find_cases([TINY], kv_types=(kv_cache,)) if case.kernel == kernel)
     with problems.opener(CPU, torch.float32)(case) as problem:
         assert problem.check(case.default) == ""
         times = problem.times([case.default, *case.candidates[:2]], 3)
@@ -193,16 +206,16 @@ def test_cases_run_and_wrong_results_are_seen(kernel, kv_cache, monkeypatch):
 
 def test_a_search_from_end_to_end():
     torch.manual_seed(0)
-    case = cases_of([TINY], **OPTIONS)[0]
+    case = find_cases([TINY])[0]
     with problems.opener(CPU, torch.float32)(case) as problem:
-        found = search(case, problem)
-    assert found.entry.microseconds > 0
-    assert found.dropped == {}
-    assert isinstance(found.entry.choice, Rows)
+        outcome = search(case, problem)
+    assert outcome.entry.microseconds > 0
+    assert outcome.dropped == {}
+    assert isinstance(outcome.entry.choice, Rows)
 
 
 def test_choices_that_spill_are_remembered_for_all_shapes_of_a_kind(monkeypatch):
-    cases = cases_of([TINY], **OPTIONS)
+    cases = find_cases([TINY])
     seen = iter([set(), {1}, {1}, {1}, {1}, {1}])
     monkeypatch.setattr(problems, "_spilling_kernels", lambda device: next(seen))
     open_problem = problems.opener(CPU, torch.float32)

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from quantkit.benchmark.workload import check_room, closed_loop, make_load, poisson, sweep
+from quantkit.benchmark.workload import check_capacity, closed_loop, make_load, poisson, sweep
 from quantkit.errors import RequestError
 
 SIZES = {"prompt_tokens": 40, "new_tokens": 20}
@@ -76,6 +76,6 @@ def test_arrivals_are_poisson():
     ("prompt", "new", "advice"), [(90, 20, "--prompt-tokens can be 80 at most"), (90, 100, "--new-tokens can be 99")]
 )
 def test_what_does_not_fit_is_refused_with_what_does(prompt, new, advice):
-    check_room([closed_loop(1, prompt_tokens=80, new_tokens=20)], 100, "the context of demo")
+    check_capacity([closed_loop(1, prompt_tokens=80, new_tokens=20)], 100, "the context of demo")
     with pytest.raises(RequestError, match=f"the context of demo is 100 tokens; {advice}"):
-        check_room([closed_loop(1, prompt_tokens=prompt, new_tokens=new)], 100, "the context of demo")
+        check_capacity([closed_loop(1, prompt_tokens=prompt, new_tokens=new)], 100, "the context of demo")

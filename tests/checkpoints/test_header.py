@@ -20,8 +20,8 @@ def entry(dtype: object = "F32", shape: object = None, offsets: object = None) -
 @pytest.mark.parametrize(
     "header, data, parts",
     [
-        (b"{", b"", ["not valid JSON"]),
-        (b"[]", b"", ["not an object"]),
+        (b"{", b"", ["the header of", "not valid JSON"]),
+        (b"[]", b"", ["a JSON list, not an object"]),
         ({"a": 1}, b"", ["entry of tensor 'a'"]),
         ({"a": entry(dtype="F4")}, bytes(8), ["'a'", "'F4'", "not supported", "BF16"]),
         ({"a": entry(dtype=None)}, bytes(8), ["'a'", "None", "not supported"]),

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.links import check_links
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.cli import main
 from quantkit.errors import ModelError
-from quantkit.hub import Origin, find_origin, push
+from quantkit.hub import find_origin, push
 from quantkit.planning.source import from_model
 
 READ = (
@@ -62,7 +63,7 @@ def test_links_that_stay_inside_and_a_link_to_the_folder_are_followed(tmp_path, 
     (single / "gone.json").symlink_to("nowhere")
     (tmp_path / "alias").symlink_to(single)
     reader = CheckpointReader(tmp_path / "alias")
-    assert [path.name for path in reader.metadata_files()] == ["tokenizer.json"]
+    assert [path.name for path in metadata_files(reader.path)] == ["tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors.index.json"])
@@ -106,7 +107,7 @@ def test_a_push_uploads_nothing_that_a_link_leads_to(single, secret):
     (single / "deep" / "deeper" / "notes").symlink_to(secret)
     check_links(single)
     with pytest.raises(ModelError, match="deep/deeper/notes is a link to"):
-        push(single, "a/b", origin=Origin(base_model=None, entries={}), endpoint="http://127.0.0.1:1")
+        push(single, "a/b", origin={}, endpoint="http://127.0.0.1:1")
 
 
 def test_a_card_that_is_a_link_is_not_read(single, secret):

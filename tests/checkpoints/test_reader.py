@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from tests.checkpoints.helpers import DTYPES, raw_file, write_config
@@ -67,7 +68,7 @@ def test_rows_of_a_number_are_refused(single):
 @pytest.mark.parametrize("chunk", [1, 12, 1 << 22])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_rows(single, tensors, dtype, chunk, monkeypatch):
-    monkeypatch.setattr("quantkit.checkpoints.reader._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("quantkit.checkpoints.reader.CHUNK_BYTES", chunk)
     name = f"t.{str(dtype).removeprefix('torch.')}"
     reader = CheckpointReader(single)
     generator = torch.Generator().manual_seed(1)
@@ -125,14 +126,14 @@ def test_digests(sharded):
 
 
 def test_metadata_files_are_neither_weights_nor_code(single):
-    wanted = ["LICENSE.txt", "NOTICE", "chat_template.jinja", "generation_config.json", "merges.txt", "sp.model"]
-    wanted += ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json"]
+    carried = ["LICENSE.txt", "NOTICE", "chat_template.jinja", "generation_config.json", "merges.txt", "sp.model"]
+    carried += ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json"]
     others = ["tokenizer.py", "tokenizer.pkl", "pytorch_model.bin", "model.safetensors.index.json", "modeling.py", "x"]
-    for name in wanted + others:
+    for name in carried + others:
         (single / name).write_text("{}")
     (single / "tokenizer_files").mkdir()
     (single / "model.safetensors.index.json").unlink()
-    assert [path.name for path in CheckpointReader(single).metadata_files()] == sorted(wanted)
+    assert [path.name for path in metadata_files(single)] == sorted(carried)
 
 
 def test_symlinks_of_the_hub_cache_are_followed(tmp_path, single, tensors):

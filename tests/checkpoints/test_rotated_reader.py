@@ -61,8 +61,8 @@ def test_a_view_is_the_same_whichever_way_it_is_read(tmp_path):
     for name in reader.names:
         whole = reader.tensor(name)
         assert whole.dtype == reader.info(name).dtype and tuple(whole.shape) == reader.info(name).shape
-        pieces = b"".join(reader.chunks(name, size=1000))
-        assert pieces == whole.view(-1).view(torch.uint8).numpy().tobytes(), name
+        data = b"".join(reader.chunks(name, size=1000))
+        assert data == whole.view(-1).view(torch.uint8).numpy().tobytes(), name
         assert torch.equal(reader.rows(name, 3, 9), whole[3:9])
     rows = torch.tensor([[5, 5], [200, 0]])
     embedding = reader.tensor("model.embed_tokens.weight")

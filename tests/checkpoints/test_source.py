@@ -47,14 +47,14 @@ def test_the_hub_is_asked_for_safe_files_only(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/model-1.5B") == tmp_path
 
-    def wanted(name: str) -> bool:
+    def downloads(name: str) -> bool:
         allowed = any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow"])
         return allowed and not any(fnmatch.fnmatch(name, pattern) for pattern in asked["ignore"])
 
     for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "merges.txt", "LICENSE"):
-        assert wanted(name), name
+        assert downloads(name), name
     for name in ("pytorch_model.bin", "model.pt", "modeling_x.py", "tokenizer.py", "original/x.safetensors", "x.gguf"):
-        assert not wanted(name), name
+        assert not downloads(name), name
 
 
 @pytest.mark.parametrize("error", [OSError("offline"), ValueError("bad id"), RuntimeError("a\nb"), KeyError()])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoints import writer
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError, OutputError, ResourceError
+from quantkit.errors import CheckpointError, OutputError, QuantkitError, ResourceError
 
 
 @pytest.fixture
@@ -48,9 +49,9 @@ def test_reads_back_with_the_library(tmp_path, tensors):
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         for name, tensor in tensors.items():
-            found = file.get_tensor(name)
-            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-            assert found.tolist() == tensor.tolist()
+            read = file.get_tensor(name)
+            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+            assert read.tolist() == tensor.tolist()
 
 
 def test_order_of_the_mapping_does_not_matter(tmp_path, tensors):
@@ -59,8 +60,8 @@ def test_order_of_the_mapping_does_not_matter(tmp_path, tensors):
     assert first == second
 
 
-def test_views_and_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "_PIECE_BYTES", 5)
+def test_views_and_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 5)
     base = torch.arange(24).view(4, 6)
     writer.write_shard(tmp_path / "x.safetensors", {"t": base.T, "s": base[1:3, ::2]})
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
@@ -147,9 +148,15 @@ def test_a_missing_folder_is_an_output_error(tmp_path):
         writer.write_json(tmp_path / "no" / "x.json", {})
 
 
+def refused(code: int, *args: Any) -> QuantkitError:
+    with pytest.raises(QuantkitError) as error, writer.writing(*args):
+        raise OSError(code, os.strerror(code))
+    return error.value
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_a_resource_error(tmp_path, code):
-    error = writer.translate_os_error(OSError(code, os.strerror(code)), tmp_path / "a" / "b", 3 << 30)
+    error = refused(code, tmp_path / "a" / "b", 3 << 30)
     assert isinstance(error, ResourceError)
     assert "needs 3.0 GiB" in str(error)
     assert "run the same command again to resume" in str(error)
@@ -157,7 +164,7 @@ def test_a_full_disk_is_a_resource_error(tmp_path, code):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EIO])
 def test_other_failures_are_output_errors(tmp_path, code):
-    error = writer.translate_os_error(OSError(code, os.strerror(code)), tmp_path / "a")
+    error = refused(code, tmp_path / "a")
     assert isinstance(error, OutputError)
     assert os.strerror(code) in str(error)
     assert str(tmp_path / "a") in str(error)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from quantkit.cli import main
+from quantkit.benchmark.options import BenchmarkOptions
+from quantkit.cli import _verify, main
+from quantkit.compress import pipeline
+from quantkit.evaluate.data import read_text
+
+ONE_REQUEST = BenchmarkOptions(concurrencies=(1,), prompt_tokens=8, new_tokens=2, num_requests=1)
 
 
 @pytest.fixture
@@ -18,3 +25,32 @@ def run(capsys):
         return exit_.value.code, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture
+def three_items(monkeypatch, tmp_path_factory):
+    """`quantize --verify` asks the quick suite; here three items, a page of text and one request stand for it."""
+    options_of = _verify.verify_options
+    page = tmp_path_factory.mktemp("text") / "page.txt"
+    page.write_text(read_text("demo", ())[:3000])
+
+    def small(asked, engine, **options):
+        few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}
+        made = options_of(few, {**engine, "threads": 1}, **{**options, "text": str(page)})
+        return replace(made, noise=False, bench=made.bench and ONE_REQUEST)
+
+    monkeypatch.setattr(_verify, "verify_options", small)
+
+
+@pytest.fixture
+def short_samples(monkeypatch):
+    """Calibration on 8 sequences of 32 tokens, whatever is asked; the command and all that it runs are the same."""
+    quantize = pipeline.quantize
+
+    def quickly(model, recipe, *args, **options):
+        if recipe.calibration is not None:
+            short = recipe.calibration.model_copy(update={"samples": 8, "sequence_length": 32})
+            recipe = replace(recipe, calibration=short)
+        return quantize(model, recipe, *args, **options)
+
+    monkeypatch.setattr(pipeline, "quantize", quickly)

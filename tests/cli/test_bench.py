@@ -50,18 +50,18 @@ def test_the_demo_model_without_an_argument(run):
 def test_json_is_all_there_is_on_stdout(run, tiny_llama):
     code, out, err = run(tiny_llama, *SMALL, "--batch", "1,2", "--json", "--ttft-limit", "5", "--tpot-limit", "5")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    result = BenchmarkResult.from_dict(found["benchmark"])
+    document = json.loads(out)
+    result = BenchmarkResult.from_dict(document["benchmark"])
     assert [run.workload.name for run in result.runs] == ["closed-1", "closed-2", "sweep"]
     assert result.runs[0].workload.ttft_limit_s == 5
-    summary = found["summary"]["closed-1"]
+    summary = document["summary"]["closed-1"]
     assert {"p50", "p90", "p99"} <= summary["ttft_s"].keys() & summary["itl_s"].keys() & summary["tpot_s"].keys()
     assert summary["goodput_per_s"] == summary["requests_per_s"]
     assert summary["itl_s"]["count"] == 2 * 4
-    assert set(found["fits"]) == {"ITL", "TTFT"}
-    assert Diagnosis.from_dict(found["diagnosis"]).findings
-    assert found["ceilings"]["bytes_per_s"] > 0
-    assert "ratios" not in found
+    assert set(document["fits"]) == {"ITL", "TTFT"}
+    assert Diagnosis.from_dict(document["diagnosis"]).findings
+    assert document["ceilings"]["bytes_per_s"] > 0
+    assert "ratios" not in document
 
 
 def test_against_another_model(run, tiny_llama, family_models):
@@ -71,11 +71,11 @@ def test_against_another_model(run, tiny_llama, family_models):
     for words in ("verdict", "noise", "A B B A", tiny_llama.name, other.name):
         assert words in out
     code, out, _ = run(tiny_llama, "--against", other, "--batch", "1", *SMALL, "--json")
-    found = json.loads(out)
-    assert {ratio["metric"] for ratio in found["ratios"]} == {"TTFT", "ITL", "TPOT", "tokens/s"}
-    assert all(ratio["low"] <= ratio["high"] for ratio in found["ratios"])
-    assert BenchmarkResult.from_dict(found["against"]["benchmark"]).model == str(other)
-    assert found["benchmark"]["runs"][0]["rounds"] == 4  # more rounds by default when there is something to compare
+    document = json.loads(out)
+    assert {ratio["metric"] for ratio in document["ratios"]} == {"TTFT", "ITL", "TPOT", "tokens/s"}
+    assert all(ratio["low"] <= ratio["high"] for ratio in document["ratios"])
+    assert BenchmarkResult.from_dict(document["against"]["benchmark"]).model == str(other)
+    assert document["benchmark"]["runs"][0]["rounds"] == 4  # more rounds by default when there is something to compare
 
 
 def test_without_the_cache(run, tiny_llama):
@@ -121,8 +121,8 @@ def test_what_cannot_be_measured_is_one_line(run, args, code, message, monkeypat
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(benchmark, "LLM", loaded)
-    found, out, err = run(*args)
-    assert found == code
+    exit_code, out, err = run(*args)
+    assert exit_code == code
     assert message in err
     assert out == ""
     if code == 4:

@@ -25,9 +25,9 @@ from rich.console import Console
 from quantkit.cli import REGISTRY, main
 from quantkit.cli._errors import explain
 from quantkit.cli._output import Output
-from quantkit.cli._progress import Bar, Log, Progressing, for_output
+from quantkit.cli._progress import Bar, Log, listening
 from quantkit.compress import pipeline
-from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.recipe import load
 from quantkit.errors import AuditError, ModelError, ResourceError
 from quantkit.results import CompressionResult, LayerRecord, LinearRecord
@@ -38,6 +38,7 @@ COMMANDS = [
     (),
     ("quantize",),
     ("inspect",),
+    ("convert",),
     ("generate",),
     ("bench",),
     ("recipes",),
@@ -98,10 +99,10 @@ def run():
 @pytest.fixture
 def calls(monkeypatch):
     """What the pipeline is called with; it tells its listener a short story and returns `result()`."""
-    found = {}
+    received = {}
 
     def fake(model, recipe, output=None, *, listener, **options):
-        found.update(model=model, recipe=recipe, output=output, **options)
+        received.update(model=model, recipe=recipe, output=output, **options)
         listener.plan({"num_layers": 2, "resumed_layers": 1, "samples": 4, "predicted_bytes": 1 << 30})
         listener.layer_started(1, "model.layers.1")
         listener.phase("gptq")
@@ -110,7 +111,7 @@ def calls(monkeypatch):
         return result()
 
     monkeypatch.setattr(pipeline, "quantize", fake)
-    return found
+    return received
 
 
 def failing(monkeypatch, error: BaseException) -> None:
@@ -136,8 +137,8 @@ def test_help_ends_with_examples(run, command):
 def test_help_fits_80_columns_and_speaks_in_sentences(run, name):
     text = run(*name.split(), "--help").stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
-    told = re.findall(r"^ +-.*?  +([A-Za-z]+ ?[a-z]*)", text, flags=re.MULTILINE)
-    assert [words for words in told if words.split()[0] in ("Of", "To", "For", "In")] == []
+    sentences = re.findall(r"^ +-.*?  +([A-Za-z]+ ?[a-z]*)", text, flags=re.MULTILINE)
+    assert [words for words in sentences if words.split()[0] in ("Of", "To", "For", "In")] == []
     assert not re.search(r"[a-z]\.\.\.$", text.partition("Commands:")[2], flags=re.MULTILINE)  # a line that was cut off
 
 
@@ -159,11 +160,11 @@ def test_examples_are_commands_that_parse(run, command):
         group.make_context(name, words)
 
 
-SLOW = [(), ("quantize",)]
-RUN = [one for one in COMMANDS if one not in [*SLOW, ("bench",)]]  # those of bench take minutes
+RUN = [one for one in COMMANDS if one != ("bench",)]  # whose own take minutes
 
 
-@pytest.mark.parametrize("command", [*RUN, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=" ".join)
+@pytest.mark.usefixtures("short_samples", "three_items", "quick_ceilings")
+@pytest.mark.parametrize("command", RUN, ids=" ".join)
 def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
     lines = run(*command, "--help").stdout.split("Examples:")[1].splitlines()
     monkeypatch.chdir(tmp_path)
@@ -175,17 +176,8 @@ def test_examples_run_one_after_the_other(run, command, tmp_path, monkeypatch):
         assert answer.exit_code == 0, (line, answer.stderr)
         if target:
             Path(target).write_text(answer.stdout, encoding="utf-8")
-
-
-def test_examples_of_quantize_run_on_little_text(run, tmp_path, monkeypatch):
-    """The last one's options are those of test_verify, where it takes less."""
-    lines = run("quantize", "--help").stdout.split("Examples:")[1].splitlines()
-    monkeypatch.chdir(tmp_path)
-    for line in filter(None, map(str.strip, lines)):
-        little = ["--samples", "2", "--sequence-length", "32"] if "--samples" in line else []
-        answer = run(*shlex.split(line)[1:], *little) if "--verify" not in line else None
-        assert answer is None or answer.exit_code == 0, (line, answer.stderr)
-    assert len(list(tmp_path.iterdir())) == 4
+    if command == ("quantize",):
+        assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_help_is_fast_and_never_sees_torch():
@@ -235,7 +227,7 @@ def piped(line: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "message"),
     [
         ("quantkit --help | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
         ("quantkit recipes list --json | sleep 0; exit ${PIPESTATUS[0]}", 141, ""),
@@ -247,9 +239,9 @@ def piped(line: str) -> tuple[int, str]:
         ("ulimit -v 200000; quantkit inspect quantkit/demo/model", 5, "error: out of memory: .*\n"),
     ],
 )
-def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code, told):
-    found, error = piped(line)
-    assert (found, bool(re.fullmatch(told, error, flags=re.IGNORECASE))) == (code, True), error
+def test_streams_that_fail_and_too_little_memory_are_one_line_at_most(line, code, message):
+    exit_code, error = piped(line)
+    assert (exit_code, bool(re.fullmatch(message, error, flags=re.IGNORECASE))) == (code, True), error
 
 
 def test_progress_that_nobody_reads_ends_no_work(tmp_path):
@@ -437,7 +429,7 @@ def test_quiet_has_a_result_and_no_progress(run, calls):
 def interrupted(arguments, stdout):
     """`quantkit ...` that is sent a Ctrl-C after its first layer."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
-    Progressing.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
+    Listener.layer_finished = lambda self, record: os.kill(os.getpid(), signal.SIGINT)
     with stdout.open("w") as stream, contextlib.redirect_stdout(stream):
         main(arguments)
 
@@ -481,11 +473,12 @@ def test_the_log_says_how_much_time_is_left(capsys):
 
 def test_the_bar_names_layer_phase_and_memory():
     stream = io.StringIO()
-    with Bar(Console(file=stream, force_terminal=True, width=120, markup=False, highlight=False)) as bar:
+    bar = Bar(Console(file=stream, force_terminal=True, width=120, markup=False, highlight=False))
+    with bar.progress:
         bar.plan({"num_layers": 2, "resumed_layers": 1})
         bar.layer_started(1, "model.layers.1")
         bar.phase("gptq")
-        bar._bar.refresh()
+        bar.progress.refresh()
         bar.warning("odd [thing]")
         bar.layer_finished(record(1))
     shown = stream.getvalue()
@@ -495,20 +488,12 @@ def test_the_bar_names_layer_phase_and_memory():
 
 def test_the_listener_suits_the_options_and_the_terminal(monkeypatch):
     for quiet, as_json in ((True, False), (False, True)):
-        listener = for_output(Output(as_json=as_json, quiet=quiet))
-        assert type(listener) is Progressing
-    wanted = Output(as_json=False, quiet=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert type(for_output(wanted)) is Log
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert type(for_output(wanted)) is Bar
-
-
-@pytest.mark.parametrize("kind", [Progressing, Log, Bar])
-def test_every_listener_has_every_method(kind):
-    methods = {name for name in vars(Listener) if not name.startswith("_")}
-    assert methods == {"plan", "layer_started", "phase", "layer_finished", "warning"}
-    assert all(callable(getattr(kind, name)) for name in methods)
+        with listening(Output(as_json=as_json, quiet=quiet)) as listener:
+            assert listener is SILENT
+    for is_terminal, kind in ((False, Log), (True, Bar)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda answer=is_terminal: answer, raising=False)
+        with listening(Output(as_json=False, quiet=False)) as listener:
+            assert type(listener) is kind
 
 
 # ---- recipes

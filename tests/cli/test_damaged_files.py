@@ -15,7 +15,7 @@ from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM
-from quantkit.untrusted import parse_json, read_json
+from quantkit.untrusted import parse_object, read_object
 from tests.helpers import make_model
 
 
@@ -54,14 +54,14 @@ BAD_JSON = {
 def test_json_is_read_within_bounds(name, as_bytes):
     text, expected = BAD_JSON[name]
     with pytest.raises(CheckpointError, match=expected) as caught:
-        parse_json(text.encode() if as_bytes else text, "x.json", CheckpointError, "copy it")
+        parse_object(text.encode() if as_bytes else text, "x.json", CheckpointError, "copy it")
     assert len(str(caught.value)) < 300
 
 
 def test_ordinary_json_is_read_as_it_is():
     data = {"a": [1, 1.5, None, True, 10**30], "é": {"😀": []}, "b": "\\u00e9"}
     for text in (json.dumps(data), json.dumps(data, ensure_ascii=False).encode()):
-        assert parse_json(text, "x.json", CheckpointError, "copy it") == data
+        assert parse_object(text, "x.json", CheckpointError, "copy it") == data
 
 
 @pytest.mark.parametrize("name", ["quantkit.json", "quantkit-run.json"])
@@ -71,7 +71,7 @@ def test_a_pipe_does_not_hang_verify(checkpoint, source, name):
     with pytest.raises(InputError):
         check_pair(checkpoint, source / "m")
     with pytest.raises(ModelError, match="not a regular file"):
-        read_json(checkpoint / name, ModelError)
+        read_object(checkpoint / name, ModelError)
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,19 @@ def test_json_is_the_record_and_nothing_else(run, text_file):
 
 def test_the_baseline_keeps_its_cache(run):
     answer = run("--baseline", DEMO_MODEL, "--kv-cache", "int4", *ASKED, "--json")
-    found = json.loads(answer.stdout)
-    assert found["evaluation"]["settings"]["KV cache"] == "int4"
-    assert found["baseline"]["settings"]["KV cache"] == "auto"
+    document = json.loads(answer.stdout)
+    assert document["evaluation"]["settings"]["KV cache"] == "int4"
+    assert document["baseline"]["settings"]["KV cache"] == "auto"
 
 
 def test_two_models_are_compared_item_by_item(run, tmp_path):
     other = shutil.copytree(DEMO_MODEL, tmp_path / "copy")
     answer = run(other, "--baseline", DEMO_MODEL, *ASKED, "--noise", "--json")
     assert answer.exit_code == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    assert found["evaluation"]["model"] == str(other)
-    assert found["baseline"]["model"] == str(DEMO_MODEL)
-    subjects = {item["subject"]: item for item in found["comparisons"]}
+    document = json.loads(answer.stdout)
+    assert document["evaluation"]["model"] == str(other)
+    assert document["baseline"]["model"] == str(DEMO_MODEL)
+    subjects = {item["subject"]: item for item in document["comparisons"]}
     facts = subjects["demo_facts"]
     assert (facts["difference"], facts["recovery"], facts["num_samples"]) == (0, 100.0, 6)
     assert facts["low"] < 0 < facts["high"]

@@ -48,20 +48,20 @@ def test_statistics_go_to_stderr(run):
 def test_json_has_the_text_and_the_numbers(run):
     _, text, _ = run("--prompt", PROMPT, "--max-tokens", 6)
     code, out, err = run("--prompt", PROMPT, "--max-tokens", 6, "--json")
-    found = json.loads(out)
+    document = json.loads(out)
     assert code == 0
     assert err == ""
-    assert found["text"] == text.removesuffix("\n")
-    assert found["new_tokens"] == 6
-    assert found["ttft_s"] > 0
-    assert found["bandwidth_share"] > 0
-    assert found["weight_bytes"] > 6_000_000
+    assert document["text"] == text.removesuffix("\n")
+    assert document["new_tokens"] == 6
+    assert document["ttft_s"] > 0
+    assert document["bandwidth_share"] > 0
+    assert document["weight_bytes"] > 6_000_000
 
 
 def test_the_prompt_may_come_from_stdin(run, monkeypatch):
-    _, wanted, _ = run("--prompt", PROMPT, "--max-tokens", 5)
+    _, expected, _ = run("--prompt", PROMPT, "--max-tokens", 5)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode()), encoding="ascii"))
-    assert run("--prompt", "-", "--max-tokens", 5)[1] == wanted
+    assert run("--prompt", "-", "--max-tokens", 5)[1] == expected
 
 
 def test_a_prompt_that_is_no_text(run, monkeypatch):
@@ -89,8 +89,8 @@ def test_speculation_does_not_change_the_text(run):
 
 
 def refused(run, code, *words, options):
-    found, out, err = run(*options)
-    assert found == code
+    exit_code, out, err = run(*options)
+    assert exit_code == code
     assert out == ""
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, err
@@ -181,7 +181,7 @@ def test_shapes_against_the_config(run, tmp_path, monkeypatch):
 
 def test_a_model_too_large_for_memory(run, tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
-    monkeypatch.setattr("quantkit.runtime.model.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("quantkit.runtime.model.manifest.free_bytes", lambda device: 1000)
     no_weights_read(monkeypatch)
     refused(run, 5, "memory", options=(model, "--prompt", "a"))
 

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.allocation.options import SearchOptions, SearchTarget
-from quantkit.benchmark.options import BenchmarkOptions
+from quantkit.benchmark.options import BenchmarkOptions, TuneOptions
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.quantities import parse_bytes
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.types import SamplingParams
 from quantkit.settings import setting
@@ -27,6 +28,8 @@ class Sample:
     fast: bool = setting(False, "Fast.", flag="--fast")
     resume: bool = setting(True, "Resume.", flag="--resume/--no-resume")
     kind: str = setting("a", "Kind.", flag="--kind", choices=("a", "b"))
+    names: tuple[str, ...] = setting(("x",), "Names.", flag="-n --names A,B", choices=("x", "y"), commas=True)
+    size: int | None = setting(None, "Bytes.", flag="--size", read=parse_bytes)
     silent: int = 5  # has no flag
 
 
@@ -54,6 +57,7 @@ def test_nothing_given_is_an_empty_dict_and_the_defaults_are_those_of_the_class(
 
 def test_what_is_given_arrives_in_the_types_of_the_fields():
     line = "--count 2 --share 0.5 --sizes 4,5 --sizes 6 --folder x --folder y --fast --no-resume --kind b"
+    line += " -n x,y --size 2KiB"
     received, done = call(SAMPLE, *line.split())
     assert done.exit_code == 0, done.output
     assert received["given"] == {
@@ -64,6 +68,8 @@ def test_what_is_given_arrives_in_the_types_of_the_fields():
         "fast": True,
         "resume": False,
         "kind": "b",
+        "names": ("x", "y"),
+        "size": 2048,
     }
 
 
@@ -71,12 +77,23 @@ def test_help_has_each_sentence_with_its_default():
     words = " ".join(call(SAMPLE, "--help")[1].output.split())
     for text in ("How many. [default: 3] [x>=1]", "Of all. [default: all] [0<x<1]", "Sizes. [default: 1,8]"):
         assert text in words
+    assert "-n, --names A,B Names. [default: x]" in words
     assert "silent" not in words
 
 
 @pytest.mark.parametrize(
     "line",
-    ["--count 0", "--count x", "--share nan", "--share 1", "--sizes 1,0", "--sizes 1,x", "--kind c", "--silent 1"],
+    [
+        "--count 0",
+        "--count x",
+        "--share nan",
+        "--share 1",
+        "--sizes 1,0",
+        "--sizes 1,x",
+        "--kind c",
+        "-n x,z",
+        "--silent 1",
+    ],
 )
 def test_what_no_field_takes_is_refused(line):
     received, done = call(SAMPLE, *line.split())
@@ -98,13 +115,14 @@ def test_names_of_recipe_fields_arrive_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "kind", [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, SearchTarget]
+    "kind",
+    [EngineConfig, SamplingParams, BenchmarkOptions, EvaluationOptions, SearchOptions, SearchTarget, TuneOptions],
 )
 def test_every_option_of_a_class_fills_a_field_and_has_a_sentence(kind):
     settings = settings_of(kind)
     assert settings
     for field in settings.values():
-        assert field.metadata["flag"].startswith("--")
+        assert field.metadata["flag"].startswith("-")
         assert field.metadata["text"].endswith((".", "GiB."))
 
 

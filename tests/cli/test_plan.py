@@ -28,12 +28,12 @@ def run(monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    def make(name):
+    def write(name):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(MODELS[name]))
         return str(path)
 
-    return make
+    return write
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -45,20 +45,20 @@ def rows(text: str) -> dict[str, list[str]]:
 def test_the_textbook_numbers_are_on_the_screen(run):
     answer = run("--params", "7B")
     assert (answer.exit_code, answer.stderr) == (0, "")
-    found = {
+    sizes = {
         name: cells[1] for name, cells in rows(answer.stdout).items() if name.startswith(("fp32", "bf16", "8", "4"))
     }
-    assert found == {"fp32": "28", "bf16": "14", "8 bits, no scales": "7", "4 bits, no scales": "3.5"}
+    assert sizes == {"fp32": "28", "bf16": "14", "8 bits, no scales": "7", "4 bits, no scales": "3.5"}
     assert "Computed, not measured." in answer.stdout
 
 
 def test_a_model_on_a_device(run, config):
     answer = run(config("llama-3.1-8b"), "--device", "h200", "--context", "32k", "--batch", "8")
     assert answer.exit_code == 0, answer.stderr
-    found = rows(answer.stdout)
-    assert found["parameters"] == ["8.03 B (8,030,261,248)"]
-    assert found["longest context"] == ["131,072 tokens"]
-    assert found["bf16"] == ["131,072", "4.0 GiB", "32.0 GiB", "1.00"]
+    cells_of = rows(answer.stdout)
+    assert cells_of["parameters"] == ["8.03 B (8,030,261,248)"]
+    assert cells_of["longest context"] == ["131,072 tokens"]
+    assert cells_of["bf16"] == ["131,072", "4.0 GiB", "32.0 GiB", "1.00"]
     lines = [line.split() for line in answer.stdout.splitlines() if line.startswith("int4 g128")]
     assert [line[2] for line in lines[1:]] == ["bf16", "fp8", "int8", "int4"]
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
@@ -88,12 +88,12 @@ def test_json_is_one_object_with_the_same_numbers(run, config):
 def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
     answer = run("--recipe", "gptq-int4", "--set", "weights.group_size=64")
     assert answer.exit_code == 0, answer.stderr
-    found = rows(answer.stdout)
-    assert found["gptq-int4"][0] == "4.250"
-    assert "statistics of the steps" in found
-    assert found["vLLM"][0] == "yes"
-    assert found["llama.cpp"][0] == "no"
-    assert "hidden states of 65,536 tokens (or on disk)" in found
+    cells_of = rows(answer.stdout)
+    assert cells_of["gptq-int4"][0] == "4.250"
+    assert "statistics of the steps" in cells_of
+    assert cells_of["vLLM"][0] == "yes"
+    assert cells_of["llama.cpp"][0] == "no"
+    assert "hidden states of 65,536 tokens (or on disk)" in cells_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from quantkit.allocation import run as allocation
 from quantkit.cli import main
-from quantkit.cli.search import search
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 
 
@@ -51,8 +50,8 @@ def run(monkeypatch):
     calls = []
 
     def invoke(*args, **changes):
-        monkeypatch.setattr(allocation, "search", lambda *a, **k: calls.append(a) or result(**changes))
-        return CliRunner().invoke(search, list(args)), calls
+        monkeypatch.setattr(allocation, "search_recipe", lambda *a, **k: calls.append(a) or result(**changes))
+        return CliRunner().invoke(main, ["search", *args]), calls
 
     return invoke
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from quantkit.benchmark import tune_device
+from quantkit.benchmark import tune_cases, tune_device
+from quantkit.benchmark.options import TuneOptions
 from quantkit.benchmark.tune import Case, Outcome
 from quantkit.cli import main
 from quantkit.kernels import gpu as gpu_kernels
@@ -53,12 +54,12 @@ def gpu(monkeypatch):
     """A GPU on which every case takes as long as the fake search says; `asked` is what the command asked for."""
     asked = {}
 
-    def measure(options, *, device, seconds, again, output, report):
-        asked.update(options=options, device=device, seconds=seconds, again=again, output=output)
-        found = entry(), entry(8192, choices.default_product(1, 4, 90), 1.0)
+    def measure(options, *, report):
+        asked.update(options=options)
+        entries = entry(), entry(8192, choices.default_product(1, 4, 90), 1.0)
         outcomes = [
             Outcome(case=case(one), entry=one, num_tried=9, dropped={"spills": 2} if one.ratio > 1 else {})
-            for one in found
+            for one in entries
         ]
         outcomes.append(
             Outcome(case=case(entry(1)), entry=None, num_tried=0, dropped={}, problem="the default: spills")
@@ -67,7 +68,7 @@ def gpu(monkeypatch):
             report(outcome, number, 5)
         report(None, 4, 5)
         return tune_device.Tuning(
-            table=replace(table(*found), path=Path("gpu.json")),
+            table=replace(table(*entries), path=Path("gpu.json")),
             outcomes=tuple(outcomes),
             num_kept=1,
             num_left=1,
@@ -122,49 +123,40 @@ def test_the_table_the_progress_and_what_is_left(run, gpu):
 
 def test_json(run, gpu):
     answer = run("--json")
-    found = json.loads(answer.stdout)
+    document = json.loads(answer.stdout)
     assert answer.stderr == ""
-    assert (found["file"], found["device"], found["finished"], found["known_before"], found["left"]) == (
+    assert (document["file"], document["device"], document["finished"], document["known_before"], document["left"]) == (
         *("gpu.json", "GPU"),
         *(3, 1, 1),
     )
-    assert found["dropped"] == {"spills": 2}
-    assert found["failed"] == {"int4 g128, 1 x 4096, 1 rows": "the default: spills"}
-    assert found["entries"][0] == tuned.to_entry(entry())
+    assert document["dropped"] == {"spills": 2}
+    assert document["failed"] == {"int4 g128, 1 x 4096, 1 rows": "the default: spills"}
+    assert document["entries"][0] == tuned.to_entry(entry())
 
 
 def test_options_arrive(run, gpu, tmp_path):
     run()
-    assert gpu["options"] == tune_device.TuneOptions()
-    assert (gpu["device"], gpu["seconds"], gpu["again"], gpu["output"]) == ("auto", 300, False, None)
-    words = [
-        "model",
-        "--shapes",
-        "1B",
-        "--shapes",
-        "70B",
-        "--bits",
-        "8",
-        "--group",
-        "0",
-        "--asymmetric",
-        "--rows",
-        "1,4",
-    ]
-    words += ["--batch", "2", "--context", "99", "--kv-cache", "int8,auto", "--seconds", "9", "--again", "-o", "x.json"]
-    assert run(*words, "--device", "cuda:1").exit_code == 0
-    assert gpu["options"] == tune_device.TuneOptions(
+    assert gpu["options"] == TuneOptions()
+    line = (
+        "model --shapes 1B --shapes 70B --bits 8 --group 0 --asymmetric --rows 1,4 --batch 2 --context 99 "
+        "--kv-cache int8,auto --seconds 9 --again -o x.json --device cuda:1"
+    )
+    assert run(*line.split()).exit_code == 0
+    assert gpu["options"] == TuneOptions(
         model="model",
         shapes=("1B", "70B"),
         bits=8,
-        group=None,
-        symmetric=False,
+        group=0,
+        asymmetric=True,
         rows=(1, 4),
         batches=(2,),
         context=99,
         kv_types=("int8", "auto"),
+        seconds=9,
+        again=True,
+        output=Path("x.json"),
+        device="cuda:1",
     )
-    assert (gpu["device"], gpu["seconds"], gpu["again"], gpu["output"]) == ("cuda:1", 9, True, Path("x.json"))
     run("--kv-cache", "none")
     assert gpu["options"].kv_types == ()
 
@@ -180,14 +172,13 @@ def test_usage(run, words):
 
 def test_which_shapes_are_meant(monkeypatch, models):
     names = []
-    monkeypatch.setattr(tune_device, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
-    tune_device.TuneOptions().read_shapes()
-    tune_device.TuneOptions(shapes=("1B", "70B"), bits=8, group=None).read_shapes()
-    found = tune_device.TuneOptions(model=str(models / "out")).read_shapes()
+    monkeypatch.setattr(tune_cases, "shapes_of_preset", lambda name, **kind: names.append((name, kind)))
+    tune_cases.read_shapes(TuneOptions())
+    tune_cases.read_shapes(TuneOptions(shapes=("1B", "70B"), bits=8, group=0))
+    (shapes,) = tune_cases.read_shapes(TuneOptions(model=str(models / "out")))
     assert [name for name, _ in names] == ["8B", "1B", "70B"]
     assert names[-1][1] == {"bits": 8, "group": None, "symmetric": True}
-    assert len(found) == 1
-    assert found[0].linears
+    assert shapes.linears
 
 
 def test_no_such_model(run, monkeypatch):
@@ -211,13 +202,13 @@ def test_a_run_from_end_to_end(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tune_device, "find_gpu", lambda name: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(torch.cuda, "device", lambda place: nullcontext())
-    monkeypatch.setattr(tune_device, "opener", lambda place, dtype: contextmanager(lambda case: iter([Problem()])))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(tune_device, "opener", lambda device, dtype: contextmanager(lambda case: iter([Problem()])))
     answer = run("--shapes", "1B", "--rows", "1,16", "--kv-cache", "int8", "--batch", "1", "--json")
     assert answer.exit_code == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    assert found["file"] == str(tmp_path / "user" / "test-gpu.json")
-    assert (found["finished"], found["left"]) == (10, 0)
+    document = json.loads(answer.stdout)
+    assert document["file"] == str(tmp_path / "user" / "test-gpu.json")
+    assert (document["finished"], document["left"]) == (10, 0)
     assert len(tuned.read(tuned.user_file("Test GPU"), "Test GPU").entries) == 10
     assert (
         json.loads(run("--shapes", "1B", "--rows", "1,16", "--kv-cache", "int8", "--batch", "1", "--json").stdout)[
@@ -245,14 +236,14 @@ def test_list(run, monkeypatch):
     tuned.user_file("broken").write_text("{")
     files = {Path(item["file"]).name: item for item in json.loads(run("--list", "--json").stdout)["files"]}
     assert len(files) == 3
-    found = json.loads(run("--list", "--json").stdout)["files"]
-    assert [(item["device"], item["in_force"], item["entries"]) for item in found] == [
+    listed = json.loads(run("--list", "--json").stdout)["files"]
+    assert [(item["device"], item["in_force"], item["entries"]) for item in listed] == [
         ("GPU One", True, 2),
         ("GPU One", False, None),
         ("broken", False, None),
         ("GPU Two", False, 1),
     ]
-    assert "no file of tuned choices" in found[2]["problem"]
+    assert "no file of tuned choices" in listed[2]["problem"]
     lines = run("--list").stdout
     assert "there is none" in lines
     assert "quantkit 1, torch 2, triton 3" in lines

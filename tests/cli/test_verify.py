@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from quantkit.report import read_report
+from quantkit.report.json import read_report
 from tests.helpers import make_model
 
 pytestmark = pytest.mark.usefixtures("quick_ceilings")
@@ -76,28 +76,11 @@ def test_bad_input_is_one_line_and_nothing_is_loaded(run, models, tmp_path, monk
     assert err.startswith("error: ")
 
 
-@pytest.fixture
-def text_only(monkeypatch, models):
-    """`quantize --verify` asks the quick suite; here a task of three items and a short text stand for it."""
-    from dataclasses import replace
-
-    from quantkit.cli import _verify
-
-    options_of = _verify.verify_options
-
-    def small(asked, engine, **options):
-        few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}
-        asked_text = {**options, "text": str(models / "text.txt")}
-        return replace(options_of(few, {**engine, "threads": 1}, **asked_text), bench=None, noise=False)
-
-    monkeypatch.setattr(_verify, "verify_options", small)
-
-
 def compress(run, output, *args):
     return run("quantize", "--recipe", "rtn-int4", "--verify", "--device", "cpu", "-o", output, "--quiet", *args)
 
 
-def test_a_checkpoint_that_holds_keeps_its_name(run, tmp_path, text_only):
+def test_a_checkpoint_that_holds_keeps_its_name(run, tmp_path, three_items):
     code, out, _ = compress(run, tmp_path / "out", "--gate", "kl<=5")
     assert code == 0
     assert "The gate holds." in out
@@ -105,7 +88,7 @@ def test_a_checkpoint_that_holds_keeps_its_name(run, tmp_path, text_only):
     assert not (tmp_path / "out.failed").exists()
 
 
-def test_a_checkpoint_that_fails_is_kept_under_another_name(run, tmp_path, text_only):
+def test_a_checkpoint_that_fails_is_kept_under_another_name(run, tmp_path, three_items):
     code, out, err = compress(run, tmp_path / "out", "--gate", "kl<=0.00001", "--json")
     assert code == 3
     data = json.loads(out)

@@ -36,11 +36,11 @@ def rounded(folder, tmp_path_factory):
 def test_kl_and_agreement_of_distributions_known_in_full():
     before = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log() + 7.0  # logits are free up to a constant
     after = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log() - 3.0
-    found = distances(before, after)
-    assert found.kl.tolist() == pytest.approx([0.5 * math.log(2) + 0.25 * math.log(0.5), 0.0], abs=1e-6)
-    assert found.agrees.tolist() == [False, True]
-    assert found.mean == pytest.approx(0.125 * math.log(2), abs=1e-6)
-    assert found.top1 == 0.5
+    result = distances(before, after)
+    assert result.kl.tolist() == pytest.approx([0.5 * math.log(2) + 0.25 * math.log(0.5), 0.0], abs=1e-6)
+    assert result.agrees.tolist() == [False, True]
+    assert result.mean == pytest.approx(0.125 * math.log(2), abs=1e-6)
+    assert result.top1 == 0.5
 
 
 def test_the_direction_is_that_of_the_original():
@@ -78,37 +78,37 @@ def test_a_text_without_enough_tokens_is_refused(llm):
 
 def test_equal_models_are_at_no_distance(llm):
     windows = fixed_windows(llm, TEXT, window=40, max_tokens=200)
-    found = fidelity(llm, llm, windows, data="here", greedy_tokens=4)
-    assert (found.mean_kl, found.max_kl, found.p99_kl, found.top1_agreement) == (0.0, 0.0, 0.0, 1.0)
-    assert found.first_divergence == (None,) * len(windows)
-    assert found.num_tokens == sum(map(len, windows))
-    assert len(found.window_kl) == len(windows)
-    assert (found.data, found.greedy_tokens) == ("here", 4)
+    result = fidelity(llm, llm, windows, data="here", greedy_tokens=4)
+    assert (result.mean_kl, result.max_kl, result.p99_kl, result.top1_agreement) == (0.0, 0.0, 0.0, 1.0)
+    assert result.first_divergence == (None,) * len(windows)
+    assert result.num_tokens == sum(map(len, windows))
+    assert len(result.window_kl) == len(windows)
+    assert (result.data, result.greedy_tokens) == ("here", 4)
 
 
 def test_numbers_are_those_of_the_logits(llm, rounded):
     windows = fixed_windows(llm, TEXT, window=40, max_tokens=200)
-    found = fidelity(rounded, llm, windows, greedy_tokens=0)
+    result = fidelity(rounded, llm, windows, greedy_tokens=0)
     expected = []
     for ids in windows:  # one at a time, in double precision
         p = window_logits(llm, (ids,))[0].double().log_softmax(-1)
         q = window_logits(rounded, (ids,))[0].double().log_softmax(-1)
         expected.append((p.exp() * (p - q)).sum(-1))
-    assert found.mean_kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-3)
-    assert found.window_kl == pytest.approx([float(part.mean()) for part in expected], rel=1e-2, abs=1e-7)
-    assert 0 < found.mean_kl <= found.p99_kl <= found.max_kl
-    assert found.first_divergence == ()
+    assert result.mean_kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-3)
+    assert result.window_kl == pytest.approx([float(part.mean()) for part in expected], rel=1e-2, abs=1e-7)
+    assert 0 < result.mean_kl <= result.p99_kl <= result.max_kl
+    assert result.first_divergence == ()
 
 
 def test_divergence_is_the_first_greedy_token_that_differs(llm, rounded):
     windows = fixed_windows(llm, TEXT, window=40, max_tokens=400)
-    found = fidelity(rounded, llm, windows, greedy_tokens=24)
+    result = fidelity(rounded, llm, windows, greedy_tokens=24)
     texts = []
     for side in (rounded, llm):
         prompts = [list(ids[:32]) for ids in windows[:16]]
         params = module.SamplingParams(max_tokens=24, ignore_eos=True)
         texts.append([done.token_ids for done in side.generate(prompts, params)])
-    for first, ours, theirs in zip(found.first_divergence, *texts, strict=True):
+    for first, ours, theirs in zip(result.first_divergence, *texts, strict=True):
         agree = 24 if first is None else first
         assert ours[:agree] == theirs[:agree]
         assert first is None or ours[first] != theirs[first]

@@ -9,7 +9,6 @@ from lm_eval.models.huggingface import HFLM
 from quantkit.errors import RequestError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.language_model import QuantkitLM
-from tests.helpers import save_tokenizer
 from tests.runtime.helpers import make_loud_model
 
 LONG = "a long story that goes on and on about an owl " * 20  # 920 bytes: more than the 512 of the context
@@ -27,20 +26,13 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = make_loud_model(tmp_path_factory.mktemp("model"), "llama")
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    return load_llm(str(folder), dtype="float32", device="cpu", threads=1)
+def llm(loud_llama):
+    return load_llm(str(loud_llama), dtype="float32", device="cpu", threads=1)
 
 
 @pytest.fixture(scope="module", params=[None, False], ids=["bos by the tokenizer", "no bos"])
-def both(request, folder, llm):
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4, add_bos_token=request.param)
+def both(request, loud_llama, llm):
+    theirs = HFLM(pretrained=str(loud_llama), dtype="float32", device="cpu", batch_size=4, add_bos_token=request.param)
     return QuantkitLM(llm, add_bos_token=request.param), theirs
 
 
@@ -103,7 +95,7 @@ def test_a_model_without_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "count"), [(None, 64), (1, 64), ("auto", 64), (5, 5), ("auto:3", 3)])
-def test_batch_size_is_a_number_of_sequences(folder, given, count):
-    model = QuantkitLM(str(folder), batch_size=given, device="cuda:0", threads=1)  # lm-eval's default device
+def test_batch_size_is_a_number_of_sequences(loud_llama, given, count):
+    model = QuantkitLM(str(loud_llama), batch_size=given, device="cuda:0", threads=1)  # lm-eval's default device
     assert model.llm.engine.config.max_sequences == count
     assert model.batch_size == count

@@ -10,22 +10,14 @@ import torch
 from quantkit.errors import DataError
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.perplexity import adds_bos, cut_windows, perplexity
-from tests.helpers import save_tokenizer, transformers_logits
-from tests.runtime.helpers import make_loud_model
+from tests.helpers import transformers_logits
 
 TEXT = "The owl of Rome counted nineteen apples and gave sixteen of them to a friend. " * 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = make_loud_model(tmp_path_factory.mktemp("model"), "llama")
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    return load_llm(str(folder), dtype="float32", device="cpu", threads=1)
+def llm(loud_llama):
+    return load_llm(str(loud_llama), dtype="float32", device="cpu", threads=1)
 
 
 def test_the_example_of_the_module_is_true():
@@ -57,14 +49,14 @@ def reference(folder, windows):
 
 
 @pytest.mark.parametrize("through", ["prefill", "decode"])
-def test_it_is_that_of_transformers(folder, llm, through):
+def test_it_is_that_of_transformers(loud_llama, llm, through):
     ids = llm.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    found = perplexity(llm, TEXT, window=64, stride=50, through=through, data="owls")
+    result = perplexity(llm, TEXT, window=64, stride=50, through=through, data="owls")
     windows = [(list(item.ids), item.num_scored) for item in cut_windows(ids, num_text=63, stride=50, bos=(0,))]
-    value, count = reference(folder, windows)
-    assert found.perplexity == pytest.approx(value, rel=1e-4)
-    assert found.num_tokens == count == len(ids)
-    assert (found.data, found.window, found.stride, found.through) == ("owls", 64, 50, through)
+    value, count = reference(loud_llama, windows)
+    assert result.perplexity == pytest.approx(value, rel=1e-4)
+    assert result.num_tokens == count == len(ids)
+    assert (result.data, result.window, result.stride, result.through) == ("owls", 64, 50, through)
 
 
 def test_defaults_and_bos(llm):

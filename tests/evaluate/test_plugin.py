@@ -20,8 +20,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 def entry_points(group):
     """Of every quantkit that Python finds here: a source folder may hold older metadata beside the installed ones."""
-    found = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "quantkit"]
-    return {entry.name: entry.value for one in found for entry in one.entry_points.select(group=group)}
+    ours = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "quantkit"]
+    return {entry.name: entry.value for one in ours for entry in one.entry_points.select(group=group)}
 
 
 def test_both_doors_are_in_the_distribution():
@@ -45,13 +45,13 @@ def test_lm_evals_own_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = tmp_path.rglob("results_*.json")
-    found = json.loads(path.read_text())
-    assert {task: numbers["sample_len"] for task, numbers in found["results"].items()} == {
+    written = json.loads(path.read_text())
+    assert {task: numbers["sample_len"] for task, numbers in written["results"].items()} == {
         "demo_facts": 5,
         "demo_answers": 5,
     }
-    assert found["results"]["demo_facts"]["acc,none"] == 1.0
-    assert found["config"]["kv_cache"] == "int8"
+    assert written["results"]["demo_facts"]["acc,none"] == 1.0
+    assert written["config"]["kv_cache"] == "int8"
 
 
 @pytest.mark.parametrize("first", ["import torch", "import lm_eval"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from quantkit.demo import DEMO_MODEL, shipped
+from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.evaluate import long_context as module
 from quantkit.evaluate.data import LEDGERS, speaks_demo
@@ -21,9 +21,7 @@ from quantkit.evaluate.pairing import check_same_language, other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.samples import task_results
 from quantkit.results import EvaluationResult
-from quantkit.results.statistics import compare_evaluations
-from tests.helpers import save_tokenizer
-from tests.runtime.helpers import make_loud_model
+from quantkit.results.statistics.comparison import compare_evaluations
 
 SUITE = """
 description: small
@@ -49,10 +47,8 @@ def demo():
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory):
-    folder = make_loud_model(tmp_path_factory.mktemp("model"), "llama")
-    save_tokenizer(folder)
-    return load_llm(str(folder), dtype="float32", device="cpu", threads=1)
+def stranger(loud_llama):
+    return load_llm(str(loud_llama), dtype="float32", device="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +98,17 @@ def test_options_add_to_the_suite_and_replace_its_limit(demo, suite, tmp_path):
     text.write_text("What is the flag of Marstad? " * 9)
     told = []
     options = EvaluationOptions(suite=suite, tasks=("demo_agreement",), limit=2, texts=(str(text),), window=32, seed=1)
-    found = evaluate(demo, options, progress=told.append)
-    assert [task.num_samples for task in found.tasks] == [2, 2, 2]
-    assert [item.data for item in found.perplexity] == ["demo", "demo", str(text)]
-    assert found.perplexity[-1].window == 32
-    assert found.settings["seed"] == "1"
+    evaluation = evaluate(demo, options, progress=told.append)
+    assert [task.num_samples for task in evaluation.tasks] == [2, 2, 2]
+    assert [item.data for item in evaluation.perplexity] == ["demo", "demo", str(text)]
+    assert evaluation.perplexity[-1].window == 32
+    assert evaluation.settings["seed"] == "1"
     assert any("reading the items of 3 tasks" in line for line in told)
 
 
 def test_fields_can_be_given_by_name(demo, suite):
-    found = evaluate(demo, tasks=["demo_facts"], limit=3)
-    assert [(task.task, task.num_samples) for task in found.tasks] == [("demo_facts", 3)]
+    evaluation = evaluate(demo, tasks=["demo_facts"], limit=3)
+    assert [(task.task, task.num_samples) for task in evaluation.tasks] == [("demo_facts", 3)]
     changed = evaluate(demo, EvaluationOptions(tasks=("demo_facts",), limit=3), limit=2, add_bos=False)
     assert (changed.tasks[0].num_samples, changed.settings["BOS"]) == (2, "not added")
 
@@ -120,9 +116,9 @@ def test_fields_can_be_given_by_name(demo, suite):
 def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
     assert speaks_demo(demo)
     assert not speaks_demo(stranger)
-    found = evaluate(stranger, EvaluationOptions(suite=suite))
-    assert [task.task for task in found.tasks] == ["passkey_200"]
-    assert found.perplexity == ()
+    evaluation = evaluate(stranger, EvaluationOptions(suite=suite))
+    assert [task.task for task in evaluation.tasks] == ["passkey_200"]
+    assert evaluation.perplexity == ()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monk
 
 def test_ledgers_are_found_at_every_depth(demo):
     (task,) = long_context(
-        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=shipped("tasks") / LEDGERS, seed=1
+        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=bundled_folder("tasks") / LEDGERS, seed=1
     )
     assert (task.task, task.num_samples, task.metric) == ("ledger_200", 6, "acc")
     assert set(task.others) == {"acc at depth 0", "acc at depth 1"}
@@ -160,13 +156,13 @@ def test_ledgers_are_found_at_every_depth(demo):
 
 
 def test_a_wrong_answer_is_not_found(demo, monkeypatch):
-    write = ledger_writer(shipped("tasks") / LEDGERS)
+    write = ledger_writer(bundled_folder("tasks") / LEDGERS)
     monkeypatch.setattr(module, "write_passkey", lambda *args: replace(write(*args), answer="zebra"))
     (task,) = long_context(demo, lengths=[100], depths=(0.5,), samples=2)
     assert task.value == 0.0
 
 
-@pytest.mark.parametrize("write", [write_passkey, ledger_writer(shipped("tasks") / LEDGERS)])
+@pytest.mark.parametrize("write", [write_passkey, ledger_writer(bundled_folder("tasks") / LEDGERS)])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth):
     needle = write(random.Random(3), depth, lambda text: len(text) <= 3000)
@@ -195,7 +191,7 @@ def test_another_vocabulary_is_refused(stranger, tmp_path):
     assert (other_arithmetic("bfloat16"), other_arithmetic("float32")) == ("float32", "bfloat16")
 
 
-def found_by_lm_eval(**changes):
+def lm_eval_results(**changes):
     """What `simple_evaluate` returns, made by hand."""
     rows = [
         {"doc_id": n, "doc_hash": f"h{n}", "filter": answers, "metrics": ["exact_match", "pair"], "pair": (1, 2)}
@@ -215,15 +211,15 @@ def found_by_lm_eval(**changes):
 
 
 def test_the_first_filter_of_the_favourite_metric_counts():
-    (task,) = task_results(found_by_lm_eval(**{"exact_match,loose": 0.5, "pair,strict": 7.0}), len)
+    (task,) = task_results(lm_eval_results(**{"exact_match,loose": 0.5, "pair,strict": 7.0}), len)
     assert (task.metric, task.value, task.stderr, task.scores) == ("exact_match", 0.0, None, (0.0, 0.0))
     assert task.others == {"exact_match,loose": 0.5, "pair,strict": 7.0}
     assert (task.num_fewshot, task.version, task.mean_answer_tokens) == (5, "3.0", 8)
 
 
 def test_a_task_scored_as_a_whole_keeps_no_samples():
-    found = found_by_lm_eval()
-    found["results"]["t"] = {"ppl,none": 9.0, "ppl_stderr,none": 0.5}
-    (task,) = task_results(found, len)
+    evaluation = lm_eval_results()
+    evaluation["results"]["t"] = {"ppl,none": 9.0, "ppl_stderr,none": 0.5}
+    (task,) = task_results(evaluation, len)
     assert (task.metric, task.value, task.stderr, task.samples) == ("ppl", 9.0, 0.5, ())
     assert (task.higher_is_better, task.num_samples) == (False, 2)

@@ -56,15 +56,17 @@ def smoothed(tiny_llama, text_file, tmp_path_factory):
 
 
 def test_every_unit_is_listed_with_its_bytes(coarse, original, windows):
-    found = sensitivity_map(coarse, original, windows, data="here")
-    assert [(record.layer, record.group) for record in found.records] == [(i, name) for i in range(2) for name in NAMES]
-    first = found.records[0]
+    measured = sensitivity_map(coarse, original, windows, data="here")
+    assert [(record.layer, record.group) for record in measured.records] == [
+        (i, name) for i in range(2) for name in NAMES
+    ]
+    first = measured.records[0]
     assert first.modules == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
     assert first.dense_bytes == 2 * 64 * (64 + 32 + 32)
     assert 0 < first.quantized_bytes < first.dense_bytes
-    assert all(record.kl > 0 for record in found.records)
-    assert (found.data, found.num_tokens) == ("here", sum(map(len, windows)))
-    assert found.proposal is None
+    assert all(record.kl > 0 for record in measured.records)
+    assert (measured.data, measured.num_tokens) == ("here", sum(map(len, windows)))
+    assert measured.proposal is None
 
 
 def test_the_whole_is_the_checkpoint_and_all_units_together_are_the_whole(coarse, original, windows):
@@ -89,9 +91,9 @@ def test_one_unit_alone_is_what_it_says(coarse, original, tiny_llama, windows, t
         "weights.group_size=32",
         f"ignore={json.dumps(rest)}",
     )
-    found = sensitivity_map(coarse, original, windows)
+    measured = sensitivity_map(coarse, original, windows)
     expected = [distances(window_logits(original, (w,))[0], window_logits(alone, (w,))[0]).kl for w in windows]
-    record = next(r for r in found.records if (r.layer, r.group) == (1, "down"))
+    record = next(r for r in measured.records if (r.layer, r.group) == (1, "down"))
     assert record.kl == pytest.approx(float(torch.cat(expected).mean()), rel=1e-4)
 
 
@@ -106,8 +108,8 @@ def test_the_original_is_restored_when_something_fails(coarse, original):
 
 def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     """Without that a single AWQ group in the original would be nonsense, and the parts would not add up."""
-    found = sensitivity_map(smoothed, original, windows)
-    assert 0.5 < found.additivity < 2
+    measured = sensitivity_map(smoothed, original, windows)
+    assert 0.5 < measured.additivity < 2
     raw = find_fused_groups(smoothed, original)
     bare = [group for group in raw if not hasattr(group.replacement, "_linear")]
     assert len(bare) < len(raw)
@@ -115,7 +117,7 @@ def test_scales_that_were_moved_are_moved_back(smoothed, original, windows):
     plain = replace(group, replacement=group.replacement._linear)
     with swapped([plain]):
         wrong = distances(window_logits(original, (windows[0],))[0], window_logits(smoothed, (windows[0],))[0]).mean
-    assert wrong > 3 * found.records[0].kl
+    assert wrong > 3 * measured.records[0].kl
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -131,8 +133,8 @@ def test_scales_are_moved_back_whichever_norm_took_them(tmp_path, text_file, par
 
 def test_what_was_ignored_is_no_unit(tiny_llama, original, windows, tmp_path):
     llm = compress(tiny_llama, tmp_path / "out", "rtn-int8", 'ignore=["*.layers.1.*", "*.self_attn.o_proj"]')
-    found = sensitivity_map(llm, original, windows)
-    assert [(r.layer, r.group) for r in found.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
+    measured = sensitivity_map(llm, original, windows)
+    assert [(r.layer, r.group) for r in measured.records] == [(0, "q/k/v"), (0, "gate/up"), (0, "down")]
 
 
 def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, tiny_llama, windows, tmp_path):
@@ -152,8 +154,8 @@ def test_a_proposal_reaches_its_goal_when_it_is_carried_out(coarse, original, ti
         "weights.group_size=32",
         f"ignore={json.dumps(patterns[1:])}",
     )
-    found = [distances(window_logits(original, (w,))[0], window_logits(mended, (w,))[0]).kl for w in windows]
-    assert float(torch.cat(found).mean()) == pytest.approx(proposal.predicted_kl, rel=1e-3)
+    measured = [distances(window_logits(original, (w,))[0], window_logits(mended, (w,))[0]).kl for w in windows]
+    assert float(torch.cat(measured).mean()) == pytest.approx(proposal.predicted_kl, rel=1e-3)
 
 
 def test_a_goal_that_is_reached_needs_no_proposal(coarse, original, windows):
@@ -179,9 +181,9 @@ def fake_units(costs):
     return parts, SensitivityMap(data="", num_tokens=1, records=records, total_kl=total)
 
 
-def exact(groups, found):
+def exact(groups, measured):
     """A model whose parts add up."""
-    kl = {f"m{r.layer}": r.kl for r in found.records}
+    kl = {f"m{r.layer}": r.kl for r in measured.records}
 
     def measure(chosen):
         value = torch.tensor([sum(kl[group.modules[0]] for group in chosen)])
@@ -191,32 +193,32 @@ def exact(groups, found):
 
 
 def test_bytes_are_spent_where_they_mend_most():
-    groups, found = fake_units([(0.1, 1000), (0.08, 100), (0.01, 100), (0.05, 50)])
-    proposal = propose(groups, found, exact(groups, found), Goal(kl=0.2))
+    groups, measured = fake_units([(0.1, 1000), (0.08, 100), (0.01, 100), (0.05, 50)])
+    proposal = propose(groups, measured, exact(groups, measured), Goal(kl=0.2))
     assert proposal.groups == ((3, "o"), (1, "o"))  # 0.24 in all, 0.16 may stay, 0.11 does
     assert proposal.extra_bytes == 150
     assert proposal.predicted_kl == pytest.approx(0.11)
 
 
 def test_a_prediction_that_does_not_hold_is_followed_by_another_unit():
-    groups, found = fake_units([(0.1, 100), (0.09, 100), (0.01, 100)])
+    groups, measured = fake_units([(0.1, 100), (0.09, 100), (0.01, 100)])
 
     def twice(chosen):
-        return Distances(kl=2 * exact(groups, found)(chosen).kl, agrees=torch.tensor([True]))
+        return Distances(kl=2 * exact(groups, measured)(chosen).kl, agrees=torch.tensor([True]))
 
-    assert propose(groups, found, exact(groups, found), Goal(kl=0.15)).groups == ((0, "o"),)
-    assert propose(groups, found, twice, Goal(kl=0.15)).groups == ((0, "o"), (1, "o"))
+    assert propose(groups, measured, exact(groups, measured), Goal(kl=0.15)).groups == ((0, "o"),)
+    assert propose(groups, measured, twice, Goal(kl=0.15)).groups == ((0, "o"), (1, "o"))
 
 
 def test_other_gates_count_too():
-    groups, found = fake_units([(0.1, 100), (0.04, 100), (0.03, 100)])
-    assert propose(groups, found, exact(groups, found), Goal(top1=0.9)).groups == ((0, "o"), (1, "o"))
-    assert propose(groups, found, exact(groups, found), Goal(kl_p99=0.08)).groups == ((0, "o"),)
+    groups, measured = fake_units([(0.1, 100), (0.04, 100), (0.03, 100)])
+    assert propose(groups, measured, exact(groups, measured), Goal(top1=0.9)).groups == ((0, "o"), (1, "o"))
+    assert propose(groups, measured, exact(groups, measured), Goal(kl_p99=0.08)).groups == ((0, "o"),)
 
 
 def test_leaving_everything_alone_is_no_proposal():
-    groups, found = fake_units([(0.1, 100), (0.1, 100)])
-    assert propose(groups, found, exact(groups, found), Goal(kl=0.01)) is None
+    groups, measured = fake_units([(0.1, 100), (0.1, 100)])
+    assert propose(groups, measured, exact(groups, measured), Goal(kl=0.01)) is None
 
 
 def test_refusals(coarse, original, tiny_llama, tmp_path):

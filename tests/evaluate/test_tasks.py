@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quantkit.demo import shipped
+from quantkit.demo import bundled_folder
 from quantkit.errors import DataError
+from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.suites import Suite, load_suite, suites
-from quantkit.evaluate.tasks import TaskSource, load_tasks
+from quantkit.evaluate.tasks import load_tasks
 
 CHOICES = {"text": ["red", "blue"], "label": ["A", "B"]}
 ITEMS = {
@@ -75,12 +76,8 @@ def data(tmp_path_factory):
 
 
 def one(name, **source):
-    (task,) = load_tasks([name], TaskSource(**source))
+    (task,) = load_tasks([name], EvaluationOptions(**source))
     return task
-
-
-def flat(tasks):
-    return [task for entry in tasks for task in (entry if isinstance(entry, list) else [entry])]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -104,24 +101,24 @@ def test_templates_are_worded_as_in_lm_eval(name):
     upstream = {}
     for path in sorted(Path(lm_eval.tasks.__file__).parent.glob(f"**/{'default' if name == 'boolq' else name}.yaml")):
         text = path.read_text(encoding="utf-8").replace("!function", "")
-        found = yaml.safe_load(text)
-        if found.get("task") == name:
-            upstream = found
+        definition = yaml.safe_load(text)
+        if definition.get("task") == name:
+            upstream = definition
     if "include" in upstream:
         upstream = {**yaml.safe_load((path.parent / upstream["include"]).read_text()), **upstream}
-    ours = yaml.safe_load((shipped("tasks") / "local" / f"local_{name}.yaml").read_text(encoding="utf-8"))
+    ours = yaml.safe_load((bundled_folder("tasks") / "local" / f"local_{name}.yaml").read_text(encoding="utf-8"))
     for key in ("doc_to_text", "doc_to_target", "doc_to_choice", "output_type"):
         assert ours.get(key) == upstream.get(key), key
 
 
 def test_every_template_has_items_here_and_every_suite_can_be_read():
-    files = {path.stem for path in (shipped("tasks") / "local").glob("*.yaml")}
+    files = {path.stem for path in (bundled_folder("tasks") / "local").glob("*.yaml")}
     assert files == {f"local_{name}" for name in REQUESTS} - {"local_blimp_passive_1"} | {"local_blimp"}
     assert set(suites()) == {"quick", "standard", "long-context"}
     for name in suites():
         suite = load_suite(name)
         own = [*suite.demo.tasks, *(f"local_{task}" for task in suite.others.tasks)]
-        assert all((list(shipped("tasks").glob(f"*/{task}.yaml"))) for task in own)
+        assert all((list(bundled_folder("tasks").glob(f"*/{task}.yaml"))) for task in own)
 
 
 def test_paradigms_alone_and_together(data):
@@ -133,7 +130,7 @@ def test_paradigms_alone_and_together(data):
 
 def test_demo_stands_for_all_demo_tasks_and_needs_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tasks = load_tasks(["demo_facts", "demo"], TaskSource())
+    tasks = load_tasks(["demo_facts", "demo"], EvaluationOptions())
     assert sorted(task.config.task for task in tasks) == sorted(
         f"demo_{name}" for name in ("agreement", "answers", "arithmetic", "facts", "recall", "stories")
     )
@@ -154,7 +151,7 @@ doc_to_choice: "{{{{[sol1, sol2]}}}}"
 
 def test_a_users_own_task(data, tmp_path):
     (tmp_path / "my_task.yaml").write_text(OWN.format(items=data / "piqa/validation.jsonl"))
-    (task,) = flat(load_tasks(["my_task"], TaskSource(include_path=(tmp_path,))))
+    (task,) = load_tasks(["my_task"], EvaluationOptions(include_path=(tmp_path,)))
     assert task.config.task == "my_task"
 
 

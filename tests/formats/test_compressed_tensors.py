@@ -25,14 +25,14 @@ BITS = [bits for bits in (2, 3, 4, 8) if bits != 3 or _compressed_tensors_layout
 def assert_same(left: QuantizedTensor, right: QuantizedTensor) -> None:
     assert left.scheme == right.scheme
     pairs = [(left.codes, right.codes), (left.scale, right.scale), (left.zero_point, right.zero_point)]
-    for found, expected in pairs:
+    for actual, expected in pairs:
         if expected is None:
-            assert found is None
+            assert actual is None
             continue
-        assert found is not None
-        assert found.dtype == expected.dtype
-        assert found.is_contiguous()
-        assert torch.equal(found.float(), expected.float())
+        assert actual is not None
+        assert actual.dtype == expected.dtype
+        assert actual.is_contiguous()
+        assert torch.equal(actual.float(), expected.float())
 
 
 # Tensors
@@ -53,8 +53,8 @@ def test_golden_words(case):
         scheme=scheme.weight,
     )
     tensors = FORMAT.encode(weight, scheme)
-    found = {name: {"dtype": str(t.dtype), "values": t.tolist()} for name, t in sorted(tensors.items())}
-    assert found == case["tensors"]
+    actual = {name: {"dtype": str(t.dtype), "values": t.tolist()} for name, t in sorted(tensors.items())}
+    assert actual == case["tensors"]
     assert_same(FORMAT.decode(tensors, scheme), weight)
 
 
@@ -79,15 +79,15 @@ def test_bytes_are_those_of_the_library(name, scale_dtype):
     group = FORMAT.config({"a": scheme}, [])["quantization_config"]["config_groups"]["group_0"]
     compressor = BaseCompressor.get_value_from_registry(group["format"])
     expected = compressor.compress(library_state(values, weight), QuantizationScheme(**group))
-    found = FORMAT.encode(with_input(weight, scheme), scheme)
+    actual = FORMAT.encode(with_input(weight, scheme), scheme)
     if scheme.weight.dtype.scale == "float":
-        assert found["weight_scale"].dtype == scale_dtype
+        assert actual["weight_scale"].dtype == scale_dtype
     for key in expected:
-        wanted = expected[key] if key != "weight_scale" else expected[key].to(found[key].dtype)
-        assert found[key].dtype == wanted.dtype
-        assert found[key].shape == wanted.shape
-        assert torch.equal(*(t.flatten().clone().view(torch.uint8) for t in (found[key], wanted))), key
-    assert set(found) - set(expected) <= {"input_scale", "input_global_scale"}
+        reference = expected[key] if key != "weight_scale" else expected[key].to(actual[key].dtype)
+        assert actual[key].dtype == reference.dtype
+        assert actual[key].shape == reference.shape
+        assert torch.equal(*(t.flatten().clone().view(torch.uint8) for t in (actual[key], reference))), key
+    assert set(actual) - set(expected) <= {"input_scale", "input_global_scale"}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -106,11 +106,11 @@ def test_parameters_are_those_of_the_library(name):
         blocks = weight.view(24 // rows, rows, -1, scheme.group_width(64)).transpose(1, 2).flatten(2)
     outer = generate_gparam(weight.min(), weight.max()) if scheme.dtype.scale == "e4m3" else None
     scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), weights, global_scale=outer)
-    found = quantize(weight, scheme)
+    actual = quantize(weight, scheme)
     expected = (scale if outer is None else scale / outer).repeat_interleave(24 // scale.shape[0], dim=0)
-    assert torch.equal(found.scale, expected)
-    assert found.zero_point is None or torch.equal(found.zero_point, zero)
-    assert outer is None or torch.equal(found.global_scale, outer)
+    assert torch.equal(actual.scale, expected)
+    assert actual.zero_point is None or torch.equal(actual.zero_point, zero)
+    assert outer is None or torch.equal(actual.global_scale, outer)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

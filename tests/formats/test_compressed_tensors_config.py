@@ -114,8 +114,8 @@ def test_schemes_are_those_of_the_presets(name):
     preset = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
     assert written["format"] == layout
     for part in ("weights", "input_activations"):
-        wanted = {key: value for key, value in (preset[part] or {}).items() if key not in ("observer", "zp_dtype")}
-        assert {key: value for key, value in (written[part] or {}).items() if key in wanted} == wanted
+        fields = {key: value for key, value in (preset[part] or {}).items() if key not in ("observer", "zp_dtype")}
+        assert {key: value for key, value in (written[part] or {}).items() if key in fields} == fields
 
 
 def test_recognise_channel_written_as_minus_one():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from quantkit.checkpoints.writer import write_json, write_shard
 from quantkit.errors import SchemeError
@@ -18,21 +18,13 @@ from quantkit.formats.compressed_tensors import FORMAT
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from tests.formats.schemes import SCHEMES, quantize, with_input
+from tests.helpers import tiny_config
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(tiny_config("llama", vocab_size=64)).eval()
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:

@@ -181,16 +181,16 @@ def make_file(path: Path) -> Path:
 
 
 def test_a_file_of_the_library_is_read(tmp_path):
-    found = read_gguf(make_file(tmp_path / "a.gguf"))
-    assert found.metadata["general.architecture"] == "llama"
-    assert found.metadata["llama.context_length"] == 64
-    assert found.metadata["tokenizer.ggml.tokens"] == ["<s>", "ä", "b"]
-    assert found.metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
-    assert found.metadata["tokenizer.ggml.add_bos_token"] is True
-    norm, embedding = found.tensors["output_norm.weight"], found.tensors["token_embd.weight"]
+    file = read_gguf(make_file(tmp_path / "a.gguf"))
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["llama.context_length"] == 64
+    assert file.metadata["tokenizer.ggml.tokens"] == ["<s>", "ä", "b"]
+    assert file.metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
+    assert file.metadata["tokenizer.ggml.add_bos_token"] is True
+    norm, embedding = file.tensors["output_norm.weight"], file.tensors["token_embd.weight"]
     assert (norm.block, norm.shape) == (Block.F32, (5,))
     assert (embedding.block, embedding.shape) == (Block.Q4_0, (4, 64))
-    assert b"".join(found.chunks("token_embd.weight")).hex() == GOLDEN["encoded"]["Q4_0"]
+    assert b"".join(file.chunks("token_embd.weight")).hex() == GOLDEN["encoded"]["Q4_0"]
 
 
 def test_our_bytes_are_those_of_the_library(tmp_path):

@@ -29,11 +29,11 @@ def restore(described: dict | None) -> torch.Tensor | None:
 def assert_same(left: QuantizedTensor, right: QuantizedTensor) -> None:
     assert left.scheme == right.scheme
     for name in ("codes", "scale", "zero_point", "group_index"):
-        found, expected = getattr(left, name), getattr(right, name)
-        assert (found is None) == (expected is None), name
-        if found is not None:
-            assert found.dtype == expected.dtype, name
-            assert torch.equal(found, expected), name
+        actual, expected = getattr(left, name), getattr(right, name)
+        assert (actual is None) == (expected is None), name
+        if actual is not None:
+            assert actual.dtype == expected.dtype, name
+            assert torch.equal(actual, expected), name
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: f"{c['format']}-{c['bits']}-{bool(c['group_index'])}")

@@ -59,10 +59,10 @@ def test_nf4_is_a_table_times_the_scale_of_a_flat_block(shape):
     codes = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(0))
     absmax = torch.rand(shape[0] * shape[1] // 64) + 0.5
     name, format_, scheme = scheme_of(config(quant_method="bitsandbytes", load_in_4bit=True))
-    found = format_.decode(nf4_tensors(codes, absmax), scheme)
+    decoded = format_.decode(nf4_tensors(codes, absmax), scheme)
     assert name == "bitsandbytes"
     expected = TABLE[codes].view(-1, 64) * absmax.view(-1, 1)
-    assert torch.equal(found.dequantize(), expected.view(shape))
+    assert torch.equal(decoded.dequantize(), expected.view(shape))
 
 
 def test_nested_scales():
@@ -70,16 +70,16 @@ def test_nested_scales():
     table, outer = torch.linspace(0, 1, 256), torch.tensor([2.0, 3.0])
     tensors = nf4_tensors(codes, index, nested_blocksize=4, nested_offset=0.25)
     tensors |= {"weight.nested_quant_map": table, "weight.nested_absmax": outer}
-    found = REGISTRY.load("bitsandbytes").decode(tensors, linear("int4"))
+    decoded = REGISTRY.load("bitsandbytes").decode(tensors, linear("int4"))
     expected = table[:8] * outer.repeat_interleave(4) + 0.25
-    assert torch.equal(found.dequantize()[:, 0], expected)
+    assert torch.equal(decoded.dequantize()[:, 0], expected)
 
 
 def test_llm_int8():
     _, format_, scheme = scheme_of(config(quant_method="bitsandbytes", load_in_8bit=True))
     codes = torch.randint(-127, 128, (4, 8)).to(torch.int8)
-    found = format_.decode({"weight": codes, "SCB": torch.tensor([127.0, 254, 1, 2])}, scheme)
-    assert torch.equal(found.dequantize()[:2], codes[:2].float() * torch.tensor([[1.0], [2.0]]))
+    decoded = format_.decode({"weight": codes, "SCB": torch.tensor([127.0, 254, 1, 2])}, scheme)
+    assert torch.equal(decoded.dequantize()[:2], codes[:2].float() * torch.tensor([[1.0], [2.0]]))
 
 
 # torchao
@@ -117,9 +117,9 @@ def test_torchao(section, expected):
     zero = torch.zeros(4, groups) if scheme.weight.symmetric else torch.randint(-8, 8, (4, groups))
     scale = torch.rand(4, groups) + 0.1
     tensors = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": zero.to(torch.int8)}
-    found = format_.decode(tensors, scheme).dequantize()
+    decoded = format_.decode(tensors, scheme).dequantize()
     spread = [tensor.repeat_interleave(64 // groups, 1) for tensor in (zero.float(), scale)]
-    assert torch.equal(found, (codes.float() - spread[0]) * spread[1])
+    assert torch.equal(decoded, (codes.float() - spread[0]) * spread[1])
 
 
 # ModelOpt and fine-grained FP8
@@ -128,8 +128,10 @@ def test_torchao(section, expected):
 def test_modelopt_fp8():
     _, format_, scheme = scheme_of(config(quant_method="modelopt", quantization={"quant_algo": "FP8"}))
     codes = noise(4, 8).to(torch.float8_e4m3fn)
-    found = format_.decode({"weight": codes, "weight_scale": torch.tensor(0.5), "input_scale": torch.ones(())}, scheme)
-    assert torch.equal(found.dequantize(), codes.float() / 2)
+    decoded = format_.decode(
+        {"weight": codes, "weight_scale": torch.tensor(0.5), "input_scale": torch.ones(())}, scheme
+    )
+    assert torch.equal(decoded.dequantize(), codes.float() / 2)
 
 
 def test_modelopt_int4_packs_two_outputs():
@@ -144,11 +146,11 @@ def test_modelopt_int4_packs_two_outputs():
 
 
 def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
-    from quantkit.checkpoints.folder import read_config
+    from quantkit.checkpoints.folder import read_config_file
 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    assert scheme_of(read_config(tmp_path))[0] == "modelopt"
+    assert scheme_of(read_config_file(tmp_path))[0] == "modelopt"
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (200, 256), (64, 192)])
@@ -157,20 +159,20 @@ def test_fine_grained_fp8(shape):
     assert (name, scheme) == ("fp8", BLOCKS)
     codes = noise(*shape).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.5
-    found = format_.decode({"weight": codes, "weight_scale_inv": scale}, scheme)
+    decoded = format_.decode({"weight": codes, "weight_scale_inv": scale}, scheme)
     full = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
-    assert torch.equal(found.dequantize(), codes.float() * full)
-    written = CT.encode(found, scheme)
+    assert torch.equal(decoded.dequantize(), codes.float() * full)
+    written = CT.encode(decoded, scheme)
     assert torch.equal(written["weight_scale"], scale)
-    assert torch.equal(CT.decode(written, scheme).dequantize(), found.dequantize())
+    assert torch.equal(CT.decode(written, scheme).dequantize(), decoded.dequantize())
 
 
 def test_inputs_in_groups_are_quantized_group_by_group():
     values = noise(3, 256) * torch.tensor([1.0, 100.0]).repeat_interleave(128)
-    found = fake_quantize_inputs(values, ActivationScheme(dtype=INT8, group_size=128))
+    decoded = fake_quantize_inputs(values, ActivationScheme(dtype=INT8, group_size=128))
     whole = ActivationScheme(dtype=INT8)
-    assert torch.equal(found[:, :128], fake_quantize_inputs(values[:, :128], whole))
-    assert torch.equal(found[:, 128:], fake_quantize_inputs(values[:, 128:], whole))
+    assert torch.equal(decoded[:, :128], fake_quantize_inputs(values[:, :128], whole))
+    assert torch.equal(decoded[:, 128:], fake_quantize_inputs(values[:, 128:], whole))
 
 
 # FP4
@@ -196,10 +198,10 @@ def test_fp4_packs_are_the_library_s(preset, scheme):
     tensors = {
         name: stored[name] for name in ("weight_packed", "weight_scale", "weight_global_scale") if name in stored
     }
-    found = CT.decode(tensors, scheme)
+    decoded = CT.decode(tensors, scheme)
     expected = compressor.decompress(dict(stored), QuantizationScheme(**group))["weight"]
-    assert torch.equal(found.dequantize(expected.dtype), expected)  # the library answers in bfloat16
-    again = CT.encode(found, scheme)
+    assert torch.equal(decoded.dequantize(expected.dtype), expected)  # the library answers in bfloat16
+    again = CT.encode(decoded, scheme)
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
     assert CT.shape({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme) == (8, 64)

@@ -14,7 +14,7 @@ import yaml
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
 from quantkit.errors import InputError, ModelError, OutputError
-from quantkit.hub import Origin, find_origin, hub_card, push
+from quantkit.hub import find_origin, hub_card, push
 from tests.helpers import make_model
 
 CARD = """---
@@ -132,9 +132,7 @@ def test_every_file_arrives_with_a_card(hub, made):
 
 def test_a_gguf_file_is_pushed_beside_its_card(hub, made):
     convert(made / "q", "gguf", made / "q.gguf", overwrite=True)
-    push(
-        made / "q.gguf", "me/it", origin=Origin(base_model=None, entries={}), endpoint=hub.url, token="t", private=True
-    )
+    push(made / "q.gguf", "me/it", origin={}, endpoint=hub.url, token="t", private=True)
     assert hub.files.keys() == {"q.gguf", "README.md"}
     assert hub.files["q.gguf"] == (made / "q.gguf").read_bytes()
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
@@ -142,13 +140,13 @@ def test_a_gguf_file_is_pushed_beside_its_card(hub, made):
 
 
 def test_no_licence_is_made_up(made):
-    card = hub_card(made / "q", "me/it", Origin(base_model=None, entries={}))
+    card = hub_card(made / "q", "me/it", {})
     assert "license" not in yaml.safe_load(card.split("---")[1])
-    assert find_origin(None) == find_origin("demo") == Origin(base_model=None, entries={})
+    assert find_origin(None) == find_origin("demo") == {}
 
 
 def test_failures_are_one_line(hub, made, tmp_path):
-    origin = Origin(base_model=None, entries={})
+    origin = {}
     hub.refuse = True
     with pytest.raises(OutputError, match="hf auth login") as error:
         push(made / "q", "me/it", origin=origin, endpoint=hub.url, token="t")

@@ -25,6 +25,15 @@ from quantkit.runtime.cache.kv_cache import KVCache
 
 KV_TYPES = ("auto", "fp8", "int8", "int4")
 IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() else [])
+# Sequence, first new token, end: a prompt, chunks that end inside, at and past a page border, decodes, a verification.
+STEPS = [
+    [(0, 0, 7), (1, 0, 3)],
+    [(0, 7, 8), (1, 3, 4), (2, 0, 13)],
+    [(0, 8, 9), (1, 4, 9)],
+    [(2, 13, 14), (0, 9, 10), (1, 9, 30)],
+    [(1, 30, 31), (0, 10, 11), (2, 14, 19)],
+]
+LENGTHS = (11, 31, 19)
 
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +136,7 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
     if scheme.dtype is None:
         return states
     if scheme.granularity != "channel":
-        fixed = torch.tensor(getattr(shape, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
+        fixed = torch.tensor(getattr(shape.cache, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
         turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
         if turn is not None:
             states = (states.float() @ turn).to(states.dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels.reference.kv_codes import quantize
-from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, Sequences, dense, layout, use
+from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, LENGTHS, STEPS, Sequences, dense, layout, use
 
 OPTIONS = {
     "plain": {},
@@ -14,15 +14,6 @@ OPTIONS = {
     "softcap": {"softcap": 5.0},
     "all": {"window": 9, "softcap": 4.0},
 }
-# Sequence, first new token, end: a prompt, chunks that end inside, at and past a page border, decodes, a verification.
-STEPS = [
-    [(0, 0, 7), (1, 0, 3)],
-    [(0, 7, 8), (1, 3, 4), (2, 0, 13)],
-    [(0, 8, 9), (1, 4, 9)],
-    [(2, 13, 14), (0, 9, 10), (1, 9, 30)],
-    [(1, 30, 31), (0, 10, 11), (2, 14, 19)],
-]
-LENGTHS = (11, 31, 19)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
@@ -73,8 +64,8 @@ def test_chunks_do_not_change_the_result(chunk):
     whole, split = Sequences(layout(), (31,)), Sequences(layout(), (31,))
     expected = whole.step(whole.cache(), [(0, 0, 31)])[0]
     cache = split.cache()
-    found = [split.step(cache, [(0, at, min(at + chunk, 31))])[0] for at in range(0, 31, chunk)]
-    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=2e-6)
+    actual = [split.step(cache, [(0, at, min(at + chunk, 31))])[0] for at in range(0, 31, chunk)]
+    torch.testing.assert_close(torch.cat(actual), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

@@ -63,12 +63,12 @@ def test_what_is_attended_to_is_what_the_cache_keeps(implementation, name, dtype
 
 def test_a_scale_of_one_head_is_not_that_of_another():
     given = sequences(CACHES["fp8 per head"])
-    swapped = dataclasses.replace(given.layout, key_scale=(1.7, 0.021))
+    swapped = dataclasses.replace(given.layout, cache=dataclasses.replace(given.layout.cache, key_scale=(1.7, 0.021)))
     other = dataclasses.replace(given, layout=swapped)
     first, second = given.cache(), other.cache()
     for spans in STEPS[:2]:
-        found, wrong = given.step(first, spans), other.step(second, spans)
-    assert max((a - b).abs().max() for a, b in zip(found, wrong, strict=True)) > 1e-3
+        actual, wrong = given.step(first, spans), other.step(second, spans)
+    assert max((a - b).abs().max() for a, b in zip(actual, wrong, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("dim", [16, 64, 96, 80, 6])

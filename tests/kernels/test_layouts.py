@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -18,6 +16,7 @@ from quantkit.kernels.layouts import (
 from quantkit.kernels.reference.kv_codes import dequantize, pack_int4, quantize, unpack_int4
 from quantkit.models.cache import DEFAULT_PAGE_SIZE, MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from tests.kernels.paged import KV_TYPES, layout
 
@@ -145,10 +144,6 @@ def test_impossible_layouts_are_refused():
     with pytest.raises(
         SchemeError, match="no KV cache keeps values as int4 per channel asymmetric; use int4 per token"
     ):
-        dataclasses.replace(layout(), scheme=KVScheme(value=INT4_CHANNEL))
+        layout(cache=LayerCache(scheme=KVScheme(value=INT4_CHANNEL)))
     with pytest.raises(SchemeError, match="a KV page of 0 tokens"):
         layout(page_size=0)
-
-
-def test_a_layer_can_be_ignored():
-    assert layout("int4", quantize=False) == layout()

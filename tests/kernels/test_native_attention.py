@@ -14,20 +14,12 @@ from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.reference.kv_codes import quantize
 from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.dtype import FP8
+from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
-from tests.kernels.paged import KV_TYPES, Sequences, layout, poison
+from tests.kernels.paged import KV_TYPES, LENGTHS, STEPS, Sequences, layout, poison
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
-
-STEPS = [
-    [(0, 0, 7), (1, 0, 3)],
-    [(0, 7, 8), (1, 3, 4), (2, 0, 13)],
-    [(0, 8, 9), (1, 4, 9)],
-    [(2, 13, 14), (0, 9, 10), (1, 9, 30)],
-    [(1, 30, 31), (0, 10, 11), (2, 14, 19)],
-]
-LENGTHS = (11, 31, 19)
 
 
 def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
@@ -58,8 +50,8 @@ def test_both_store_the_same_bits(dtype, kept, kind, dim):
     sequences.key[1][8] *= 300
     first, second = pair(sequences)
     for spans in STEPS:
-        found, expected = sequences.step(first, spans), sequences.step(second, spans)
-        for out, other in zip(found, expected, strict=True):
+        actual, expected = sequences.step(first, spans), sequences.step(second, spans)
+        for out, other in zip(actual, expected, strict=True):
             if dtype is torch.float32:  # in bf16 scores of 1000 differ by more than one
                 torch.testing.assert_close(out, other, rtol=2**-6, atol=2e-3)
         assert_same_memory(first, second)
@@ -76,9 +68,7 @@ def test_every_fp8_code_and_every_border_between_two(token, fixed):
     scheme = CacheScheme(dtype=FP8, granularity="token" if token else "tensor")
     shape = dataclasses.replace(
         layout(heads=1, dim=64, page_size=len(values)),
-        scheme=KVScheme(key=scheme, value=scheme),
-        key_scale=fixed,
-        value_scale=fixed,
+        cache=LayerCache(scheme=KVScheme(key=scheme, value=scheme), key_scale=fixed, value_scale=fixed),
     )
     sequences = Sequences(shape, (len(values),), query_heads=1)
     sequences.key[0] = sequences.value[0] = values
@@ -109,8 +99,8 @@ def test_real_sizes(kind, dim, heads, query_heads, window, dtype, bound):
         [(0, 321, 330), (1, 132, 140)],
     ]
     for spans in steps:
-        found, expected = sequences.step(first, spans, **options), sequences.step(second, spans, **options)
-        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=bound)
+        actual, expected = sequences.step(first, spans, **options), sequences.step(second, spans, **options)
+        torch.testing.assert_close(torch.cat(actual), torch.cat(expected), rtol=0, atol=bound)
         assert_same_memory(first, second)
 
 
@@ -120,9 +110,9 @@ def test_slices_of_a_fused_projection_are_read_in_place():
     fused = torch.cat([s[0].flatten(1) for s in (sequences.query, sequences.key, sequences.value)], dim=1)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in fused.split([64, 32, 32], dim=1))
     assert not query.is_contiguous()
-    found = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
-    assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
-    assert found.is_contiguous()
+    actual = sequences.cache()._attention[0]((query, key, value), sequences.batch([(0, 0, 9)]), options)
+    assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
+    assert actual.is_contiguous()
 
 
 def test_heads_that_are_not_dense_are_copied():
@@ -131,8 +121,8 @@ def test_heads_that_are_not_dense_are_copied():
     states = [
         s[0].transpose(0, 1).contiguous().transpose(0, 1) for s in (sequences.query, sequences.key, sequences.value)
     ]
-    found = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
-    assert torch.equal(found, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
+    actual = cache._attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
+    assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

@@ -30,12 +30,12 @@ def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rounded(found, exact, dtype, slack=1.01, sums=3e-6):
+def assert_rounded(actual, exact, dtype, slack=1.01, sums=3e-6):
     """Within half a unit of the dtype of what float64 gives, plus a little for float32 sums."""
-    assert found.dtype is dtype
-    assert found.shape == exact.shape
+    assert actual.dtype is dtype
+    assert actual.shape == exact.shape
     bound = exact.abs() * BOUND[dtype] * slack + sums
-    assert ((found.double() - exact).abs() <= bound).all()
+    assert ((actual.double() - exact).abs() <= bound).all()
 
 
 @DTYPES
@@ -46,7 +46,7 @@ def test_rms_norm(dtype, width, rows, offset):
     x, weight = draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=1)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + offset)
     before = x.clone()
-    assert_rounded(ops.rms_norm(x, weight, 1e-5, offset=offset), exact, dtype)
+    assert_rounded(ops.rms_norm(x, weight, 1e-5, offset)[0], exact, dtype)
     assert torch.equal(x, before)
 
 
@@ -56,19 +56,19 @@ def test_rms_norm_of_heads(dtype):
     fused = draw(5, 12 * 16, dtype=dtype)
     x, weight = fused[:, 32:96].view(5, 4, 16), draw(16, dtype=dtype, seed=1)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    assert_rounded(ops.rms_norm(x, weight, 1e-6), exact, dtype)
+    assert_rounded(ops.rms_norm(x, weight, 1e-6)[0], exact, dtype)
 
 
 @DTYPES
 @WIDTHS
 @ROWS
-def test_add_rms_norm(dtype, width, rows):
+def test_rms_norm_of_a_sum(dtype, width, rows):
     x, residual, weight = (
         draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(rows, width), (rows, width), (width,)])
     )
-    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    normed, total = ops.rms_norm(x, weight, 1e-5, residual=residual)
     assert torch.equal(total, x + residual)
-    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5)[0])
 
 
 @DTYPES
@@ -77,8 +77,8 @@ def test_layer_norm(dtype):
     centred = x.double() - x.double().mean(-1, keepdim=True)
     exact = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_rounded(ops.layer_norm(x, None, None, 1e-5), exact, dtype, slack=2)
-    found = ops.layer_norm(x, weight, bias, 1e-5)
-    torch.testing.assert_close(found.double(), exact * weight.double() + bias.double(), rtol=0.01, atol=0.02)
+    actual = ops.layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(actual.double(), exact * weight.double() + bias.double(), rtol=0.01, atol=0.02)
 
 
 @DTYPES
@@ -102,8 +102,8 @@ def test_rotary(dtype, interleaved, dim, rotated):
     result = ops.rotary_(query, key, angles.cos(), angles.sin(), interleaved=interleaved)
     assert result[0] is query
     assert result[1] is key
-    for found, exact in zip(result, expected, strict=True):
-        assert_rounded(found, exact, dtype)
+    for actual, exact in zip(result, expected, strict=True):
+        assert_rounded(actual, exact, dtype)
     assert torch.equal(fused[:, 6 * dim :], rest)
 
 

@@ -9,18 +9,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.errors import ModelError
 from quantkit.models.families import find, supported
-from tests.helpers import (
-    COMPRESSED_ONLY,
-    EXPERT_FAMILIES,
-    FAMILIES,
-    MORE_FAMILIES,
-    known_to_transformers,
-    tiny_config,
-)
-
-EVERY = [
-    name for name in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *COMPRESSED_ONLY) if known_to_transformers(name)
-]
+from tests.helpers import COMPRESSED_ONLY, EVERY_FAMILY, EXPERT_FAMILIES, known_to_transformers, tiny_config
 
 
 def test_every_family_is_found_by_its_class_name():
@@ -45,7 +34,7 @@ def sets_of(family, model, layer):
     return family.sets_of_layer(names.__contains__, model.config.to_dict())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_the_names_exist_and_cover_every_linear_of_a_layer(name):
     family, model, layers = rebuilt_layers(name, "meta")
     for part in (family.backbone, family.embedding, family.head, family.final_norm):
@@ -63,7 +52,7 @@ def test_the_names_exist_and_cover_every_linear_of_a_layer(name):
             assert all(layer.get_parameter(f"{name}.weight").dim() == 2 for name in group.beside)
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in EXPERT_FAMILIES])
+@pytest.mark.parametrize("name", [name for name in EVERY_FAMILY if name not in EXPERT_FAMILIES])
 def test_linears_of_a_set_see_the_same_tensor(name):
     family, model, layers = rebuilt_layers(name, "cpu")
     layer, seen = layers[0], {}
@@ -92,7 +81,7 @@ def test_unknown_families_are_refused(config, message):
 
 def test_every_family_here_has_a_tiny_model_in_the_tests():
     tested = set()
-    for family in EVERY:
+    for family in EVERY_FAMILY:
         with torch.device("meta"):
             tested.add(
                 id(find({"architectures": [type(AutoModelForCausalLM.from_config(tiny_config(family))).__name__]}))

@@ -72,8 +72,8 @@ def test_search_never_loses_to_the_covering_range(dtype, symmetric):
     scheme = WeightScheme(dtype=dtype, group_size=16, symmetric=symmetric)
     plain = rounded(weight, scheme)
     grid = WeightGrid(scheme, torch.float32)
-    found = round_to_nearest(weight, grid, search_parameters(weight, grid))
-    by_group = ((found.dequantize() - weight) ** 2).view(16, 4, 16).sum(-1)
+    searched = round_to_nearest(weight, grid, search_parameters(weight, grid))
+    by_group = ((searched.dequantize() - weight) ** 2).view(16, 4, 16).sum(-1)
     assert (by_group <= ((plain - weight) ** 2).view(16, 4, 16).sum(-1) * (1 + 1e-6)).all()
     assert by_group.sum() < ((plain - weight) ** 2).sum() or dtype is INT8
 
@@ -181,13 +181,13 @@ def test_group_size_that_does_not_divide_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("build", "message"),
     [
         (lambda: WeightScheme(dtype=INT4, group_size=0), "not a positive number"),
         (lambda: WeightScheme(dtype=FP8, symmetric=False), "no zero point"),
         (lambda: find_dtype("int44"), "did you mean 'int4'"),
     ],
 )
-def test_impossible_schemes_are_refused(make, message):
+def test_impossible_schemes_are_refused(build, message):
     with pytest.raises(SchemeError, match=message):
-        make()
+        build()

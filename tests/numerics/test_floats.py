@@ -37,11 +37,11 @@ def weight(seed: int = 0) -> torch.Tensor:
 
 def test_fp4_rounds_every_value_and_tie_as_the_library_does():
     values = torch.cat([torch.linspace(-7, 7, 2801), torch.tensor([-0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -2.5])])
-    found = to_codes(values, torch.ones(()), None, NVFP4)
+    codes = to_codes(values, torch.ones(()), None, NVFP4)
     expected = FP4_E2M1_DATA.cast_to_fp4(values.clamp(-6, 6))
-    assert torch.equal(found, expected)
-    assert sorted(set(found.abs().tolist())) == FP4_VALUES
-    assert torch.equal(found.to(NVFP4.storage).float(), found)
+    assert torch.equal(codes, expected)
+    assert sorted(set(codes.abs().tolist())) == FP4_VALUES
+    assert torch.equal(codes.to(NVFP4.storage).float(), codes)
 
 
 def test_fp8_is_torchs_own():

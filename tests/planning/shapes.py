@@ -7,7 +7,7 @@ from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import description_of
 
 
-def llama(hidden, layers, heads, kv_heads, intermediate, vocab, length=2048, **more):
+def llama(hidden, layers, heads, kv_heads, intermediate, vocab, length=2048, **others):
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -17,7 +17,7 @@ def llama(hidden, layers, heads, kv_heads, intermediate, vocab, length=2048, **m
         "intermediate_size": intermediate,
         "vocab_size": vocab,
         "max_position_embeddings": length,
-        **more,
+        **others,
     }
 
 

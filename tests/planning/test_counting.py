@@ -158,12 +158,12 @@ FEW = ("calibration.samples=2", "calibration.sequence_length=16")
 )
 def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama, tmp_path):
     pipeline.quantize(str(tiny_llama), load(recipe, changes), tmp_path / "out", device="cpu")
-    found = CheckpointReader(tmp_path / "out").num_bytes
+    written = CheckpointReader(tmp_path / "out").num_bytes
     plan = estimate(tiny_llama, recipe=recipe, overrides=changes)
-    assert plan.weights[-1].size.disk == found
-    assert plan.weights[0].size.disk == CheckpointReader(tiny_llama).num_bytes
+    assert plan.weights[-1].size.disk_bytes == written
+    assert plan.weights[0].size.disk_bytes == CheckpointReader(tiny_llama).num_bytes
     again = estimate(tmp_path / "out")
-    assert [row.size.total for row in again.weights] == [found]
+    assert [row.size.memory_bytes for row in again.weights] == [written]
     assert again.shape.num_parameters == plan.shape.num_parameters
 
 
@@ -172,9 +172,9 @@ def test_predicted_bytes_are_those_of_the_checkpoint(recipe, changes, tiny_llama
 def test_predicted_bytes_of_compressed_experts(family, recipe, tmp_path):
     folder = make_model(tmp_path / "model", family)
     pipeline.quantize(str(folder), load(recipe), tmp_path / "out", device="cpu")
-    found = CheckpointReader(tmp_path / "out").num_bytes
-    assert estimate(folder, recipe=recipe).weights[-1].size.disk == found
-    assert [row.size.total for row in estimate(tmp_path / "out").weights] == [found]
+    written = CheckpointReader(tmp_path / "out").num_bytes
+    assert estimate(folder, recipe=recipe).weights[-1].size.disk_bytes == written
+    assert [row.size.memory_bytes for row in estimate(tmp_path / "out").weights] == [written]
 
 
 @pytest.mark.parametrize("recipe", ["rtn-int8", "gptq-int8", "gptq-int4", "autoround-int4"])
@@ -183,12 +183,12 @@ def test_compression_memory_is_what_the_pipeline_says(recipe, tiny_llama, tmp_pa
     theirs = build_plan(str(tiny_llama), chosen, tmp_path / "x", "cpu")
     shape = from_model(tiny_llama)
     ours = plan_recipe(shape, chosen)
-    found = compression_bytes(shape, 640, ours.steps)
-    assert found == predicted_bytes(theirs, 640)
+    held = compression_bytes(shape, 640, ours.steps)
+    assert held == predicted_bytes(theirs, 640)
     kept = {"rtn-int8": 1, "gptq-int8": 1, "gptq-int4": 2, "autoround-int4": 3}[recipe]  # targets beside both models'
-    assert found["hidden_states"] == kept * 640 * 64 * 4
-    assert found["layer"] == min(kept, 2) * compression_bytes(shape, 640, ())["layer"]
-    assert (found["statistics"] > 0) == (recipe != "rtn-int8")
+    assert held["hidden_states"] == kept * 640 * 64 * 4
+    assert held["layer"] == min(kept, 2) * compression_bytes(shape, 640, ())["layer"]
+    assert (held["statistics"] > 0) == (recipe != "rtn-int8")
 
 
 def test_a_batch_reads_more_experts():
@@ -197,7 +197,7 @@ def test_a_batch_reads_more_experts():
     assert 8 < experts_read(matrix, 4) < 32
     assert experts_read(matrix, 1000) == pytest.approx(128)
     moe = shape_of("qwen3-30b-a3b")
-    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read for batch in (1, 512))
+    one, many = (planned_weight_bytes(moe, everywhere(None), batch).read_bytes_per_token for batch in (1, 512))
     # One token reads all that it uses but the embedding; a large batch reads every expert.
     assert one == pytest.approx(2 * (moe.active_parameters - moe.embedding))
     assert many == pytest.approx(2 * (moe.num_parameters - moe.embedding))
@@ -290,9 +290,9 @@ def test_windows_are_those_of_transformers(family):
     full = AutoConfig.for_model(family, **sizes).to_dict()
     types = full.get("layer_types") or ["sliding_attention"] * 8
     for config in (full, {**sizes, "model_type": family}):  # as new versions write it, and as old ones did
-        found = description_of(config, "x").windows
-        assert found == tuple(16 if kind == "sliding_attention" else None for kind in types)
-    assert (None in found) == (family not in ("mistral", "phi3", "starcoder2"))
+        windows = description_of(config, "x").windows
+        assert windows == tuple(16 if kind == "sliding_attention" else None for kind in types)
+    assert (None in windows) == (family not in ("mistral", "phi3", "starcoder2"))
 
 
 def stored(*shape, dtype="BF16"):
@@ -326,8 +326,8 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
     tensors |= {f"model.layers.0.mlp.experts.{i}.up_proj.weight": stored(32, 64) for i in range(4)}
     tensors |= {"model.layers.0.mlp.experts.down_proj": stored(4, 64, 32), "model.layers.1.norm.weight": stored(64)}
     shape = from_headers(description_of({**config, "tie_word_embeddings": True}, "x"), "x", tensors)
-    found = {m.name: (m.copies, m.active, m.quantizable) for m in shape.layers[0].matrices}
-    assert found == {
+    matrices = {m.name: (m.copies, m.active, m.quantizable) for m in shape.layers[0].matrices}
+    assert matrices == {
         "mlp.gate": (1, 1, False),
         "mlp.experts.{expert}.up_proj": (4, 2, True),
         "mlp.experts.{expert}.down_proj": (4, 2, True),

@@ -24,9 +24,7 @@ from quantkit.planning.memory import (
 )
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import KEYS, from_parameters, from_shape_file
-from quantkit.planning.weights import BF16 as BF16_WEIGHTS
-from quantkit.planning.weights import INT3, WeightForm
-from quantkit.planning.weights import INT4 as INT4_WEIGHTS
+from quantkit.planning.weights import BF16_WEIGHTS, INT3_WEIGHTS, INT4_WEIGHTS, WeightForm
 from quantkit.quantities import (
     parse_bytes,
     parse_flops,
@@ -45,29 +43,29 @@ STORED, W4 = everywhere(None), everywhere(INT4_WEIGHTS)
 @pytest.mark.parametrize("gib", [18, 24, 80])
 def test_the_largest_batch_and_context_fit_and_the_next_do_not(form, scheme, gib):
     memory = gib * GIB
-    found = device_fit(LLAMA, scheme, form, memory, context=3000, batch=4)
-    room = memory - round(RESERVE * memory) - planned_weight_bytes(LLAMA, scheme).total
+    fit = device_fit(LLAMA, scheme, form, memory, context=3000, batch=4)
+    available = memory - round(RESERVE * memory) - planned_weight_bytes(LLAMA, scheme).memory_bytes
 
     def needed(batch, context):
         return batch * kv_allocated_bytes(LLAMA, context, form) + planned_activation_bytes(LLAMA, 512, batch)
 
-    assert needed(found.batch, 3000) <= room < needed(found.batch + 1, 3000)
-    assert needed(4, found.context) <= room
-    assert found.limited_by_model or room < needed(4, found.context + 1)
-    assert found.weights + found.activations + found.reserve + found.left == memory
+    assert needed(fit.largest_batch, 3000) <= available < needed(fit.largest_batch + 1, 3000)
+    assert needed(4, fit.largest_context) <= available
+    assert fit.limited_by_model or available < needed(4, fit.largest_context + 1)
+    assert fit.weight_bytes + fit.activation_bytes + fit.reserve_bytes + fit.cache_bytes == memory
 
 
 def test_weights_that_do_not_fit_leave_less_than_nothing():
-    found = device_fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
-    assert found.left < 0
-    assert (found.batch, found.context, found.limited_by_model) == (0, 0, False)
+    fit = device_fit(LLAMA, STORED, BF16, 8 * GIB, context=1024, batch=1)
+    assert fit.cache_bytes < 0
+    assert (fit.largest_batch, fit.largest_context, fit.limited_by_model) == (0, 0, False)
 
 
 def test_the_model_limits_the_context():
-    found = device_fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
-    assert (found.context, found.limited_by_model) == (2048, True)
+    fit = device_fit(shape_of("llama-1-7b"), STORED, BF16, 141 * GIB, context=128, batch=1)
+    assert (fit.largest_context, fit.limited_by_model) == (2048, True)
     unknown = device_fit(from_parameters("7B"), everywhere(BF16_WEIGHTS), BF16, 24 * GIB, context=128, batch=1)
-    assert (unknown.batch, unknown.context, unknown.limited_by_model) == (None, None, False)
+    assert (unknown.largest_batch, unknown.largest_context, unknown.limited_by_model) == (None, None, False)
 
 
 def test_decode_becomes_compute_bound_with_the_batch():
@@ -215,8 +213,10 @@ def test_mixed_schemes_are_added_up_layer_by_layer():
     half = recipe_of(ignore=["re:.*layers\\.(1[6-9]|2[0-9]|3[01])\\..*"])
     plan = plan_recipe(LLAMA, half)
     assert not plan.conflicts
-    found, all_of_it, none = (planned_weight_bytes(LLAMA, scheme).total for scheme in (plan.scheme, W4, STORED))
-    assert found == (all_of_it + none) / 2
+    mixed_size, all_of_it, none = (
+        planned_weight_bytes(LLAMA, scheme).memory_bytes for scheme in (plan.scheme, W4, STORED)
+    )
+    assert mixed_size == (all_of_it + none) / 2
 
 
 def test_formats_take_different_bytes():
@@ -225,13 +225,13 @@ def test_formats_take_different_bytes():
         recipe = recipe_of(format=name, weights={"dtype": "int4", "group_size": 128, "symmetric": name != "awq"})
         plan = plan_recipe(LLAMA, recipe)
         assert not plan.conflicts
-        sizes[name] = planned_weight_bytes(LLAMA, plan.scheme).disk
+        sizes[name] = planned_weight_bytes(LLAMA, plan.scheme).disk_bytes
     assert sizes["compressed-tensors"] < sizes["awq"] < sizes["gptq"] < sizes["dense"]
-    assert sizes["dense"] == planned_weight_bytes(LLAMA, STORED).disk
+    assert sizes["dense"] == planned_weight_bytes(LLAMA, STORED).disk_bytes
 
 
 def answers(forms, name="compressed-tensors", shape=LLAMA):
-    return {reading.loader: reading.reads for reading in loaders(shape, forms, name)}
+    return {reading.name: reading.reads for reading in loaders(shape, forms, name)}
 
 
 def test_who_reads_what():
@@ -239,14 +239,14 @@ def test_who_reads_what():
     assert answers([INT4_WEIGHTS]) == dict(zip(LOADERS, (yes, yes, yes, no, no), strict=True))
     fp8 = WeightForm(name="fp8 channel, activations fp8 per token", bits=8, compute="fp8")
     assert answers([fp8]) == dict(zip(LOADERS, (yes, yes, yes, no, yes), strict=True))
-    assert answers([INT3]) == dict(zip(LOADERS, (no, no, yes, no, no), strict=True))
+    assert answers([INT3_WEIGHTS]) == dict(zip(LOADERS, (no, no, yes, no, no), strict=True))
     assert answers([INT4_WEIGHTS], "gguf") == dict(zip(LOADERS, (yes, yes, yes, yes, no), strict=True))
     assert all(answers([INT4_WEIGHTS], "dense").values())
     asym = WeightForm(name="int4 g128 asym", bits=4, group_size=128, symmetric=False, layout="gptq-v2")
     assert not answers([asym], "gptq-v2")["vLLM"]
     assert answers([asym], "awq")["vLLM"]
     odd = WeightForm(name="int4 g96", bits=4, group_size=96)
-    reasons = {reading.loader: reading.reason for reading in loaders(LLAMA, [odd], "compressed-tensors")}
+    reasons = {reading.name: reading.reason for reading in loaders(LLAMA, [odd], "compressed-tensors")}
     assert reasons["vLLM"].startswith("no kernel for groups of 96")
     assert not answers([INT4_WEIGHTS], shape=shape_of("gpt-oss-20b"))["SGLang"]
 
@@ -328,12 +328,16 @@ def test_auto_is_what_the_model_computes_in():
 
 def test_the_head_may_be_quantized_when_it_is_loaded():
     plain, small = (planned_weight_bytes(LLAMA, everywhere(INT4_WEIGHTS, head)) for head in (None, INT4_WEIGHTS))
-    assert plain.disk == small.disk
-    assert plain.total - small.total == plain.read - small.read == LLAMA.head * 2 - LLAMA.head * 4.125 / 8
+    assert plain.disk_bytes == small.disk_bytes
+    assert (
+        plain.memory_bytes - small.memory_bytes
+        == plain.read_bytes_per_token - small.read_bytes_per_token
+        == LLAMA.head * 2 - LLAMA.head * 4.125 / 8
+    )
     tied = shape_of("qwen3-0.6b")
     plain, small = (planned_weight_bytes(tied, everywhere(None, head)) for head in (None, INT4_WEIGHTS))
-    assert small.total > plain.total  # the embedding stays, the head becomes a copy
-    assert small.read < plain.read
+    assert small.memory_bytes > plain.memory_bytes  # the embedding stays, the head becomes a copy
+    assert small.read_bytes_per_token < plain.read_bytes_per_token
 
 
 def test_the_document_is_plain_data_without_infinities():

@@ -9,11 +9,14 @@ from quantkit.planning.devices import find_device, make_device
 from quantkit.planning.limits import decode_floor, prefill_floor, step_bytes
 from quantkit.planning.memory import everywhere, kv_bytes, kv_bytes_per_token, kv_read_bytes, planned_weight_bytes
 from quantkit.planning.source import from_parameters
-from quantkit.planning.weights import BARE, WeightForm
-from quantkit.planning.weights import BF16 as BF16_WEIGHTS
-from quantkit.planning.weights import FP32 as FP32_WEIGHTS
-from quantkit.planning.weights import INT4 as INT4_WEIGHTS
-from quantkit.planning.weights import INT8 as INT8_WEIGHTS
+from quantkit.planning.weights import (
+    BF16_WEIGHTS,
+    FP32_WEIGHTS,
+    INT4_WEIGHTS,
+    INT8_WEIGHTS,
+    UNSCALED_WEIGHTS,
+    WeightForm,
+)
 from tests.planning.shapes import shape_of
 
 GIB = 2**30
@@ -23,11 +26,13 @@ STORED = everywhere(None)
 
 
 @pytest.mark.parametrize(
-    ("form", "gigabytes"), [(FP32_WEIGHTS, 28), (BF16_WEIGHTS, 14), (BARE[0], 7), (BARE[1], 3.5)], ids=lambda x: str(x)
+    ("form", "gigabytes"),
+    [(FP32_WEIGHTS, 28), (BF16_WEIGHTS, 14), (UNSCALED_WEIGHTS[0], 7), (UNSCALED_WEIGHTS[1], 3.5)],
+    ids=lambda x: str(x),
 )
 def test_seven_billion_parameters(form, gigabytes):
     """Textbook: parameters times bytes, e.g. Hugging Face `docs/transformers/llm_tutorial_optimization`."""
-    assert planned_weight_bytes(from_parameters("7B"), everywhere(form)).total == gigabytes * 1e9
+    assert planned_weight_bytes(from_parameters("7B"), everywhere(form)).memory_bytes == gigabytes * 1e9
 
 
 # Total and per-token parameters: the models' own papers and model cards.
@@ -161,7 +166,7 @@ def test_only_what_is_read_counts():
     assert linears == pytest.approx(6.98e9, rel=0.001)
     assert LLAMA.head == pytest.approx(0.525e9, rel=0.001)
     norms = 65 * 4096
-    assert planned_weight_bytes(LLAMA, STORED).read == 2 * (linears + LLAMA.head + norms)
+    assert planned_weight_bytes(LLAMA, STORED).read_bytes_per_token == 2 * (linears + LLAMA.head + norms)
 
 
 def both(bits, granularity="token", **scales):
@@ -205,8 +210,8 @@ def test_where_quantized_weights_and_caches_win(batch, context, ratios):
     def read(scheme, form):
         return step_bytes(LLAMA, scheme, form, context=context * 1024, batch=batch)
 
-    found = [read(STORED, BF16) / read(everywhere(INT4_WEIGHTS), form) for form in forms]
-    assert found == [pytest.approx(ratio, abs=0.011) for ratio in ratios]
+    step_ratios = [read(STORED, BF16) / read(everywhere(INT4_WEIGHTS), form) for form in forms]
+    assert step_ratios == [pytest.approx(ratio, abs=0.011) for ratio in ratios]
 
 
 def test_a_thousand_tokens_of_cache_take_0_03_ms():

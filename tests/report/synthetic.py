@@ -30,8 +30,8 @@ from quantkit.results import (
     TaskResult,
     Workload,
 )
-from quantkit.results.gates import evaluate_gates
-from quantkit.results.statistics import compare_evaluations
+from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.statistics.comparison import compare_evaluations
 
 GATES = ("recovery>=98.9", "perplexity_ratio<=1.05", "kl<=0.02", "top1>=0.97", "itl_ratio<=0.6", "memory_ratio<=0.35")
 TASKS = {"hellaswag": (1000, 0.58), "piqa": (800, 0.76), "arc_easy": (600, 0.71), "demo_facts": (240, 0.93)}
@@ -46,7 +46,7 @@ GROUPS = {
 
 def tasks(seed: int, lost: float, won: float) -> tuple[TaskResult, ...]:
     """Answers: the original's (lost = won = 0), or those with that share of right answers lost and wrong ones won."""
-    found = []
+    answered = []
     for name, (count, accuracy) in TASKS.items():
         original, change = random.Random(name), random.Random(f"{name} {seed}")
         samples = []
@@ -65,10 +65,10 @@ def tasks(seed: int, lost: float, won: float) -> tuple[TaskResult, ...]:
             )
         value = sum(s.scores["acc"] for s in samples) / count
         error = math.sqrt(value * (1 - value) / (count - 1))
-        found.append(
+        answered.append(
             TaskResult(task=name, metric="acc", value=value, stderr=error, num_samples=count, samples=tuple(samples))
         )
-    return tuple(found)
+    return tuple(answered)
 
 
 def perplexity(seed: int, shift: float, through: str = "prefill") -> PerplexityResult:

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.errors import ReportError
-from quantkit.report import compare_reports, render_comparison, write_report
-from quantkit.report.compare import checkpoints_table, front
+from quantkit.report.compare import checkpoints_table, compare_reports, front, render_comparison
+from quantkit.report.files import write_report
 from quantkit.report.plots import grouped_labels
 from quantkit.results import Report
 from tests.report.synthetic import make_report
@@ -39,11 +39,11 @@ def test_the_front_is_what_no_other_dominates():
 
 
 def test_entries_are_sorted_by_size_with_the_original_once(reports):
-    found = compare_reports(reports)
-    assert [entry.name for entry in found.entries] == ["int3", "int4", "int8", "acme/tiny-500m"]
-    assert [entry.on_front for entry in found.entries] == [True, True, False, False]
-    assert [entry.held for entry in found.entries] == [False, True, True, None]
-    assert (found.quality, found.workload, found.warnings) == ("recovery", "closed-1", ())
+    comparison = compare_reports(reports)
+    assert [entry.name for entry in comparison.entries] == ["int3", "int4", "int8", "acme/tiny-500m"]
+    assert [entry.on_front for entry in comparison.entries] == [True, True, False, False]
+    assert [entry.held for entry in comparison.entries] == [False, True, True, None]
+    assert (comparison.quality, comparison.workload, comparison.warnings) == ("recovery", "closed-1", ())
 
 
 def test_the_order_of_reports_does_not_matter(reports):
@@ -60,14 +60,14 @@ def test_what_cannot_be_compared_is_warned_of(reports):
         environment=dataclasses.replace(second.environment, cpu="Z80"),
         benchmark=None,
     )
-    found = compare_reports([first, other])
-    assert [w.split(" ", 3)[2:] for w in found.warnings] == [
+    comparison = compare_reports([first, other])
+    assert [w.split(" ", 3)[2:] for w in comparison.warnings] == [
         ["have", "different originals: acme/tiny-500m, other."],
         ["were", "not asked the same tasks, so their mean recovery is not of the same thing."],
         ["were", "timed on different machines, so their latencies cannot be compared."],
     ]
-    assert found.workload == ""
-    assert all(entry.itl_s is None for entry in found.entries)
+    assert comparison.workload == ""
+    assert all(entry.itl_s is None for entry in comparison.entries)
 
 
 def test_without_tasks_perplexity_ranks_and_less_is_better(reports):
@@ -75,15 +75,15 @@ def test_without_tasks_perplexity_ranks_and_less_is_better(reports):
         dataclasses.replace(r, comparisons=tuple(c for c in r.comparisons if c.subject.startswith("perplexity")))
         for r in reports
     ]
-    found = compare_reports(bare)
-    assert (found.quality, found.higher_is_better) == ("perplexity_ratio", False)
-    assert found.entries[-1].quality == 1.0
-    assert "down and to the left" in render_comparison(found)
+    comparison = compare_reports(bare)
+    assert (comparison.quality, comparison.higher_is_better) == ("perplexity_ratio", False)
+    assert comparison.entries[-1].quality == 1.0
+    assert "down and to the left" in render_comparison(comparison)
 
 
 def test_equal_names_are_told_apart(reports):
-    found = compare_reports([reports[0], reports[0]])
-    assert [entry.name for entry in found.entries][:2] == ["int4 (1)", "int4 (2)"]
+    comparison = compare_reports([reports[0], reports[0]])
+    assert [entry.name for entry in comparison.entries][:2] == ["int4 (1)", "int4 (2)"]
 
 
 def test_one_report_is_no_comparison(reports):
@@ -97,9 +97,9 @@ def test_points_on_top_of_each_other_share_a_label():
 
 
 def test_the_page_draws_both_fronts_and_is_the_same_each_time(reports):
-    found = compare_reports(reports)
-    page = render_comparison(found)
-    assert page == render_comparison(found)
+    comparison = compare_reports(reports)
+    page = render_comparison(comparison)
+    assert page == render_comparison(comparison)
     assert page.count('<svg class="plot"') == 2
     assert "2 of 4 are beaten by no other: int3, int4." in page
 

@@ -8,11 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from quantkit.report import render_html
-from quantkit.report.html import keep_together
+from quantkit.report.html import keep_together, render_html
 from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
 from quantkit.report.sections import report_sections
-from quantkit.report.svg import COLOURS, drawing, new_figure, to_svg
+from quantkit.report.svg import COLOURS, new_figure, to_svg
 from quantkit.report.words import chance_note, headline, p_value
 from quantkit.results import BenchmarkResult, EvaluationResult, ModelFacts, Report
 from tests.report.synthetic import make_report
@@ -141,8 +140,7 @@ def test_settings_of_the_user_do_not_reach_the_plots():
     matplotlib = pytest.importorskip("matplotlib")
 
     def draw() -> str:
-        with drawing():
-            figure, axes = new_figure()
+        with new_figure() as (figure, axes):
             axes.plot([0, 1], [0, 1])
             return to_svg(figure, "x", "t", "d")
 
@@ -171,9 +169,9 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("found", "expected"), WORDS)
-def test_numbers_in_words(found, expected):
-    assert found == expected
+@pytest.mark.parametrize(("written", "expected"), WORDS)
+def test_numbers_in_words(written, expected):
+    assert written == expected
 
 
 def test_many_rows_come_with_a_warning_of_chance():

@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from quantkit.errors import ReportError
-from quantkit.report import read_report, render_junit, render_markdown, write_report
-from quantkit.report.json import dumps, schema
+from quantkit.report.files import write_report
+from quantkit.report.json import dumps, read_report, schema
+from quantkit.report.junit import render_junit
+from quantkit.report.markdown import render_markdown
 from quantkit.results import ModelFacts, Report
 from tests.report.synthetic import make_report
 
@@ -26,11 +28,6 @@ def report() -> Report:
     return make_report()
 
 
-@pytest.fixture(scope="module")
-def broken() -> Report:
-    return make_report(broken=True)
-
-
 def test_the_schema_in_docs_is_the_one_the_types_make():
     assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), (
         "run: python -c 'import json; from quantkit.report.json import schema; "
@@ -38,11 +35,11 @@ def test_the_schema_in_docs_is_the_one_the_types_make():
     )
 
 
-def test_reports_keep_the_schema(report, broken):
+def test_reports_keep_the_schema(report, broken_report):
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
     validator.check_schema(validator.schema)
-    for one in (report, broken, Report(model=ModelFacts(name="x"))):
+    for one in (report, broken_report, Report(model=ModelFacts(name="x"))):
         assert list(validator.iter_errors(json.loads(dumps(one)))) == []
     damaged = json.loads(dumps(report))
     damaged["model"]["num_bytes"] = "many"
@@ -137,8 +134,8 @@ def test_the_card_says_how_to_load_as_the_format_allows(report, name, there, abs
     assert not any(word in text for word in absent)
 
 
-def test_the_card_of_a_failed_checkpoint_says_so_and_gives_each_remedy_once(broken):
-    text = render_markdown(broken)
+def test_the_card_of_a_failed_checkpoint_says_so_and_gives_each_remedy_once(broken_report):
+    text = render_markdown(broken_report)
     assert "4 of 6 gates did not hold: recovery>=98.9" in text
     assert text.count("- to do: ignore layer 23 down") == 1
     for line in text.splitlines():
@@ -152,12 +149,15 @@ def test_a_card_without_measurements_says_so():
     assert "No gates were set" in text
 
 
-def test_junit_has_a_test_per_gate_and_comparison(broken):
-    root = ElementTree.fromstring(render_junit(broken).encode())
-    assert (root.get("tests"), root.get("failures")) == (str(len(broken.gates) + len(broken.comparisons)), "4")
+def test_junit_has_a_test_per_gate_and_comparison(broken_report):
+    root = ElementTree.fromstring(render_junit(broken_report).encode())
+    assert (root.get("tests"), root.get("failures")) == (
+        str(len(broken_report.gates) + len(broken_report.comparisons)),
+        "4",
+    )
     gates = root.find("testsuite[@name='gates']")
     failed = [case.get("name") for case in gates if case.find("failure") is not None]
-    assert failed == [gate.gate for gate in broken.gates if not gate.held]
+    assert failed == [gate.gate for gate in broken_report.gates if not gate.held]
     assert "ignore layer 23" in gates[0].find("failure").text
     assert "worse than the original" in root.find("testsuite[@name='comparisons']")[0].find("system-out").text
 

@@ -115,17 +115,8 @@ def test_a_run_without_tokens_has_no_rates():
 
 
 def test_a_step_against_the_ceilings():
-    step = RooflineRecord(
-        phase="decode",
-        batch=1,
-        context=0,
-        num_tokens=1,
-        bytes_moved=1000,
-        flops=4000,
-        seconds=2.0,
-        copy_bytes_per_s=1000.0,
-        gemm_flops_per_s=8000.0,
-    )
+    sizes = {"batch": 1, "context": 0, "num_tokens": 1, "bytes_moved": 1000, "flops": 4000}
+    step = RooflineRecord(phase="decode", seconds=2.0, copy_bytes_per_s=1e3, gemm_flops_per_s=8e3, **sizes)
     assert (step.intensity, step.mbu, step.mfu, step.floor_s, step.bound_by) == (4.0, 0.5, 0.25, 1.0, "memory")
 
 

@@ -51,9 +51,9 @@ def prompts(*lengths: int, vocab_size: int = 260) -> list[list[int]]:
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def difference(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Largest difference of logits, relative to the largest logit of the same sequence."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
 
@@ -70,8 +70,8 @@ def make_batch(
     positions = [list(range(past, past + len(new))) for new, past in zip(tokens, pasts, strict=True)]
     slots = [
         pages[i][position // page_size] * page_size + position % page_size
-        for i, places in enumerate(positions)
-        for position in places
+        for i, own in enumerate(positions)
+        for position in own
     ]
     width = max(len(item) for item in pages)
     flat = [token for new in tokens for token in new]
@@ -81,7 +81,7 @@ def make_batch(
     ids = ids or list(range(len(tokens)))
     return ForwardBatch(
         token_ids=torch.tensor(flat),
-        positions=torch.tensor([position for places in positions for position in places]),
+        positions=torch.tensor([position for own in positions for position in own]),
         query_starts=torch.tensor(starts, dtype=torch.int32),
         page_table=torch.tensor([item + [-1] * (width - len(item)) for item in pages], dtype=torch.int32),
         slots=torch.tensor(slots),
@@ -102,14 +102,14 @@ def run(
     random.Random(0).shuffle(numbers)
     pages = [[numbers.pop() for _ in range(count)] for count in counts]
     cache = KVCache(model.layouts(kv, page_size), sum(counts), len(sequences)) if model.paged else None
-    found: list[list[Tensor]] = [[] for _ in sequences]
+    logits_of: list[list[Tensor]] = [[] for _ in sequences]
     past = 0
     while running := [i for i, sequence in enumerate(sequences) if len(sequence) > past]:
         stop = past + (chunk or max(map(len, sequences)))
         new = [sequences[i][past:stop] for i in running]
         batch = make_batch(new, [past] * len(new), [pages[i] for i in running], page_size=page_size, ids=running)
         logits = model.forward(batch, cache).values
-        for i, part in zip(running, logits.split([len(item) for item in new]), strict=True):
-            found[i].append(part)
+        for i, rows in zip(running, logits.split([len(item) for item in new]), strict=True):
+            logits_of[i].append(rows)
         past = stop
-    return [torch.cat(parts) for parts in found]
+    return [torch.cat(parts) for parts in logits_of]

@@ -34,14 +34,14 @@ def made(tmp_path_factory, text_file):
     """A function that gives the model compressed with a KV cache; the same each time."""
     folder, model = tmp_path_factory.mktemp("caches"), make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
 
-    def make(name, **section):
+    def quantized(name, **section):
         if not (folder / name).exists():
             changes = {f"kv_cache.{key}": value for key, value in section.items()}
             sizes = {"calibration.data": str(text_file), "calibration.samples": 4, "calibration.sequence_length": 48}
             quantkit.quantize(str(model), "kv-fp8", folder / name, overrides={**changes, **sizes})
         return folder / name
 
-    return make
+    return quantized
 
 
 def run(path, kv_cache="auto"):
@@ -64,9 +64,9 @@ def third_party(folder, tensors=(), config=PLAIN, family="llama", **changes):
 
 def by_layer(*names, count=2, **values):
     return {
-        f"model.layers.{index}.self_attn.{name}": torch.tensor(0.01 * (index + 1) * (1 + place))
+        f"model.layers.{index}.self_attn.{name}": torch.tensor(0.01 * (index + 1) * (1 + side))
         for index in range(count)
-        for place, name in enumerate(names)
+        for side, name in enumerate(names)
     }
 
 
@@ -90,7 +90,7 @@ def test_auto_follows_the_checkpoint(made, name):
         for side, ours in (("keys", layout.scheme.key), ("values", layout.scheme.value)):
             assert (scheme[side]["dtype"], scheme[side]["granularity"]) == (ours.dtype.name, ours.granularity)
         assert scheme["rotation"] == layout.scheme.rotation
-        for side, scale in (("key_scale", layout.key_scale), ("value_scale", layout.value_scale)):
+        for side, scale in (("key_scale", layout.cache.key_scale), ("value_scale", layout.cache.value_scale)):
             assert (list(scale) if isinstance(scale, tuple) else [scale]) == (record["kv_cache"][side] or [1.0])
     assert llm.kv_type == ("int4" if name in ("mixed", "rotated") else "fp8" if name == "head" else name)
     assert kept(run(path, "fp32")) == ["keys unquantized, values unquantized"] * 2
@@ -130,10 +130,10 @@ def test_fp8_by_name_takes_the_scales_that_are_there(made):
     for name, granularity in (("fp8", "tensor"), ("head", "head")):
         followed, named = run(made(name, **CACHES[name])), run(made(name, **CACHES[name]), "fp8")
         assert kept(followed) == kept(named) == [f"keys fp8 per {granularity}, values fp8 per {granularity}"] * 2
-        scales = [[layout.key_scale for layout in llm.engine.runner.cache.layouts] for llm in (followed, named)]
+        scales = [[layout.cache.key_scale for layout in llm.engine.runner.cache.layouts] for llm in (followed, named)]
         assert scales[0] == scales[1] != [1.0, 1.0]
     plain = run(made("int8", **CACHES["int8"]), "fp8")
-    assert [layout.key_scale for layout in plain.engine.runner.cache.layouts] == [1.0, 1.0]
+    assert [layout.cache.key_scale for layout in plain.engine.runner.cache.layouts] == [1.0, 1.0]
 
 
 def test_evaluation_reads_through_the_cache(made):
@@ -157,9 +157,9 @@ def test_checkpoints_of_other_tools(tmp_path, name):
     llm = run(third_party(tmp_path, by_layer(*names), config))
     layouts = llm.engine.runner.cache.layouts
     assert kept(llm) == ["keys fp8 per tensor, values fp8 per tensor"] * 2
-    assert [layout.key_scale for layout in layouts] == pytest.approx([0.01, 0.02])
+    assert [layout.cache.key_scale for layout in layouts] == pytest.approx([0.01, 0.02])
     values = [0.02, 0.04] if len(names) == 2 else [0.01, 0.02]
-    assert [layout.value_scale for layout in layouts] == pytest.approx(values)
+    assert [layout.cache.value_scale for layout in layouts] == pytest.approx(values)
     assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].token_ids) > 0
 
 
@@ -201,9 +201,9 @@ def test_what_is_not_known_is_said_and_not_followed(tmp_path):
     other = {**SCHEME, "num_bits": 8, "type": "int"}
     path = third_party(tmp_path, by_layer("k_scale", "v_scale"), {**PLAIN, "kv_cache_scheme": other})
     reader = CheckpointReader(path)
-    found = read_stored_cache(reader, read_config(reader.config, find_native(reader)))
-    assert found.schemes is None
-    assert "kv_cache_scheme says 8-bit int" in found.note
+    actual = read_stored_cache(reader, read_config(reader.config, find_native(reader)))
+    assert actual.schemes is None
+    assert "kv_cache_scheme says 8-bit int" in actual.note
     assert kept(run(path)) == ["keys unquantized, values unquantized"] * 2
     edit_config(path, quantkit_kv_cache={"version": 9})
     assert "version 9" in read_stored_cache(CheckpointReader(path), run(path).model.config).note
@@ -214,7 +214,7 @@ def test_the_planned_size_on_disk_is_that_of_the_file(made, tmp_path, granularit
     path = made("fp8" if granularity == "tensor" else "head", **({} if granularity == "tensor" else CACHES["head"]))
     written = json.loads((path / "quantkit-run.json").read_text())
     plan = estimate(written["model"], recipe="kv-fp8", overrides={"kv_cache.granularity": granularity})
-    assert plan.weights[-1].size.disk == written["output_bytes"]
+    assert plan.weights[-1].size.disk_bytes == written["output_bytes"]
 
 
 def test_the_summary_says_which_layers_differ(made):

@@ -22,8 +22,8 @@ LLAMA = {
 }
 
 
-def read(changes=(), **more):
-    config = {key: value for key, value in {**LLAMA, **dict(changes), **more}.items() if value != "absent"}
+def read(changes=(), **others):
+    config = {key: value for key, value in {**LLAMA, **dict(changes), **others}.items() if value != "absent"}
     return read_config(config, find(config))
 
 
@@ -103,12 +103,12 @@ def test_defaults_are_those_of_transformers(family):
         sizes["head_dim"] = 16
     full = AutoConfig.for_model(family, **sizes)
     name = next(n for n in _names(family) if n)
-    found = read_config({"architectures": [name], **sizes}, find({"architectures": [name]}))
+    actual = read_config({"architectures": [name], **sizes}, find({"architectures": [name]}))
     expected = full.to_dict()
     if family == "gemma":
         expected["hidden_act"] = "gelu_pytorch_tanh"
-    wanted = read_config({**expected, "architectures": [name]}, find({"architectures": [name]}))
-    assert found == wanted
+    expected_config = read_config({**expected, "architectures": [name]}, find({"architectures": [name]}))
+    assert actual == expected_config
 
 
 def _names(family):

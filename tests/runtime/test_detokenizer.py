@@ -27,8 +27,8 @@ def metaspace(folder):
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeghilmnoprstuy,.é"]
-    vocab = {piece: number for number, piece in enumerate([*pieces, "▁t", "he", "▁the", "▁▁"])}
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeghilmnoprstuy,.é"]
+    vocab = {word: number for number, word in enumerate([*words, "▁t", "he", "▁the", "▁▁"])}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -55,7 +55,7 @@ def tokenizer(request, tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def pieces(detokenizer, ids):
+def deltas_of(detokenizer, ids):
     return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
 
 
@@ -66,9 +66,9 @@ def plain(tokenizer, ids):
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12])
 def test_pieces_put_together_are_the_decoded_text(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces(Detokenizer(decoder(tokenizer)), ids)
-    assert "".join(found) == plain(tokenizer, ids)
-    assert not any("\ufffd" in piece for piece in found)
+    deltas = deltas_of(Detokenizer(decoder(tokenizer)), ids)
+    assert "".join(deltas) == plain(tokenizer, ids)
+    assert not any("\ufffd" in delta for delta in deltas)
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12])
@@ -79,7 +79,7 @@ def test_after_a_prompt_the_pieces_continue_its_text(tokenizer, text):
         before = plain(tokenizer, ids[:cut])
         if "\ufffd" in before or not before:
             continue  # cut inside a character, or nothing to continue
-        assert before + "".join(pieces(Detokenizer(decoder(tokenizer), ids[:cut]), ids[cut:])) == whole
+        assert before + "".join(deltas_of(Detokenizer(decoder(tokenizer), ids[:cut]), ids[cut:])) == whole
 
 
 def test_random_texts(tokenizer):
@@ -88,7 +88,7 @@ def test_random_texts(tokenizer):
     for _ in range(60):
         text = "".join(chance.choice(letters) for _ in range(chance.randint(1, 90)))
         ids = tokenizer(text)["input_ids"]
-        assert "".join(pieces(Detokenizer(decoder(tokenizer)), ids)) == plain(tokenizer, ids)
+        assert "".join(deltas_of(Detokenizer(decoder(tokenizer)), ids)) == plain(tokenizer, ids)
 
 
 def test_text_comes_as_soon_as_it_is_certain(tokenizer):
@@ -103,7 +103,7 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer):
 def test_special_tokens_are_skipped(tokenizer):
     ids = tokenizer("the cat", add_special_tokens=False)["input_ids"]
     special = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id, *ids[1:]]
-    assert "".join(pieces(Detokenizer(decoder(tokenizer)), special)) == plain(tokenizer, special)
+    assert "".join(deltas_of(Detokenizer(decoder(tokenizer)), special)) == plain(tokenizer, special)
 
 
 def test_bytes_that_are_no_text_come_out_as_in_one_go(tmp_path):
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_text_come_out_as_in_one_go(tmp_path):
     chance = random.Random(1)
     for _ in range(80):
         ids = [chance.randrange(258) for _ in range(chance.randint(1, 120))]
-        assert "".join(pieces(Detokenizer(decoder(tokenizer)), ids)) == plain(tokenizer, ids)
+        assert "".join(deltas_of(Detokenizer(decoder(tokenizer)), ids)) == plain(tokenizer, ids)
 
 
 def test_the_cost_of_a_token_does_not_grow(tokenizer):
@@ -126,7 +126,7 @@ def test_the_cost_of_a_token_does_not_grow(tokenizer):
         return decoder(tokenizer)(ids)
 
     ids = tokenizer("the cat, the dog. " * 60)["input_ids"]
-    pieces(Detokenizer(decode), ids)
+    deltas_of(Detokenizer(decode), ids)
     assert max(sizes) < 30
     assert len(sizes) < 1.5 * len(ids)
 
@@ -157,11 +157,11 @@ def test_every_split_of_a_text_gives_the_same_end():
         for second in range(first, len(text)):
             finder, shown = StopFinder(stops), ""
             for piece in (text[:first], text[first:second], text[second:]):
-                got, found = finder.push(piece)
+                got, stopped = finder.push(piece)
                 shown += got
-                if found:
+                if stopped:
                     break
-            assert found
+            assert stopped
             assert shown == "say ab"
 
 

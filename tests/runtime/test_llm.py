@@ -13,18 +13,11 @@ import torch
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from tests.helpers import SHARED, edit_config, save_tokenizer
+from tests.helpers import SHARED, edit_config
 from tests.runtime.helpers import make_loud_model, prompts
 
 LENGTHS = (1, 5, 40, 17, 33)
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = make_loud_model(tmp_path_factory.mktemp("model"), "llama")
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +31,15 @@ def expected(folder, count=24):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    actual = []
     for prompt in prompts(*LENGTHS, vocab_size=258):
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
             )
-        found.append(tuple(out[0, len(prompt) :].tolist()))
-    return found
+        actual.append(tuple(out[0, len(prompt) :].tolist()))
+    return actual
 
 
 SETTINGS = [
@@ -66,11 +59,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_greedy_tokens_are_those_of_transformers(folder, draft, settings):
-    speculate = {"draft": draft, "self": folder}.get(settings.get("speculate"), settings.get("speculate"))
-    llm = LLM(folder, dtype="float32", threads=1, **{**settings, "speculate": speculate})
-    found = llm.generate(prompts(*LENGTHS, vocab_size=258), GREEDY)
-    assert [completion.token_ids for completion in found] == expected(folder)
+def test_greedy_tokens_are_those_of_transformers(loud_llama, draft, settings):
+    speculate = {"draft": draft, "self": loud_llama}.get(settings.get("speculate"), settings.get("speculate"))
+    llm = LLM(loud_llama, dtype="float32", threads=1, **{**settings, "speculate": speculate})
+    actual = llm.generate(prompts(*LENGTHS, vocab_size=258), GREEDY)
+    assert [completion.token_ids for completion in actual] == expected(loud_llama)
     llm.engine.check_integrity()
     stats = llm.stats()
     assert stats["kv_free_pages"] == stats["kv_pages"]
@@ -84,13 +77,15 @@ def test_greedy_tokens_are_those_of_transformers(folder, draft, settings):
 @pytest.mark.parametrize("settings", [{}, {"page_size": 16, "num_pages": 40}], ids=str)
 def test_a_trained_model_gives_its_text(settings):
     llm = LLM(SHARED / "babyllama-361", dtype="float32", threads=1, **settings)
-    found = llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=60))
-    assert {completion.text for completion in found} == {", there was a little girl named Lily. She loved to play outs"}
+    actual = llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=60))
+    assert {completion.text for completion in actual} == {
+        ", there was a little girl named Lily. She loved to play outs"
+    }
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    return LLM(folder, dtype="float32", threads=1, page_size=16)
+def llm(loud_llama):
+    return LLM(loud_llama, dtype="float32", threads=1, page_size=16)
 
 
 def test_streams_give_the_pieces_of_the_text_and_may_be_read_in_turns(llm):
@@ -128,14 +123,14 @@ def test_a_stream_that_nobody_began_to_read_is_cancelled_too(llm):
 
 
 def test_a_prompt_that_is_too_long_is_told_once(llm, monkeypatch):
-    told = []
+    warnings = []
     for handler in logging.getLogger("transformers").handlers:
-        monkeypatch.setattr(handler, "handle", told.append)
+        monkeypatch.setattr(handler, "handle", warnings.append)
     monkeypatch.setattr(llm.tokenizer, "model_max_length", 3)
     llm.tokenizer.deprecation_warnings.clear()
     with pytest.raises(RequestError, match="the prompt has"):
         llm.generate("one other " * 300)
-    assert not told
+    assert not warnings
 
 
 def test_text_that_is_not_unicode_is_refused(llm):
@@ -156,24 +151,24 @@ def test_prompts_come_in_all_shapes(llm):
     assert llm.generate("", params)[0].prompt_token_ids == (0,), "an empty prompt is BOS"
 
 
-def test_scores_are_the_logits_of_transformers_for_every_chunk_size(folder, llm):
+def test_scores_are_the_logits_of_transformers_for_every_chunk_size(loud_llama, llm):
     from tests.runtime.helpers import difference, reference_logits
 
     sequences = prompts(1, 30, 64, 7, vocab_size=258)
-    reference = reference_logits(folder, sequences)
+    reference = reference_logits(loud_llama, sequences)
     for chunk_size in (None, 1, 7, 64):
-        found = llm.score(sequences, chunk_size)
-        assert [scores.shape for scores in found] == [(len(ids), 260) for ids in sequences]
-        assert difference(found, reference) < 1e-4
+        actual = llm.score(sequences, chunk_size)
+        assert [scores.shape for scores in actual] == [(len(ids), 260) for ids in sequences]
+        assert difference(actual, reference) < 1e-4
     assert llm.stats()["kv_free_pages"] == llm.stats()["kv_pages"]
     llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
-def test_scores_go_through_the_quantized_cache(folder, llm, kind):
+def test_scores_go_through_the_quantized_cache(loud_llama, llm, kind):
     sequences = prompts(50, vocab_size=258)
     exact = llm.score(sequences)[0]
-    coarse = LLM(folder, dtype="float32", threads=1, page_size=16, kv_cache=kind)
+    coarse = LLM(loud_llama, dtype="float32", threads=1, page_size=16, kv_cache=kind)
     off = (coarse.score(sequences, chunk_size=1)[0] - exact).abs().max() / exact.abs().max()
     assert 1e-4 < off < 0.5
     # In one chunk, nothing is read back from the cache.
@@ -191,10 +186,10 @@ def test_scoring_refuses_what_does_not_fit(llm):
         llm.score([[1]], 0)
 
 
-def test_chat_needs_a_template(llm, folder, tmp_path):
+def test_chat_needs_a_template(llm, loud_llama, tmp_path):
     with pytest.raises(RequestError, match="has no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    made = copied(folder, tmp_path)
+    made = copied(loud_llama, tmp_path)
     settings = json.loads((made / "tokenizer_config.json").read_text())
     settings["chat_template"] = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x here') }}{% endif %}"
@@ -215,8 +210,8 @@ def copied(folder, target):
     return Path(shutil.copytree(folder, target / "copy"))
 
 
-def test_without_a_tokenizer_token_ids_still_work(folder, tmp_path):
-    made = copied(folder, tmp_path)
+def test_without_a_tokenizer_token_ids_still_work(loud_llama, tmp_path):
+    made = copied(loud_llama, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (made / name).unlink()
     bare = LLM(made, dtype="float32", threads=1)
@@ -225,8 +220,8 @@ def test_without_a_tokenizer_token_ids_still_work(folder, tmp_path):
         bare.generate("text")
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(folder, tmp_path, monkeypatch):
-    made = copied(folder, tmp_path)
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(loud_llama, tmp_path, monkeypatch):
+    made = copied(loud_llama, tmp_path)
     (made / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
     settings = json.loads((made / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"]}}
@@ -238,10 +233,10 @@ def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(folder,
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_empty_prompt_without_bos_is_refused(folder, tmp_path):
+def test_an_empty_prompt_without_bos_is_refused(loud_llama, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    made = copied(folder, tmp_path)
+    made = copied(loud_llama, tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(made)
     tokenizer.backend_tokenizer.post_processor = None
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>").save_pretrained(made)
@@ -249,8 +244,8 @@ def test_an_empty_prompt_without_bos_is_refused(folder, tmp_path):
         LLM(made, dtype="float32", threads=1).generate("")
 
 
-def test_end_tokens_come_from_the_generation_config(folder, tmp_path):
-    made = copied(folder, tmp_path)
+def test_end_tokens_come_from_the_generation_config(loud_llama, tmp_path):
+    made = copied(loud_llama, tmp_path)
     tokens = LLM(made, dtype="float32", threads=1).generate([[3, 4]], GREEDY)[0].token_ids
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, tokens[4]]}))
     done = LLM(made, dtype="float32", threads=1).generate([[3, 4]])[0]
@@ -277,9 +272,9 @@ def test_end_tokens_come_from_the_generation_config(folder, tmp_path):
         ({"token_budget": 4}, "token_budget is 4"),
     ],
 )
-def test_bad_settings_are_one_line_with_exit_code_4(folder, settings, said):
+def test_bad_settings_are_one_line_with_exit_code_4(loud_llama, settings, said):
     with pytest.raises(QuantkitError, match=said) as caught:
-        LLM(folder, **settings)
+        LLM(loud_llama, **settings)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 4
 
@@ -295,9 +290,9 @@ def test_a_bad_prompt_leaves_nothing_behind(llm):
 def test_it_says_how_it_runs(llm):
     llm.generate(["a common beginning, long enough for a page"] * 2, SamplingParams(max_tokens=2))
     llm.generate(["a common beginning, long enough for a page"], SamplingParams(max_tokens=2))
-    told, stats = llm.describe(), llm.stats()
-    assert told["computed in"] == "float32 on cpu"
-    assert told["threads"].startswith("1 ")
+    topics, stats = llm.describe(), llm.stats()
+    assert topics["computed in"] == "float32 on cpu"
+    assert topics["threads"].startswith("1 ")
     assert stats["prefix_hit_tokens"] >= 32
     assert stats["kv_bytes"] == stats["kv_tokens"] * llm.kv_bytes_per_token
     assert stats["weight_bytes"] == llm.model.num_bytes > 0

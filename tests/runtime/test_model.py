@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.kernels.layouts import kv_scheme
 from quantkit.kernels.reference.experts import route
 from quantkit.models.families import find
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -52,10 +51,10 @@ def test_quantized_keys_and_values_are_close(tmp_path):
     model = load_model(make_loud_model(tmp_path, "llama"))
     plain, errors = torch.cat(run(model, SEQUENCES, 7)), {}
     for name in ("int8", "fp8", "int4"):
-        quantized = torch.cat(run(model, SEQUENCES, 7, kv=kv_scheme(name)))
+        quantized = torch.cat(run(model, SEQUENCES, 7, kv=name))
         errors[name] = ((quantized - plain).norm() / plain.norm()).item()
         # A prompt's own tokens attend to each other as computed, not as stored.
-        assert difference(run(model, SEQUENCES, kv=kv_scheme(name)), run(model, SEQUENCES)) < 1e-5
+        assert difference(run(model, SEQUENCES, kv=name), run(model, SEQUENCES)) < 1e-5
     assert 0 < errors["int8"] < errors["fp8"] < errors["int4"]
     assert errors["int8"] < 0.03
     assert errors["int4"] < 0.6
@@ -74,7 +73,7 @@ def test_sixteen_bits_are_as_close_as_transformers_own(tmp_path):
 
 def test_layers_with_a_window_are_not_quantized(tmp_path):
     model = load_model(make_loud_model(tmp_path, "gemma2"))
-    assert [layout.is_quantized for layout in model.layouts(kv_scheme("int8"), 16)] == [False, True]
+    assert [layout.is_quantized for layout in model.layouts("int8", 16)] == [False, True]
     assert find(CheckpointReader(tmp_path).config) is model.config.family
 
 

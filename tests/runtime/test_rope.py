@@ -42,11 +42,11 @@ def test_angles_equal_transformers(kind, length):
     entries = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     rope = read_config(entries, find(entries)).layers[0].rope
     table = RopeTable(rope, torch.device("cpu"))
-    found = table.gather(make_batch([[0] * length], [0], [list(range(100))]))
+    angles = table.gather(make_batch([[0] * length], [0], [list(range(100))]))
     # transformers repeats each pair's angle for its second channel.
-    torch.testing.assert_close(found[0], cos[0, :, :16], rtol=0, atol=2e-4)
-    torch.testing.assert_close(found[1], sin[0, :, :16], rtol=0, atol=2e-4)
-    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(angles[0], cos[0, :, :16], rtol=0, atol=2e-4)
+    torch.testing.assert_close(angles[1], sin[0, :, :16], rtol=0, atol=2e-4)
+    assert angles[0].dtype == torch.float32
 
 
 def test_a_longer_sequence_does_not_change_its_neighbours():

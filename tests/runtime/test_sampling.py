@@ -130,16 +130,16 @@ PENALTIES = SamplingParams(repetition_penalty=1.5, presence_penalty=0.3, frequen
 
 def penalized(logits, prompt, output, params):
     """The definitions, token by token."""
-    found = list(logits)
-    for token in range(len(found)):
+    actual = list(logits)
+    for token in range(len(actual)):
         if token in prompt or token in output:
-            positive = found[token] > 0
-            found[token] = (
-                found[token] / params.repetition_penalty if positive else found[token] * params.repetition_penalty
+            positive = actual[token] > 0
+            actual[token] = (
+                actual[token] / params.repetition_penalty if positive else actual[token] * params.repetition_penalty
             )
         if token in output:
-            found[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
-    return found
+            actual[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    return actual
 
 
 def test_penalties_are_the_definitions_with_drafts_counted():
@@ -148,14 +148,14 @@ def test_penalties_are_the_definitions_with_drafts_counted():
     plain = sequence(SamplingParams())
     one = sequence(PENALTIES, ids=(1, 2, 3, 3, 4, 4), num_prompt=3, drafts=(4, 9, 9))
     two = sequence(SamplingParams(frequency_penalty=1.0), ids=(5, 6, 6), num_prompt=1)
-    found = apply_penalties(logits, [(one, 0), (plain, 0), (one, 3), (two, 0)])
+    actual = apply_penalties(logits, [(one, 0), (plain, 0), (one, 3), (two, 0)])
     expected = [
         penalized(logits[0].tolist(), [1, 2, 3], [3, 4, 4], PENALTIES),
         logits[1].tolist(),
         penalized(logits[2].tolist(), [1, 2, 3], [3, 4, 4, 4, 9, 9], PENALTIES),
         penalized(logits[3].tolist(), [5], [6, 6], two.params),
     ]
-    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(actual, torch.tensor(expected))
     again = apply_penalties(logits, [(one, 0)])  # looking ahead has left no trace
     torch.testing.assert_close(again[0], torch.tensor(expected[0]))
 

@@ -46,17 +46,17 @@ def make_texts(seed=0, contexts=6, choices=3):
 
 def expected(llm, texts):
     """The same numbers from all logits of each text alone."""
-    found = []
+    actual = []
     for text in texts:
         logits = llm.score([text.ids[:-1]])[0][-text.num_scored :]
         tokens = torch.tensor(text.ids[-text.num_scored :])
         logprobs = logits.log_softmax(-1)[torch.arange(text.num_scored), tokens]
-        found.append((logprobs, bool((logits.argmax(-1) == tokens).all())))
-    return found
+        actual.append((logprobs, bool((logits.argmax(-1) == tokens).all())))
+    return actual
 
 
-def assert_same(found, wanted, tolerance=2e-5):
-    for one, (logprobs, greedy) in zip(found, wanted, strict=True):
+def assert_same(actual, reference, tolerance=2e-5):
+    for one, (logprobs, greedy) in zip(actual, reference, strict=True):
         torch.testing.assert_close(one.logprobs, logprobs, atol=tolerance, rtol=tolerance)
         assert bool(one.greedy.all()) == greedy
 
@@ -85,8 +85,8 @@ def test_a_greedy_continuation_is_recognized(llm):
     prompt = list(range(20))
     tokens = llm.generate([prompt])[0].token_ids[:5]
     wrong = (*tokens[:4], (tokens[4] + 1) % 258)
-    found = llm.score_tokens([ScoredText(ids=(*prompt, *t), num_scored=5) for t in (tokens, wrong)])
-    assert [bool(one.greedy.all()) for one in found] == [True, False]
+    actual = llm.score_tokens([ScoredText(ids=(*prompt, *t), num_scored=5) for t in (tokens, wrong)])
+    assert [bool(one.greedy.all()) for one in actual] == [True, False]
 
 
 def count_tokens(llm, monkeypatch):
@@ -116,9 +116,9 @@ def test_answers_that_differ_in_the_last_token_share_one_input(folder, monkeypat
     fed = count_tokens(llm, monkeypatch)
     texts = [ScoredText(ids=(*range(9), answer), num_scored=1) for answer in (3, 4, 5)]
     texts.append(ScoredText(ids=(*range(9), 5), num_scored=4))  # scored from further ahead
-    found = llm.score_tokens(texts)
+    actual = llm.score_tokens(texts)
     assert fed == [9]
-    assert_same(found, expected(llm, texts))
+    assert_same(actual, expected(llm, texts))
 
 
 def test_nothing_is_left_behind_when_the_model_fails(folder, monkeypatch):
@@ -173,8 +173,8 @@ def test_bad_texts_are_refused(llm, text, chunk_size, message):
 def test_as_many_tokens_as_the_context_has_are_scored(folder):
     llm = make_llm(folder, num_pages=4, max_length=64)
     text = ScoredText(ids=tuple(index % 250 for index in range(65)), num_scored=64)
-    (found,) = llm.score_tokens([text])
-    assert found.logprobs.shape == (64,)
+    (actual,) = llm.score_tokens([text])
+    assert actual.logprobs.shape == (64,)
     llm.engine.check_integrity()
 
 
@@ -206,8 +206,8 @@ def test_a_request_may_be_scored_and_go_on(folder, kv_cache):
         assert done.token_ids == llm.generate([prompt], plain)[0].token_ids
     alone = llm.score_tokens([ScoredText(ids=(*prompt, last), num_scored=21) for last in (5, 6)], chunk_size=32)
     for index, one in enumerate(alone):
-        wanted = torch.cat([done.scores.logprobs[:20], done.scores.logprobs[20 + index :][:1]])
-        torch.testing.assert_close(one.logprobs, wanted, atol=1e-5, rtol=1e-5)
+        reference = torch.cat([done.scores.logprobs[:20], done.scores.logprobs[20 + index :][:1]])
+        torch.testing.assert_close(one.logprobs, reference, atol=1e-5, rtol=1e-5)
     assert len(done.token_ids) == 8
 
 
@@ -215,11 +215,11 @@ def test_scores_survive_preemption(folder):
     """A decoding request takes pages from a prompt that is being scored; it is computed again, to the same scores."""
     llm = make_llm(folder, num_pages=8, max_length=120, token_budget=10)
     texts = [ScoredText(ids=tuple((7 * index) % 250 for index in range(90)), num_scored=80)]
-    wanted = expected(make_llm(folder), texts)
+    reference = expected(make_llm(folder), texts)
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(4):
         next(stream)
-    assert_same(llm.score_tokens(texts, chunk_size=1), wanted)
+    assert_same(llm.score_tokens(texts, chunk_size=1), reference)
     assert llm.stats()["preemptions"] > 0
     list(stream)
     llm.engine.check_integrity()

@@ -177,7 +177,7 @@ def test_it_wins_again_when_times_change():
 
 
 @pytest.mark.parametrize("speculate", ["ngram", "draft"])
-def test_the_governor_changes_no_token(speculate):
+def test_the_controller_changes_no_token(speculate):
     model, asked = ToyModel(), prompts(6)
     engine = build_engine(model=model, speculate=speculate, force=False)
     params = SamplingParams(max_tokens=40)

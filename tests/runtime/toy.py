@@ -74,13 +74,13 @@ class ToyModel:
             raise RuntimeError("out of luck")
         check(batch, cache)
         cache.tokens[batch.slots.numpy()] = batch.token_ids.numpy()
-        found = []
+        logits = []
         for index, (count, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
-            places = np.arange(length)
+            positions = np.arange(length)
             pages = batch.page_table[index].numpy().astype(np.int64)
-            history = cache.tokens[pages[places // cache.page_size] * cache.page_size + places % cache.page_size]
-            found.append(self.logits_of(history)[length - count :])
-        return Logits(torch.from_numpy(np.concatenate(found))[batch.logit_rows])
+            history = cache.tokens[pages[positions // cache.page_size] * cache.page_size + positions % cache.page_size]
+            logits.append(self.logits_of(history)[length - count :])
+        return Logits(torch.from_numpy(np.concatenate(logits))[batch.logit_rows])
 
 
 def check(batch: ForwardBatch, cache: ToyCache) -> None:
@@ -167,10 +167,10 @@ def greedy(model: ToyModel, prompt: list[int], count: int) -> tuple[int, ...]:
 def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
     """Random prompts of mixed lengths; every third begins like the first."""
     generator = np.random.default_rng(seed)
-    found = [generator.integers(0, VOCAB, generator.integers(1, longest)).tolist() for _ in range(count)]
+    drawn = [generator.integers(0, VOCAB, generator.integers(1, longest)).tolist() for _ in range(count)]
     for index in range(0, count, 3):
-        found[index] = (found[0] + found[index])[: max(longest, 1)]
-    return found
+        drawn[index] = (drawn[0] + drawn[index])[: max(longest, 1)]
+    return drawn
 
 
 __all__ = ["VOCAB", "ToyCache", "ToyModel", "build_engine", "check", "generate", "greedy", "prompts", "run"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -21,8 +22,6 @@ from quantkit.numerics.scheme import ActivationScheme
 
 # Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
 _LOSS_SCALE = 1024.0
-# Shapes of batches whose arguments are kept.
-_MOST_SHAPES = 64
 
 
 class Examples:
@@ -31,6 +30,8 @@ class Examples:
     Args:
         layer: with the hidden states of both models. Outputs are computed once where hidden states are kept in memory,
             else whenever they are needed.
+    Attributes:
+        sequences: batch and row of each.
     """
 
     def __init__(self, layer: LayerContext) -> None:
@@ -39,30 +40,22 @@ class Examples:
         )
         self._layer, self._store, self._original = layer, layer.data.store, layer.data.original_store
         self._targets = [self._target(number) for number in range(len(self._store))] if self._store.in_memory else None
-        self.sequences = [(number, row) for number, batch in enumerate(self._store) for row in range(batch.shape[0])]
+        self.sequences = [
+            (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
+        ]
 
     def __len__(self) -> int:
         """Number of batches."""
         return len(self._store)
 
-    def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Inputs and outputs (B, T, D) of one batch of the store."""
-        target = self._target(number) if self._targets is None else self._targets[number]
-        return self._on_device(self._store[number]), self._on_device(target)
-
-    def sample(self, sequence: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Input and output (1, T, D) of one sequence, given by batch and row; see `sequences`."""
-        number, row = sequence
-        rows = slice(row, row + 1)
+    def batch(self, number: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and outputs (B, T, D) of one batch of the store, or of some rows of it, as ordinary tensors."""
         target = self._target(number, rows) if self._targets is None else self._targets[number][rows]
-        return self._on_device(self._store[number][rows]), self._on_device(target)
+        device = self._layer.device
+        return self._store[number][rows].to(device, copy=True), target.to(device, copy=True)
 
     def _target(self, number: int, rows: slice = slice(None)) -> Tensor:
         return self._layer.original_forward(self._original[number][rows])
-
-    def _on_device(self, hidden: Tensor) -> Tensor:
-        """As an ordinary tensor on the layer's device."""
-        return hidden.to(self._layer.device, copy=True)
 
 
 class TunedBlock:
@@ -74,8 +67,7 @@ class TunedBlock:
     """
 
     def __init__(self, layer: LayerContext, linears: tuple[str, ...]) -> None:
-        self._layer, self._arguments = layer, dict[tuple[int, int], dict[str, Any]]()
-        self.weights = {name: layer.linear(name).weight for name in linears}
+        self._layer, self.weights = layer, {name: layer.linear(name).weight for name in linears}
 
     def backward(self, hidden: Tensor, target: Tensor) -> float:
         """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
@@ -96,12 +88,9 @@ class TunedBlock:
         return wrong / total if total > 0 else 0.0
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        shape = (hidden.shape[0], hidden.shape[1])
-        if shape not in self._arguments:
-            if len(self._arguments) >= _MOST_SHAPES:
-                self._arguments.clear()
-            self._arguments[shape] = _ordinary(self._layer.arguments(hidden))
-        return hidden_states(self._layer.block(hidden, **self._arguments[shape]))
+        # Copies, since autograd refuses tensors that inference mode has made.
+        arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
+        return hidden_states(self._layer.block(hidden, **arguments))
 
 
 @contextmanager
@@ -114,24 +103,22 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[Tun
     Yields:
         The block, and the (N, K) weights of these linears as they were.
     """
-    kept, buffers = dict(layer.block.named_parameters()), dict(layer.block.named_buffers())
+    kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
     tuned = {f"{name}.weight" for name in linears}
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
         for name, value in kept.items():
-            _register(layer.block, name, nn.Parameter(value.detach().clone(), requires_grad=name in tuned))
-        for name, buffer in buffers.items():
-            _set_buffer(layer.block, name, buffer.clone())
+            copy = value.detach().clone()  # made outside inference mode: an ordinary tensor
+            is_parameter = isinstance(value, nn.Parameter)
+            _put(layer.block, name, nn.Parameter(copy, requires_grad=name in tuned) if is_parameter else copy)
         for name, scheme in layer.schemes.items():
             # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
             if scheme.activation is not None and not scheme.activation.is_calibrated:
-                hooks.callback(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
+                hooks.enter_context(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
         try:
             yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
         finally:
             for name, value in kept.items():
-                _register(layer.block, name, value)
-            for name, buffer in buffers.items():
-                _set_buffer(layer.block, name, buffer)
+                _put(layer.block, name, value)
 
 
 class _QuantizedInputs(torch.autograd.Function):
@@ -151,22 +138,11 @@ def _quantized(values: Tensor, scheme: ActivationScheme) -> Tensor:
     return inputs
 
 
-def _register(block: nn.Module, name: str, value: nn.Parameter) -> None:
+def _put(block: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or a buffer in the place of the one of this name."""
     owner, _, leaf = name.rpartition(".")
-    block.get_submodule(owner).register_parameter(leaf, value)
-
-
-def _set_buffer(block: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    block.get_submodule(owner)._buffers[leaf] = value
-
-
-def _ordinary(value: Any) -> Any:
-    """`value` with every tensor in it copied to one that autograd takes."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _ordinary(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_ordinary(item) for item in value)
-    return value
+    module = block.get_submodule(owner)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module._buffers[leaf] = value

@@ -76,17 +76,6 @@ class TunedWeight:
             ratio *= (scale / new_scale).unsqueeze(-1)
             self._write(rows, ratio, new_scale, zero, values)
 
-    def gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the loss by offset (N, K), scale (N, G) and zero point (N, G; None when symmetric).
-
-        Args:
-            gradient: (N, K) of the loss by the values.
-        """
-        rows = slice(None)
-        scale, zero = self._parameters(rows)
-        by_offset, by_scale, by_zero = self._gradients(rows, self._ratio(rows, scale), gradient, scale, zero)
-        return by_offset.view(gradient.shape), by_scale, by_zero
-
     def result(self) -> QuantizedTensor:
         """The present codes and parameters."""
         codes = torch.empty(self._weight.shape, dtype=self._dtype.storage, device=self._weight.device)
@@ -123,6 +112,7 @@ class TunedWeight:
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the loss by offset (R, G, g), scale (R, G) and zero point (R, G; None when symmetric)."""
         raw, codes = self._codes(rows, ratio, zero)
         outside = raw != codes
         by_value = gradient.to(torch.float32, copy=True).view_as(ratio)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.compress.calibration.folding import folded
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:
@@ -51,7 +51,10 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         scales: (K,) float32, > 0, equal within shared heads.
     """
     for name, values in folded(layer.block, group, scales, layer.head_dim):
-        _replace(layer, name, values)
+        if name.removesuffix(".weight") not in layer.schemes:
+            # Written as it is: it takes the rounding of its stored dtype now, not later.
+            values = values.to(layer.stored_dtype.get(name, values.dtype))
+        layer.block.get_parameter(name).data.copy_(values)
     for name in (*group.linears, group.source or ""):
         layer.chosen.ranges.pop(name, None)  # they were chosen for other values
     layer.rescale_sample(group, scales)
@@ -67,14 +70,6 @@ def spread(scales: Tensor) -> Tensor:
     scales = torch.where(usable, scales, torch.ones_like(scales))
     centred = scales / (scales.max() * scales.min()).sqrt()
     return centred.clamp_(1e-4, 1e4)
-
-
-def _replace(layer: LayerContext, name: str, values: Tensor) -> None:
-    """Set a parameter; one that will be written as it is takes the rounding of its stored dtype now, not later."""
-    linear = name.removesuffix(".weight")
-    if linear not in layer.schemes:
-        values = values.to(layer.stored_dtype.get(name, values.dtype))
-    layer.block.get_parameter(name).data.copy_(values)
 
 
 def _outputs(layer: LayerContext, group: LinearSet) -> int:

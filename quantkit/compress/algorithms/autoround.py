@@ -21,6 +21,7 @@ from torch import Tensor
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.algorithms._autoround_block import Examples, TunedBlock, tunable
 from quantkit.compress.algorithms._autoround_weight import TunedWeight
+from quantkit.compress.algorithms._options import Positive, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
@@ -46,15 +47,9 @@ class AutoRoundStep:
             0 = 4 / iterations, at most 0.005.
     """
 
-    iterations: int = 1600
-    batch_size: int = 1
-    learning_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1 or self.batch_size < 1:
-            raise ValueError(f"iterations {self.iterations} and batch_size {self.batch_size} must be positive numbers")
-        if not 0 <= self.learning_rate <= 1:
-            raise ValueError(f"learning_rate {self.learning_rate} is not in [0, 1]")
+    iterations: Positive = 1600
+    batch_size: Positive = 1
+    learning_rate: Share = 0.0
 
     @property
     def needs_original(self) -> bool:
@@ -84,7 +79,8 @@ class AutoRoundStep:
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> None:
         examples = Examples(layer)
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
-        _decode(block, tuned)
+        for name, weight in block.weights.items():
+            tuned[name].decode(weight.data)
         before = block.error(examples, judged)
         after = math.nan
         if self._descend(layer, block, tuned, examples):
@@ -93,16 +89,16 @@ class AutoRoundStep:
             layer.chosen.notes.append(
                 f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
             )
-            for weight in tuned.values():
-                weight.reset()
+            for rounding in tuned.values():
+                rounding.reset()
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
         """All steps; False when the error is no number."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
-        sequences = _shuffled(examples.sequences, _seed(layer))
+        sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
             for _ in range(self.batch_size):
-                if not math.isfinite(block.backward(*examples.sample(next(sequences)))):
+                if not math.isfinite(block.backward(*examples.batch(*next(sequences)))):
                     return False
             rate = first * (1 - iteration / self.iterations)
             for name, weight in block.weights.items():
@@ -141,22 +137,13 @@ def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -
     )
 
 
-def _decode(block: TunedBlock, tuned: Tuned) -> None:
-    for name, weight in block.weights.items():
-        tuned[name].decode(weight.data)
-
-
-def _seed(layer: LayerContext) -> int:
-    """Of this layer's draws: the run's seed and the layer's name decide, not what happened before."""
-    return int.from_bytes(hashlib.sha256(f"{layer.seed}/{layer.name}".encode()).digest()[:6], "big")
-
-
-def _shuffled(sequences: list[tuple[int, int]], seed: int) -> Iterator[tuple[int, int]]:
-    """All sequences in random order, again and again."""
-    generator = torch.Generator().manual_seed(seed)
+def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
+    """All sequences in random order, again and again, drawn by the run's seed and the layer alone."""
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
+    generator = torch.Generator().manual_seed(number)
     while True:
-        for number in torch.randperm(len(sequences), generator=generator).tolist():
-            yield sequences[number]
+        for position in torch.randperm(len(sequences), generator=generator).tolist():
+            yield sequences[position]
 
 
 STEP = AutoRoundStep

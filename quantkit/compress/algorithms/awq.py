@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.compress.algorithms._ranges import InputStatistics, search_range
+from quantkit.compress.algorithms._options import Positive
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
+from quantkit.compress.algorithms.rtn import InputStatistics, search_range
 from quantkit.compress.calibration.layer import Call, LayerContext, hidden_states
-from quantkit.models.families import LinearSet
-from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest, search_parameters
+from quantkit.models.linear_sets import LinearSet
+from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +33,10 @@ class AwqStep:
         max_tokens: calibration tokens on which the parent's output error is measured.
     """
 
-    grid: int = 20
+    grid: Positive = 20
     duo_scaling: bool = True
     clip: bool = True
-    max_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        if self.grid < 1 or self.max_tokens < 1:
-            raise ValueError(f"grid {self.grid} and max_tokens {self.max_tokens} must be positive numbers")
+    max_tokens: Positive = 2048
 
     def apply(self, layer: LayerContext) -> None:
         """Rescale weights and their sources, and leave ranges behind; see `Step.apply`."""
@@ -51,7 +48,11 @@ class AwqStep:
                 self._scale(layer, group, statistics[group.linears[0]])
         for group, names in sets:
             for name in names:
-                layer.chosen.ranges[name] = self._range(layer, name, statistics[group.linears[0]])
+                if self.clip:
+                    ranges = search_range(layer, name, statistics[group.linears[0]])
+                else:
+                    ranges = minmax_parameters(layer.weight(name), layer.grid(name))
+                layer.chosen.ranges[name] = ranges
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
         """Find the set's scales, fold them in, and keep its statistics in step.
@@ -63,17 +64,18 @@ class AwqStep:
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
         calls = layer.capture(group.parent, self.max_tokens)
         reference = [_output(layer, group.parent, call) for call in calls]
+        # Linears are rounded in place while scales are tried, so the layer must be put back after the search.
         originals = {name: layer.weight(name).clone() for name in group.linears}
 
         def error(scales: Tensor, final: bool) -> float:
             for name, original in originals.items():
                 layer.weight(name).copy_(self._rounded(layer, name, original, scales, seen if final else None))
             return sum(
-                (_output(layer, group.parent, call) - wanted).float().square().sum().item()
-                for call, wanted in zip(calls, reference, strict=True)
+                (_output(layer, group.parent, call) - output).float().square().sum().item()
+                for call, output in zip(calls, reference, strict=True)
             )
 
-        ratio, _ = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
+        ratio = search_ratio(lambda r: error(self._candidate(size, weights, r), final=False), self.grid)
         scales = self._candidate(size, weights, ratio)
         pays = error(scales, final=True) < error(torch.ones_like(scales), final=True)
         for name, original in originals.items():
@@ -87,11 +89,6 @@ class AwqStep:
         if self.duo_scaling:
             scales = scales / (weights ** (1 - ratio) + 1e-4)
         return spread(scales)
-
-    def _range(self, layer: LayerContext, name: str, seen: InputStatistics) -> Ranges:
-        if self.clip:
-            return search_range(layer, name, seen)
-        return minmax_parameters(layer.weight(name), layer.grid(name))
 
     def _rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
@@ -108,14 +105,12 @@ class AwqStep:
         return round_to_nearest(scaled, grid, ranges).dequantize().div_(scales)
 
 
-def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, float]:
+def search_ratio(error: Callable[[float], float], grid: int) -> float:
     """The ratio i / grid in [0, 1) with the least error: every fifth of the way, then ever nearer to the best.
 
     Args:
         error: function of a ratio, smooth enough that its best lies beside the best of the coarse points.
         grid: number of points between 0 and 1.
-    Returns:
-        ratio, its error.
     """
     step = max(1, grid // 5)
     errors = {i: error(i / grid) for i in range(0, grid, step)}
@@ -125,8 +120,7 @@ def search_ratio(error: Callable[[float], float], grid: int) -> tuple[float, flo
         for i in (best - step, best + step):
             if 0 <= i < grid and i not in errors:
                 errors[i] = error(i / grid)
-    best = min(errors, key=errors.__getitem__)
-    return best / grid, errors[best]
+    return min(errors, key=errors.__getitem__) / grid
 
 
 def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:

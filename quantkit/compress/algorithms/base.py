@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # planning asks steps for their memory, without torch
-    from pathlib import Path
-
-    from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.compress.calibration.layer import LayerContext
-    from quantkit.models.families import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +52,8 @@ class Step(Protocol):
     those of the quantized one, and the layer as it was (`original_store` and `original` of `layer.data`); it costs
     twice the memory. A property `reorders_groups` says that groups are formed in another order than that of the
     inputs. A method `extra_bytes(sizes: LayerSizes) -> StepBytes` says what memory it takes; one without takes next to
-    none. One step of a recipe may also be an `Opener`.
+    none. A method `open(path: Path, family: Family) -> ModelReader` of one step of a recipe makes another model of the
+    checkpoint, which computes the same, and on which all steps then work; it raises ModelError where it cannot.
     """
 
     def apply(self, layer: LayerContext) -> None:
@@ -68,34 +65,35 @@ class Step(Protocol):
         ...
 
 
-@runtime_checkable
-class Opener(Protocol):
-    """A step that makes another model of the checkpoint, which computes the same; all steps then work on that one."""
-
-    def open(self, path: Path, family: Family) -> ModelReader:
-        """The checkpoint as that model.
-
-        Args:
-            path: of the checkpoint.
-            family: its family.
-        Raises:
-            ModelError: it cannot be done with this model; says why.
-        """
-        ...
-
-
 def needs_original(steps: Sequence[Step]) -> bool:
     """Whether some step compares with the original model, whose layer and hidden states are then kept too."""
     return any(getattr(step, "needs_original", False) for step in steps)
 
 
-def steps_bytes(steps: Sequence[Step], sizes: LayerSizes) -> dict[str, int]:
+def reorders_groups(steps: Sequence[Step]) -> bool:
+    """Whether some step forms groups in another order than that of the inputs."""
+    return any(getattr(step, "reorders_groups", False) for step in steps)
+
+
+def steps_bytes(
+    steps: Sequence[Step], layers: Iterable[Collection[tuple[int, int]]], element_bytes: int, num_states: int
+) -> dict[str, int]:
     """What compressing holds in memory at once, by purpose; a plain estimate made before anything is read.
 
     Args:
         steps: of a recipe, which run one after another.
-        sizes: of the model.
+        layers: (N, K) of each linear, per layer.
+        element_bytes: of the dtype of weights and hidden states.
+        num_states: elements of the hidden states of one model that are kept in memory.
     """
+    shapes = [layer for layer in layers if layer]
+    sizes = LayerSizes(
+        weights=max((sum(n * k for n, k in layer) for layer in shapes), default=0),
+        tallest=max((n * k for layer in shapes for n, k in layer), default=0),
+        width=max((k for layer in shapes for _, k in layer), default=0),
+        element_bytes=element_bytes,
+        states_bytes=num_states * element_bytes,
+    )
     extra = [step.extra_bytes(sizes) if hasattr(step, "extra_bytes") else StepBytes() for step in steps]
     models = 2 if needs_original(steps) else 1
     return {

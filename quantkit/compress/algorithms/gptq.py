@@ -11,27 +11,20 @@ Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarant
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.compress.algorithms._options import NotNegative, Positive, PositiveShare, Share
 from quantkit.compress.algorithms.base import LayerSizes, StepBytes
-from quantkit.compress.calibration.asymmetric import observe_asymmetric
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import CrossGram, Gram
 from quantkit.errors import ModelError
-from quantkit.models.families import LinearSet, find_expert
-from quantkit.numerics.affine import (
-    Ranges,
-    WeightGrid,
-    assemble,
-    from_codes,
-    minmax_parameters,
-    search_parameters,
-    to_codes,
-)
+from quantkit.models.linear_sets import LinearSet, find_expert
+from quantkit.numerics import affine
+from quantkit.numerics.affine import Ranges, WeightGrid, from_codes, to_codes
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -46,6 +39,26 @@ _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
 # Weights that go through the loop as one matrix, in float32: 1 GiB.
 _TALLEST = 1 << 28
+
+
+class Factor(NamedTuple):
+    """A damped Hessian as H = L L', its columns in the order opposite to that in which they are settled.
+
+    So the loop can use L as it comes, from its last row up.
+
+    Args:
+        lower: (K, K) float32, lower triangular L.
+        backwards: (K,) input column of each row of L.
+        raised: the damping that was needed if it had to be raised, else 0.
+    """
+
+    lower: Tensor
+    backwards: Tensor
+    raised: float
+
+
+Pending = tuple[LinearSet, tuple[str, ...]]
+"""A set and those of its linears that have no codes yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,23 +81,13 @@ class GptqStep:
             chosen again; each time costs one more run of the loop.
     """
 
-    block_size: int = 128
-    damping: float = 0.01
+    block_size: Positive = 128
+    damping: PositiveShare = 0.01
     act_order: ActOrder = "weight"
     scale_search: bool = True
     true_sequential: bool = False
-    refit: int = 1
-    asymmetric_calibration: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size {self.block_size} is not a positive number")
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"damping {self.damping} is not in (0, 1]")
-        if self.refit < 0:
-            raise ValueError(f"refit {self.refit} is negative")
-        if not 0 <= self.asymmetric_calibration <= 1:
-            raise ValueError(f"asymmetric_calibration {self.asymmetric_calibration} is not in [0, 1]")
+    refit: NotNegative = 1
+    asymmetric_calibration: Share = 0.0
 
     @property
     def reorders_groups(self) -> bool:
@@ -120,72 +123,64 @@ class GptqStep:
             name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
         }
         if errors:
-            observe_asymmetric(layer, errors)
+            layer.observe_asymmetric(errors)
         return errors
 
     def _quantize_set(self, layer: LayerContext, names: tuple[str, ...], hessian: Tensor, error: Tensor | None) -> None:
         """Linears that share inputs share the Hessian; those of one scheme go through the loop as one tall matrix."""
-        order = self._order(hessian.diagonal())
-        factor, raised = cholesky_factor(hessian, order, self.damping)
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        if self.act_order == "none":
+            order = torch.arange(len(order), device=order.device)
+        factor = cholesky_factor(hessian, order, self.damping)
         del hessian  # used up; for wide inputs it is the largest thing in memory
-        if raised:
+        if factor.raised:
             listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
-            layer.chosen.notes.append(f"{listed}: damping raised to {raised:.3g}, the Hessian is nearly singular")
+            layer.chosen.notes.append(
+                f"{listed}: damping raised to {factor.raised:.3g}, the Hessian is nearly singular"
+            )
         for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
             same = [name for name in names if layer.schemes[name].weight == scheme]
-            self._quantize_tall(layer, same, factor, order, error)
+            self._quantize_tall(layer, same, factor, error)
         release_freed_memory()
 
-    def _quantize_tall(
-        self, layer: LayerContext, names: list[str], factor: Tensor, order: Tensor, error: Tensor | None
-    ) -> None:
+    def _quantize_tall(self, layer: LayerContext, names: list[str], factor: Factor, error: Tensor | None) -> None:
         """Linears of one scheme as one tall matrix, or several where there are many: all experts of a layer."""
         each = max(1, _TALLEST // layer.weight(names[0]).numel())
         for start in range(0, len(names), each):
             members = names[start : start + each]
             weights = [layer.weight(name) for name in members]
             if error is not None:
-                weights = [corrected(weight, error, factor, order, self.asymmetric_calibration) for weight in weights]
+                weights = [corrected(weight, error, factor, self.asymmetric_calibration) for weight in weights]
             grids = [layer.grid(name) for name in members]
-            for name, solved in zip(members, self._solve(weights, grids, factor, order), strict=True):
+            for name, solved in zip(members, self._solve(weights, grids, factor), strict=True):
                 layer.commit(name, solved)
 
-    def _order(self, importance: Tensor) -> Tensor:
-        """(K,) column indices in the order in which they are settled."""
-        if self.act_order == "none":
-            return torch.arange(importance.shape[0], device=importance.device)
-        return torch.argsort(importance, descending=True, stable=True)
-
-    def _solve(
-        self, weights: list[Tensor], grids: list[WeightGrid], factor: Tensor, order: Tensor
-    ) -> list[QuantizedTensor]:
+    def _solve(self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor) -> list[QuantizedTensor]:
         """Codes of (N, K) weights of one scheme and input, which are not modified."""
         scheme, width = grids[0].scheme, weights[0].shape[1]
-        columns = order if self.act_order == "group" and scheme.group_size else None
-        index = torch.arange(width, device=order.device) // scheme.group_width(width)
+        columns = factor.backwards.flip(0) if self.act_order == "group" and scheme.group_size else None
+        index = torch.arange(width, device=factor.lower.device) // scheme.group_width(width)
         if columns is not None:
             index = torch.empty_like(index).scatter_(0, columns, index)
-        choose = search_parameters if self.scale_search else minmax_parameters
+        choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
         ranges = [
             choose(weight if columns is None else weight[:, columns], grid)
             for weight, grid in zip(weights, grids, strict=True)
         ]
-        codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
+        codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
         for _ in range(self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0):
             ranges = [
-                Ranges(fit_scales(weight, code, old, factor, order, index, grid.scale_dtype), old.zero_point)
+                Ranges(fit_scales(weight, code, old, factor, index, grid.scale_dtype), old.zero_point)
                 for weight, code, old, grid in zip(weights, codes, ranges, grids, strict=True)
             ]
-            codes = settle_columns(weights, factor, order, index, ranges, scheme, self.block_size)
+            codes = settle_columns(weights, factor, index, ranges, scheme, self.block_size)
         return [
-            assemble(code, of_groups, grid, None if columns is None else index)
+            affine.assemble(code, of_groups, grid, None if columns is None else index)
             for code, of_groups, grid in zip(codes, ranges, grids, strict=True)
         ]
 
 
-def fitting_rounds(
-    layer: LayerContext, sets: list[tuple[LinearSet, tuple[str, ...]]]
-) -> list[list[tuple[LinearSet, tuple[str, ...]]]]:
+def fitting_rounds(layer: LayerContext, sets: list[Pending]) -> list[list[Pending]]:
     """Sets whose statistics are gathered at once; those of many experts would not fit, so they come in turns.
 
     Args:
@@ -193,7 +188,7 @@ def fitting_rounds(
         sets: as `LayerContext.pending` gives them.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())
-    rounds: list[list[tuple[LinearSet, tuple[str, ...]]]] = [[]]
+    rounds: list[list[Pending]] = [[]]
     taken = 0
     for entry in sets:
         first = entry[1][0]
@@ -207,15 +202,9 @@ def fitting_rounds(
 
 
 def settle_columns(
-    weights: list[Tensor],
-    factor: Tensor,
-    order: Tensor,
-    group_index: Tensor,
-    ranges: list[Ranges],
-    scheme: WeightScheme,
-    block_size: int = 128,
+    weights: list[Tensor], factor: Factor, group_index: Tensor, ranges: list[Ranges], scheme: WeightScheme, block: int
 ) -> list[Tensor]:
-    """The GPTQ loop: settle columns in `order`, each making up for the errors of those before it.
+    """The GPTQ loop: settle columns one by one, each making up for the errors of those before it.
 
     With H = L L' and e the error of a row of weights, its output error |L'e|^2 is a sum over columns; term i is least
     where the weight wanted at i is w_i plus the sum over settled j of L_ji e_j / L_ii. Weights that share their inputs
@@ -223,44 +212,43 @@ def settle_columns(
 
     Args:
         weights: (N_i, K) each, any float dtype; not modified.
-        factor: (K, K) lower triangular, from `cholesky_factor` with the same order.
-        order: (K,) column settled first, second, ...
+        factor: of the inputs' Hessian.
         group_index: (K,) group of each column.
         ranges: scale and zero point (N_i, G) float32 of each weight.
         scheme: number type.
-        block_size: columns per block.
+        block: columns settled before those that follow are updated, in one product.
     Returns:
         (N_i, K) codes in the number type's storage dtype, one per weight.
     """
-    backwards = order.flip(0)  # the last row is settled first, so `factor` can be used as it comes
+    lower, backwards, _ = factor
     sizes = [weight.shape[0] for weight in weights]
-    rows = torch.empty(len(order), sum(sizes), device=factor.device)  # (K, N): weights, once settled their errors
+    rows = torch.empty(len(backwards), sum(sizes), device=lower.device)  # (K, N): weights, once settled their errors
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
         part.copy_(weight.T[backwards])
     scales = torch.cat([scale for scale, _ in ranges]).T.contiguous()  # (G, N)
     zeros = None if scheme.symmetric else torch.cat([z for _, z in ranges if z is not None]).T.contiguous()
     groups = group_index[backwards].tolist()
-    pivots = factor.diagonal().tolist()
-    codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=factor.device)
-    for stop in range(rows.shape[0], 0, -block_size):
-        start = max(stop - block_size, 0)
-        owed = factor[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
+    pivots = lower.diagonal().tolist()
+    codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
+    for stop in range(rows.shape[0], 0, -block):
+        start = max(stop - block, 0)
+        owed = lower[stop:, start:stop].T @ rows[stop:]  # what each column of the block makes up for, times its pivot
         for run_stop in range(stop, start, -_RUN):
             run_start = max(run_stop - _RUN, start)
             for row in range(run_stop - 1, run_start - 1, -1):
                 step, offset = scales[groups[row]], None if zeros is None else zeros[groups[row]]
-                wanted = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
-                code = to_codes(wanted, step, offset, scheme.dtype)
+                aimed = torch.add(rows[row], owed[row - start], alpha=1 / pivots[row])
+                code = to_codes(aimed, step, offset, scheme.dtype)
                 codes[row] = code
                 rows[row] -= from_codes(code, step, offset)
-                owed[run_start - start : row - start].addr_(factor[row, run_start:row], rows[row])
+                owed[run_start - start : row - start].addr_(lower[row, run_start:row], rows[row])
             run = slice(run_start, run_stop)
-            owed[: run_start - start].addmm_(factor[run, start:run_start].T, rows[run])
+            owed[: run_start - start].addmm_(lower[run, start:run_start].T, rows[run])
     forwards = torch.argsort(backwards)
     return [part[forwards].T.contiguous() for part in torch.split(codes, sizes, dim=1)]
 
 
-def corrected(weight: Tensor, error: Tensor, factor: Tensor, order: Tensor, strength: float) -> Tensor:
+def corrected(weight: Tensor, error: Tensor, factor: Factor, strength: float) -> Tensor:
     """The weights that, fed what the layer sees now, come nearest to the outputs of the original model.
 
     Least |V X - W O|^2 over V is at V = W + W (O - X) X' (X X')^-1; X X' is damped as for the loop that follows.
@@ -268,28 +256,21 @@ def corrected(weight: Tensor, error: Tensor, factor: Tensor, order: Tensor, stre
     Args:
         weight: (N, K) W; not modified.
         error: (K, K) mean of (o - x) x'.
-        factor: (K, K) lower triangular, with its `order`; see `cholesky_factor`.
+        factor: of X X'.
         strength: share of the correction.
     Returns:
         (N, K) float32.
     Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, whose
     loop spreads the same correction over its columns.
     """
-    backwards = order.flip(0)
-    wanted = (weight.float() @ error)[:, backwards]  # (N, K)
-    moved = torch.empty_like(wanted)
-    moved[:, backwards] = torch.cholesky_solve(wanted.T, factor).T
+    product = (weight.float() @ error)[:, factor.backwards]  # (N, K)
+    moved = torch.empty_like(product)
+    moved[:, factor.backwards] = torch.cholesky_solve(product.T, factor.lower).T
     return moved.mul_(strength).add_(weight)
 
 
 def fit_scales(
-    weight: Tensor,
-    codes: Tensor,
-    ranges: Ranges,
-    factor: Tensor,
-    order: Tensor,
-    group_index: Tensor,
-    scale_dtype: torch.dtype,
+    weight: Tensor, codes: Tensor, ranges: Ranges, factor: Factor, group_index: Tensor, scale_dtype: torch.dtype
 ) -> Tensor:
     """The scales of a row's groups that together bring the outputs of given codes nearest to those of the weights.
 
@@ -299,19 +280,18 @@ def fit_scales(
     Args:
         weight, codes: (N, K); not modified.
         ranges: scale and zero point (N, G) float32 that the codes were made with.
-        factor: (K, K) lower triangular L, with its `order`; see `cholesky_factor`.
+        factor: of the inputs' Hessian.
         group_index: (K,) group of each column.
         scale_dtype: dtype in which scales are stored.
     Returns:
         (N, G) float32 with values of `scale_dtype`; a scale whose fit changes sign keeps its value.
     """
-    scale, zero = ranges
-    backwards = order.flip(0)
+    (scale, zero), (lower, backwards, _) = ranges, factor
     index = group_index[backwards]
-    groups, width = scale.shape[1], len(order)
+    groups, width = scale.shape[1], len(backwards)
     members = torch.argsort(index, stable=True).view(groups, -1)  # (G, g) where a group's columns are in the factor
-    parts = factor[members.flatten()].view(groups, -1, width)  # (G, g, K): a group's codes only meet its own rows
-    step = max(1, max(_FIT_ELEMENTS, factor.numel() // 4) // (groups * width))
+    parts = lower[members.flatten()].view(groups, -1, width)  # (G, g, K): a group's codes only meet its own rows
+    step = max(1, max(_FIT_ELEMENTS, lower.numel() // 4) // (groups * width))
     fitted = torch.empty_like(scale)
     for start in range(0, len(scale), step):
         rows = slice(start, start + step)
@@ -319,7 +299,7 @@ def fit_scales(
         if zero is not None:
             values -= zero[rows][:, index]
         coded = torch.bmm(values[:, members].transpose(0, 1), parts).transpose(0, 1)  # (R, G, K)
-        target = (weight[rows, backwards].float() @ factor).unsqueeze(2)  # (R, K, 1)
+        target = (weight[rows, backwards].float() @ lower).unsqueeze(2)  # (R, K, 1)
         normal = coded @ coded.transpose(1, 2)  # (R, G, G)
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         fitted[rows] = torch.linalg.solve_ex(normal, coded @ target)[0].squeeze(2)
@@ -327,15 +307,13 @@ def fit_scales(
     return round_scale(torch.where(usable, fitted, scale), scale_dtype)
 
 
-def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """Cholesky factor of the reordered, damped Hessian: the column settled first comes last, and H = L L'.
 
     Args:
         hessian: (K, K) float32, symmetric; used up (its memory is overwritten).
         order: (K,) columns in the order in which they are settled.
         damping: fraction of the mean diagonal that is added.
-    Returns:
-        (K, K) lower triangular L, and the damping that was needed if it had to be raised, else 0.
     Raises:
         ModelError: no damping makes it positive definite; the inputs are not finite.
     """
@@ -353,7 +331,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Ten
         # L' in column-major order is L in row-major order: no third (K, K) matrix is needed.
         torch.linalg.cholesky_ex(hessian, upper=True, out=(lower.T, info))
         if not info.item() and torch.isfinite(lower.diagonal()).all():
-            return lower.tril_(), amount if amount != damping else 0.0
+            return Factor(lower.tril_(), backwards, amount if amount != damping else 0.0)
         amount *= _DAMPING_FACTOR
     raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.rotated_reader import RotatedReader
 from quantkit.compress.calibration.layer import LayerContext
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,15 +1,72 @@
 """Plain rounding with ranges that calibration has chosen: what a code step costs the linear's outputs, not its weights.
 
 The quickest use of calibration data: no solver, no folding. Without this step plain rounding takes the ranges of least
-squared weight error, and needs no data. It leaves ranges behind, not codes.
+squared weight error, and needs no data. It leaves ranges behind, not codes. AWQ chooses its ranges in the same way.
+Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.compress.algorithms._ranges import InputStatistics, search_range
+import torch
+from torch import Tensor
+
 from quantkit.compress.calibration.layer import LayerContext
+from quantkit.compress.calibration.observers import GroupGram, Magnitude
+from quantkit.numerics.affine import Ranges, search_parameters
+
+# Groups wider than this are searched with per-channel importance only: their Gram matrices would cost too much.
+_WIDEST_GRAM = 512
+
+
+class InputStatistics:
+    """What one set's inputs look like: sizes per channel, and the Gram matrix of each group if it is narrow enough.
+
+    `divisor` (K,) is what the inputs are divided by since they were seen.
+
+    Args:
+        layer: the layer.
+        name: a linear of the set, with a scheme.
+    """
+
+    def __init__(self, layer: LayerContext, name: str) -> None:
+        width = layer.weight(name).shape[1]
+        self.group = layer.schemes[name].weight.group_width(width)
+        self.magnitude = Magnitude(width, layer.device)
+        self._gram = GroupGram(width, self.group, layer.device) if self.group <= _WIDEST_GRAM else None
+        self.divisor = torch.ones(width, device=layer.device)
+
+    def update(self, inputs: Tensor) -> None:
+        """Add (T, K) inputs."""
+        self.magnitude.update(inputs)
+        if self._gram is not None:
+            self._gram.update(inputs)
+
+    def mean_square(self, divisor: Tensor) -> Tensor:
+        """Mean x^2 per input, (K,), of the inputs divided by `divisor`."""
+        return self.magnitude.mean_square / divisor.square()
+
+    def gram(self, divisor: Tensor) -> Tensor | None:
+        """Mean x x' inside each group, (G, g, g), of the inputs divided by `divisor`."""
+        if self._gram is None:
+            return None
+        by_group = divisor.view(-1, self.group)
+        return self._gram.mean / (by_group.unsqueeze(2) * by_group.unsqueeze(1))
+
+
+def search_range(layer: LayerContext, name: str, seen: InputStatistics) -> Ranges:
+    """The ranges of a linear that lose least of its outputs; see `search_parameters`.
+
+    Args:
+        layer: the layer; not modified.
+        name: relative name of a linear with a scheme.
+        seen: of its inputs.
+    """
+    weight, grid = layer.weight(name), layer.grid(name)
+    # The set's statistics are of one group size; a linear of it with another has no use for the Gram matrices.
+    gram = seen.gram(seen.divisor) if seen.group == grid.scheme.group_width(weight.shape[1]) else None
+    return search_parameters(weight, grid, importance=seen.mean_square(seen.divisor), gram=gram)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

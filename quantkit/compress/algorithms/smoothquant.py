@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.compress.algorithms._options import Share
 from quantkit.compress.algorithms._smoothing import can_fold, fold, shared_by_heads, spread
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.observers import Magnitude
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,28 +26,21 @@ class SmoothQuantStep:
         alpha: 0 leaves all difficulty to the activations, 1 moves all of it into the weights.
     """
 
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha {self.alpha} is not in [0, 1]")
+    alpha: Share = 0.5
 
     def apply(self, layer: LayerContext) -> None:
         """Rescale the weights behind each norm and the norm itself; see `Step.apply`."""
         sets = [group for group, _ in layer.pending() if _follows_norm(layer, group) and can_fold(layer, group)]
-        observers = {
-            group.linears[0]: Magnitude(layer.weight(group.linears[0]).shape[1], layer.device) for group in sets
-        }
+        names = [group.linears[0] for group in sets]
+        observers = {name: Magnitude(layer.weight(name).shape[1], layer.device) for name in names}
         if not observers:
             layer.chosen.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
             return
         layer.observe(observers)
         for group in sets:
-            largest = shared_by_heads(layer, group, observers[group.linears[0]].largest)
-            fold(layer, group, self._scales(largest, largest_weight(layer, group)))
-
-    def _scales(self, inputs: Tensor, weights: Tensor) -> Tensor:
-        return spread(inputs.clamp_min(1e-5) ** self.alpha / weights.clamp_min(1e-5) ** (1 - self.alpha))
+            inputs = shared_by_heads(layer, group, observers[group.linears[0]].largest).clamp_min(1e-5)
+            weights = largest_weight(layer, group).clamp_min(1e-5)
+            fold(layer, group, spread(inputs**self.alpha / weights ** (1 - self.alpha)))
 
 
 def largest_weight(layer: LayerContext, group: LinearSet) -> Tensor:

@@ -6,7 +6,6 @@ folder once per layer, so that an interrupted run can go on; in disk mode they l
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.writer import write_shard
 from quantkit.errors import CheckpointError, ResumeError
 
@@ -35,8 +35,10 @@ class ActivationStore:
         self._folder, self._mode, self._layer = folder, mode, 0
         self._memory: list[Tensor] = []
         self.digests: list[str] = []
-        for batch in batches:
-            self._append(require_finite(batch, "the embedding"))
+        for number, batch in enumerate(batches):
+            if mode == "ram":
+                self._memory.append(batch)
+            self.digests += self._save(number, require_finite(batch, "the embedding"), 0)
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> ActivationStore:
@@ -48,13 +50,9 @@ class ActivationStore:
         store = cls(folder, mode, iter(()))
         store._layer, store.digests = layer, digests
         for number, digest in enumerate(digests):
-            path = store._path(number)
-            data = path.read_bytes() if path.exists() else b""
-            if hashlib.sha256(data).hexdigest() != digest:
-                state = "not what was written" if data else "missing"
-                raise ResumeError(f"saved state {path} is {state}; start over with --no-resume")
+            check_saved(store._path(number), digest)
             if mode == "ram":
-                store._memory.append(load(data)["hidden"])
+                store._memory.append(store._load(number))
         return store
 
     @property
@@ -66,10 +64,7 @@ class ActivationStore:
         return len(self.digests) if self._mode == "disk" else len(self._memory)
 
     def __getitem__(self, number: int) -> Tensor:
-        if self._mode == "ram":
-            return self._memory[number]
-        hidden: Tensor = load(self._path(number).read_bytes())["hidden"]
-        return hidden
+        return self._memory[number] if self._mode == "ram" else self._load(number)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[number] for number in range(len(self)))
@@ -89,11 +84,9 @@ class ActivationStore:
         if self._folder is not None:
             shutil.rmtree(self._folder / str(self._layer - 1), ignore_errors=True)
 
-    def _append(self, batch: Tensor) -> None:
-        number = len(self)
-        if self._mode == "ram":
-            self._memory.append(batch)
-        self.digests += self._save(number, batch, 0)
+    def _load(self, number: int) -> Tensor:
+        hidden: Tensor = load(self._path(number).read_bytes())["hidden"]
+        return hidden
 
     def _save(self, number: int, states: Tensor, layer: int) -> list[str]:
         if self._folder is None:
@@ -105,6 +98,13 @@ class ActivationStore:
     def _path(self, number: int, layer: int | None = None) -> Path:
         assert self._folder is not None, "disk mode needs a folder"
         return self._folder / str(self._layer if layer is None else layer) / f"{number:05d}.safetensors"
+
+
+def check_saved(path: Path, digest: str) -> None:
+    """Raise ResumeError if a file of an interrupted run is not byte for byte what was written."""
+    if not path.exists() or file_digest(path) != digest:
+        state = "not what was written" if path.exists() else "missing"
+        raise ResumeError(f"{path} is {state}; start over with --no-resume")
 
 
 def require_finite(states: Tensor, source: str) -> Tensor:

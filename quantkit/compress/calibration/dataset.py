@@ -62,8 +62,10 @@ def load_samples(
     """
     generator = random.Random(seed)
     path = Path(data)
-    if path.suffix in (".txt", ".jsonl") or path.exists():
-        records: Iterable[Any] = _read_text(path) if path.suffix == ".txt" else _read_jsonl(path, field)
+    if path.suffix == ".txt":
+        records: Iterable[Any] = [part.strip() for part in _read_file(path).split("\n\n")]
+    elif path.suffix == ".jsonl" or path.exists():
+        records = _read_objectl(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
     token_ids = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
@@ -75,36 +77,31 @@ def load_samples(
     return Samples(token_ids=tuple(map(tuple, token_ids)), warnings=warnings, digest=digest)
 
 
-def lint(samples: list[list[int]], wanted: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
+def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: Any) -> tuple[str, ...]:
     """What a careful engineer would notice about calibration samples.
 
     Args:
         samples: token ids per sample.
-        wanted: samples asked for.
+        asked: samples asked for.
         sequence_length: tokens asked for per sample.
         tokenizer: for its BOS and unknown ids.
     Returns:
         One sentence per finding.
     """
-    warnings, count = [], len(samples)
-    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    count, tokens, bos = len(samples), [token for sample in samples for token in sample], tokenizer.bos_token_id
     without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
-    if without:
-        warnings.append(f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do")
-    if count < wanted:
-        warnings.append(f"only {count} samples where {wanted} were asked for; statistics will be noisier")
     short = sum(1 for sample in samples if len(sample) < sequence_length / 2)
-    if short > count / 4:
-        warnings.append(f"{short} of {count} samples are shorter than half of {sequence_length} tokens")
     repeated = count - len({tuple(sample) for sample in samples})
-    if repeated:
-        warnings.append(f"{repeated} of {count} samples are duplicates")
-    tokens = [token for sample in samples for token in sample]
-    if unknown is not None and tokens.count(unknown) > 0.01 * len(tokens):
-        warnings.append(f"{tokens.count(unknown) / len(tokens):.0%} of the tokens are unknown to the tokenizer")
-    if len(tokens) < 4096:
-        warnings.append(f"{len(tokens)} tokens in all are few; 16,000 or more are usual")
-    return tuple(warnings)
+    unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # a tokenizer that has no such token makes none
+    findings = (
+        (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do"),
+        (count < asked, f"only {count} samples where {asked} were asked for; statistics will be noisier"),
+        (short > count / 4, f"{short} of {count} samples are shorter than half of {sequence_length} tokens"),
+        (repeated > 0, f"{repeated} of {count} samples are duplicates"),
+        (unknown > 0.01, f"{unknown:.0%} of the tokens are unknown to the tokenizer"),
+        (len(tokens) < 4096, f"{len(tokens)} tokens in all are few; 16,000 or more are usual"),
+    )
+    return tuple(text for holds, text in findings if holds)
 
 
 def _tokenize(
@@ -139,6 +136,7 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
         stream += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= samples * step * _SURPLUS:
             break
+    # Windows of all the surplus, not of its beginning: neighbours in a text are alike.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)
     windows = [prefix + stream[start : start + step] for start in starts[:samples]]
@@ -157,23 +155,15 @@ def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> lis
 def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> None:
     if not all(isinstance(token, int) for sample in samples for token in sample):
         raise DataError(f"calibration data {where}: input_ids must be whole numbers")
-    largest, smallest = max(map(max, samples)), min(map(min, samples))
-    if largest >= vocab_size or smallest < 0:
-        bad = largest if largest >= vocab_size else smallest
+    outside = [token for sample in samples for token in sample if not 0 <= token < vocab_size]
+    if outside:
         raise DataError(
-            f"token id {bad} is outside the model's vocabulary of {vocab_size}: "
+            f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}: "
             f"the tokenizer or the ids in {where} belong to another model"
         )
 
 
-def _read_text(path: Path) -> list[str]:
-    documents = [part.strip() for part in _read_file(path).split("\n\n")]
-    if not any(documents):
-        raise DataError(f"calibration file {path} is empty; give one with text in it")
-    return documents
-
-
-def _read_jsonl(path: Path, field: str) -> list[Any]:
+def _read_objectl(path: Path, field: str) -> list[Any]:
     records = []
     for number, line in enumerate(_read_file(path).split("\n"), start=1):
         if not line.strip():
@@ -185,8 +175,6 @@ def _read_jsonl(path: Path, field: str) -> list[Any]:
                 f"{path}:{number}: not valid JSON ({first_line(error)}); one JSON object per line is needed"
             ) from None
         records.append(_content(record, field, f"{path}:{number}"))
-    if not records:
-        raise DataError(f"calibration file {path} is empty; give one with text in it")
     return records
 
 
@@ -200,10 +188,8 @@ def _read_hub(name: str, field: str, split: str, limit: int) -> list[Any]:
     except DataError:
         raise
     except Exception as error:  # the hub client raises many kinds; the user needs one line
-        reason = first_line(error)
-        raise DataError(
-            f"calibration data {name!r} is neither a file nor a hub data set that can be read: {reason}"
-        ) from error
+        what = f"calibration data {name!r} is neither a file nor a hub data set that can be read"
+        raise DataError(f"{what}: {first_line(error)}") from error
 
 
 def _content(record: Any, field: str, where: str) -> Any:
@@ -219,8 +205,11 @@ def _content(record: Any, field: str, where: str) -> Any:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"calibration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"calibration file {path} cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise DataError(f"calibration file {path} is empty; give one with text in it")
+    return text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.models.families import find_expert
+from quantkit.models.linear_sets import find_expert
 
 # An expert that saw fewer tokens than this is under_calibrated: its own statistics would be mostly noise.
 UNDER_CALIBRATED_TOKENS = 64
@@ -18,13 +19,12 @@ class _Enough(Exception):
     """Raised inside a forward pass once there is nothing more to see."""
 
 
+OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Told of a module's call: its relative name, arguments, keyword arguments."""
+
+
 def probe(
-    block: nn.Module,
-    modules: Sequence[str],
-    on_call: Callable[..., None],
-    run: Callable[[], object],
-    *,
-    all_tokens: bool = False,
+    block: nn.Module, modules: Sequence[str], on_call: OnCall, run: Callable[[], object], *, all_tokens: bool = False
 ) -> None:
     """Call `on_call(name, args, kwargs)` as each module (relative names) is reached, and stop after the last.
 
@@ -47,33 +47,21 @@ def probe(
     handles = hook_modules(block, [name for name in modules if name not in inside], seen)
     if inside:
         handles.append(show_all_tokens(block, inside, seen))
-    _run(run, handles)
-
-
-def probe_until(
-    block: nn.Module, modules: Sequence[str], last: str, on_call: Callable[..., None], run: Callable[[], object]
-) -> None:
-    """Call `on_call(name, args, kwargs)` whenever one of these modules is reached, and stop after the module `last`."""
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        raise _Enough
-
-    handles = hook_modules(block, modules, on_call)
-    _run(run, [*handles, block.get_submodule(last).register_forward_hook(after)])
-
-
-def _run(run: Callable[[], object], handles: list[RemovableHandle]) -> None:
-    """Run until a hook has enough, and remove the hooks."""
-    try:
+    with removed_after(handles), suppress(_Enough):
         run()
-    except _Enough:
-        pass
+
+
+@contextmanager
+def removed_after(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """While open, these hooks are in place."""
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def hook_modules(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> list[RemovableHandle]:
+def hook_modules(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> list[RemovableHandle]:
     """Have `on_call(name, args, kwargs)` called before each of these modules; the caller removes the hooks."""
 
     def hook(name: str) -> Callable[..., None]:
@@ -82,12 +70,12 @@ def hook_modules(block: nn.Module, modules: Sequence[str], on_call: Callable[...
     return [block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in modules]
 
 
-def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: Callable[..., None]) -> RemovableHandle:
+def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: OnCall) -> RemovableHandle:
     """Have experts look at every token, just before tokens are routed to some of them.
 
     Args:
         block: the layer; what it computes stays the same.
-        modules: linears of experts whose inputs are wanted.
+        modules: linears of experts.
         on_call: called with (name, args, kwargs) before each of them, for all tokens at once.
     """
     first = find_expert(modules[0])
@@ -97,12 +85,9 @@ def show_all_tokens(block: nn.Module, modules: Sequence[str], on_call: Callable[
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         tokens = args[0].reshape(-1, args[0].shape[-1])
         for expert in experts:
-            handles = hook_modules(block, [name for name in modules if name.startswith(f"{expert}.")], on_call)
-            try:
+            inside = [name for name in modules if name.startswith(f"{expert}.")]
+            with removed_after(hook_modules(block, inside, on_call)):
                 block.get_submodule(expert)(tokens)
-            finally:
-                for handle in handles:
-                    handle.remove()
 
     return block.get_submodule(first.owner).register_forward_pre_hook(before)
 

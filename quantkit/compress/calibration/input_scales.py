@@ -65,15 +65,13 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
     """Find the scale of every input that needs one, and put it beside the codes of the linears that read it.
 
     Args:
-        layer: whose linears all have codes; modified.
+        layer: whose linears all have codes, some of them calibrated scales of inputs; modified.
         method: "absmax" holds every value seen; "mse" cuts off what costs the others more than it is worth.
     Raises:
         DataError: an input was zero throughout, or never came.
     """
     sets = _inputs(layer)
     observers = {names[0]: InputRange(keep=method == "mse") for names in sets}
-    if not observers:
-        return
     layer.observe(observers)
     for names in sets:
         scheme = layer.schemes[names[0]].activation
@@ -87,7 +85,6 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
             )
         for name in names:
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
-            layer.chosen.input_scales[name] = scale
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
 
 

@@ -9,13 +9,12 @@ Shapes: B samples, H key/value heads, T tokens, D channels.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.compress.calibration.cache_statistics import CacheStatistics
+from quantkit.compress.calibration.cache_statistics import CacheStatistics, HeadStatistics
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics.dtype import FP8, INT4
@@ -34,6 +33,7 @@ from quantkit.results import CacheRecord
 MOST_NOISE = 0.1
 """Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
 
+# What layers call their cache.
 _ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
@@ -43,58 +43,38 @@ class _Seen(Exception):
     """Raised as soon as the layer has handed over its keys and values."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CalibratedCache:
-    """What was found for one layer.
-
-    Args:
-        cache: how its keys and values are kept.
-        record: the same for the run's records.
-        note: one sentence where it differs from what was asked.
-    """
-
-    cache: LayerCache
-    record: CacheRecord
-    note: str | None = None
-
-
-def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CalibratedCache:
+def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> tuple[LayerCache, CacheRecord]:
     """Scales and number types of one layer's cache; to be called once its weights are final.
 
     Args:
-        layer: its store has the hidden states; none are needed where the goal needs no data.
+        layer: its store has the hidden states; none are needed where the goal needs no data. A note is added where the
+            decision differs from the goal.
         goal: what the recipe asks for.
+    Returns:
+        how its keys and values are kept, and the same for the run's records.
     Raises:
         ModelError: the layer hands its keys and values to no cache.
         CheckpointError: a key or value is not finite, or all that a scale is for are zero.
     """
+    asked = goal.scheme
     if not goal.needs_data:
-        cache = LayerCache(scheme=goal.scheme)
-        return CalibratedCache(cache=cache, record=CacheRecord(scheme=scheme_to_dict(goal.scheme)))
-    statistics = observe_cache(layer, rotate=goal.scheme.rotation != "none")
-    key_scale, value_scale = (
-        _scales(layer.name, what, scheme, numbers, goal)
-        for what, scheme, numbers in (
-            ("keys", goal.scheme.key, statistics.keys),
-            ("values", goal.scheme.value, statistics.values),
-        )
-    )
-    asked = noise(statistics, goal.scheme.key)
+        return LayerCache(scheme=asked), CacheRecord(scheme=scheme_to_dict(asked))
+    statistics = observe_cache(layer, rotate=asked.rotation != "none")
+    key_scale = _scales(layer.name, "keys", asked.key, statistics.keys, goal)
+    value_scale = _scales(layer.name, "values", asked.value, statistics.values, goal)
     scheme = choose_scheme(statistics, goal)
     record = CacheRecord(
         scheme=scheme_to_dict(scheme),
-        key_scale=_listed(key_scale, goal.scheme.key),
-        value_scale=_listed(value_scale, goal.scheme.value),
+        key_scale=_listed(key_scale, asked.key),
+        value_scale=_listed(value_scale, asked.value),
         largest_key=statistics.keys.peak.max().item(),
         typical_key=statistics.keys.typical().min().sqrt().item(),
-        noise_asked=asked,
+        noise_asked=noise(statistics, asked.key),
         noise=noise(statistics, scheme.key, rotated=scheme.rotation != "none"),
     )
-    return CalibratedCache(
-        cache=LayerCache(scheme=scheme, key_scale=key_scale, value_scale=value_scale),
-        record=record,
-        note=None if scheme == goal.scheme else _note(layer, statistics, goal.scheme, record, scheme),
-    )
+    if scheme != asked:
+        layer.chosen.notes.append(_note(layer, statistics, asked, record, scheme))
+    return LayerCache(scheme=scheme, key_scale=key_scale, value_scale=value_scale), record
 
 
 def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatistics:
@@ -115,9 +95,9 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
             statistics.update(key_states, value_states)
             raise _Seen
 
-    assert layer.data.store is not None, "this recipe has no calibration data"
-    argument = _argument(layer)
-    for hidden in layer.data.store:
+    known = inspect.signature(layer.block.forward).parameters
+    argument = next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
+    for hidden in layer.batches():
         try:
             layer.forward(hidden, **{argument: Recorder()})
         except _Seen:
@@ -144,7 +124,7 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     Args:
         statistics: of one layer.
         scheme: of the keys.
-        rotated: whether they are rotated before rounding; None = as the statistics were asked to look.
+        rotated: whether they are rotated before rounding; None = where the statistics have them so.
     """
     if scheme.dtype is None:
         return 0.0
@@ -156,10 +136,11 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
         return (2.0**-6 / 24 + subnormal / typical).max().item()
     if scheme.granularity == "channel":
         return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
+    rounded = statistics.rotated if turned else keys
     if scheme.symmetric:
-        steps = (statistics.rotated if turned else keys).mean_square_peak() / float(scheme.dtype.maximum) ** 2
+        steps = rounded.mean_square_peak() / float(scheme.dtype.maximum) ** 2
     else:
-        steps = (statistics.rotated if turned else keys).mean_square_range() / scheme.dtype.full_range**2
+        steps = rounded.mean_square_range() / scheme.dtype.full_range**2
     return (steps / 12 / typical).max().item()
 
 
@@ -181,13 +162,7 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     return KVScheme(value=goal.scheme.value)
 
 
-def _argument(layer: LayerContext) -> str:
-    """What the layer calls its cache."""
-    known = inspect.signature(layer.block.forward).parameters
-    return next((name for name in _ARGUMENTS if name in known), _ARGUMENTS[0])
-
-
-def _scales(layer: str, what: str, scheme: CacheScheme, numbers: Any, goal: CacheGoal) -> Scales:
+def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> Scales:
     """Fixed scales of keys or values, one or one per head; 1.0 where the scheme has none."""
     if not scheme.is_fixed:
         return 1.0
@@ -215,18 +190,11 @@ def _note(
 ) -> str:
     head, channel = divmod(int(statistics.keys.channel_peak.argmax()), statistics.keys.channel_peak.shape[1])
     rotated = ", rotated" if asked.rotation != "none" else ""
-    bias = _largest_bias(layer)
-    said = f", bias of the key projection up to {bias:.3g}" if bias is not None else ""
+    biases = [p.abs().max().item() for name, p in layer.block.named_parameters() if name.endswith("k_proj.bias")]
+    said = f", bias of the key projection up to {biases[0]:.3g}" if biases else ""
     return (
         f"KV cache: keys have outlier channels: as {asked.key.describe()}{rotated} their noise would be "
         f"{record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
         f"channel {channel}, ordinary {record.typical_key:.3g}{said}); kept {scheme.key.describe()}, "
         f"noise {record.noise:.2g}"
     )
-
-
-def _largest_bias(layer: LayerContext) -> float | None:
-    for name, parameter in layer.block.named_parameters():
-        if name.endswith("k_proj.bias"):
-            return parameter.abs().max().item()
-    return None

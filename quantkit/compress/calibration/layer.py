@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.compress.calibration.errors import relative_error
 from quantkit.compress.calibration.expert_inputs import (
     UNDER_CALIBRATED_TOKENS,
     describe_under_calibrated,
+    hook_modules,
     probe,
-    probe_until,
+    removed_after,
 )
 from quantkit.compress.calibration.layer_state import LayerChoices, LayerData
-from quantkit.compress.calibration.observers import Observer, Sample
+from quantkit.compress.calibration.observers import CrossGram, Observer, Sample
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.models.families import LinearSet, find_expert
-from quantkit.numerics.affine import (
-    WeightGrid,
-    from_codes,
-    largest_magnitude,
-    minmax_parameters,
-    round_to_nearest,
-    search_parameters,
-    to_codes,
-)
+from quantkit.models.linear_sets import LinearSet, find_expert
+from quantkit.numerics import affine
+from quantkit.numerics.affine import Ranges, WeightGrid
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -115,8 +110,10 @@ class LayerContext:
         def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             counts[names[name]] += args[0].reshape(-1, args[0].shape[-1]).shape[0]
 
-        for hidden in self._hidden_states():
-            probe_until(self.block, list(names), experts[0].owner, count, partial(self.forward, hidden))
+        for hidden in self.batches():
+            # Hooks of the experts themselves: only the layer's own router says how many tokens each is called with.
+            with removed_after(hook_modules(self.block, list(names), count)):
+                self.forward(hidden)
         self.data.tokens_per_expert = tuple(counts.values())
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
@@ -133,7 +130,7 @@ class LayerContext:
             observers[name].update(inputs)
             samples[name].update(inputs)
 
-        for hidden in self._hidden_states():
+        for hidden in self.batches():
             run = partial(self.forward, hidden)
             probe(self.block, tuple(observers), update, run, all_tokens=self.data.all_tokens)
         release_freed_memory()
@@ -141,6 +138,25 @@ class LayerContext:
             if not torch.isfinite(sample.rows).all():
                 raise CheckpointError(f"{self.name}: the input of {name} is not finite; the model's weights are broken")
             self.data.samples[self.set_key(name)] = sample.rows
+
+    def observe_asymmetric(self, observers: Mapping[str, CrossGram]) -> None:
+        """Run all calibration data through the layer and the original one, each with the states of its own model.
+
+        Args:
+            observers: by relative name of a linear that sees every token; each is shown the linear's inputs and,
+                divided by what has been folded into their source since, those of the original model.
+        Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration.
+        """
+        data, names = self.data, tuple(observers)
+        assert data.original_store is not None, "no step of the recipe has asked for the original model"
+        assert data.original is not None, "no step of the recipe has asked for the original layer"
+        for hidden, original in zip(self.batches(), data.original_store, strict=True):
+            # Two runs at a time, so that only one batch of inputs of both models is held.
+            inputs = _inputs(self.block, names, partial(self.forward, hidden))
+            targets = _inputs(data.original, names, partial(self.original_forward, original))
+            for name, observer in observers.items():
+                observer.update(inputs[name], targets[name] / data.divisors.get(self.set_key(name), 1.0))
+        release_freed_memory()
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
         """Arguments of a sub-module's calls, whole sequences, for about `max_tokens` tokens.
@@ -157,7 +173,7 @@ class LayerContext:
         def keep(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
-        for hidden in self._hidden_states():
+        for hidden in self.batches():
             if left <= 0:
                 break
             kept = hidden[: max(1, left // hidden.shape[1])]
@@ -194,8 +210,8 @@ class LayerContext:
     def round(self, name: str) -> None:
         """Give a linear its nearest codes, in the ranges that a step has left, else in the best that a search gives."""
         weight, grid = self.weight(name), self.grid(name)
-        ranges = self.chosen.ranges.get(name) or search_parameters(weight, grid)
-        self.commit(name, round_to_nearest(weight, grid, ranges))
+        ranges = self.chosen.ranges.get(name) or affine.search_parameters(weight, grid)
+        self.commit(name, affine.round_to_nearest(weight, grid, ranges))
 
     def finish(self) -> None:
         """Round what no step has quantized."""
@@ -231,21 +247,19 @@ class LayerContext:
             measure="weight" if sample is None else "output",
         )
         self.chosen.quantized[name] = weight
-        current.copy_(decoded)
+        current.copy_(decoded)  # what is measured from here on is what is written
 
     def _plainly_rounded(self, name: str, grid: WeightGrid) -> Callable[[slice], Tensor]:
         """Rows of a linear, plainly rounded before any scale was folded into its columns, then folded likewise."""
         current, divisor = self.weight(name), self.data.divisors.get(self.set_key(name))
         before = current if divisor is None else current / divisor
         if divisor is not None:
-            grid = replace(grid, tensor_largest=None)  # that of the folded weights
-        scale, zero = minmax_parameters(before, grid)
+            grid = replace(grid, tensor_largest=None).completed(before)  # that of the folded weights is another one
+        scale, zero = affine.minmax_parameters(before, grid)
 
         def rounded(rows: slice) -> Tensor:
-            groups = before[rows].float().view(-1, scale.shape[1], before.shape[1] // scale.shape[1])
-            step, offset = scale[rows].unsqueeze(-1), None if zero is None else zero[rows].unsqueeze(-1)
-            codes = to_codes(groups, step, offset, grid.scheme.dtype)
-            values = from_codes(codes, step, offset).view(-1, before.shape[1])
+            ranges = Ranges(scale[rows], None if zero is None else zero[rows])
+            values = affine.round_to_nearest(before[rows], grid, ranges).dequantize()
             return values if divisor is None else values * divisor
 
         return rounded
@@ -261,7 +275,7 @@ class LayerContext:
         known = self.chosen.tensor_largest.get(sharing[0])
         if known is not None:
             return known
-        return torch.cat([largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
+        return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def _sharing(self, name: str) -> list[str]:
         """Linears that share tensor-wide scales: those of a set and module with equal numbers, which engines fuse."""
@@ -283,7 +297,8 @@ class LayerContext:
     def _set(self, name: str) -> LinearSet:
         return next(group for group in self.sets if name in group.linears)
 
-    def _hidden_states(self) -> Iterator[Tensor]:
+    def batches(self) -> Iterator[Tensor]:
+        """Hidden states before the layer, each (B, T, D)."""
         assert self.data.store is not None, "this recipe has no calibration data"
         return iter(self.data.store)
 
@@ -294,17 +309,28 @@ class LayerContext:
         Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
         """
         with ExitStack() as hooks:
-            for name in self.chosen.quantized:
-                scheme, scale = self.schemes[name].activation, self.chosen.input_scales.get(name)
+            for name, weight in self.chosen.quantized.items():
+                scheme, scale = self.schemes[name].activation, weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
                     quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
-                    hooks.callback(hook_inputs(self.linear(name), quantize))
+                    hooks.enter_context(hook_inputs(self.linear(name), quantize))
             yield
 
 
-def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Have a module see its first argument changed; what removes the hook again."""
-    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])).remove
+def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    """Have a module see its first argument changed, until the handle is removed or left."""
+    return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+
+
+def _inputs(block: nn.Module, names: tuple[str, ...], run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """(T, K) inputs that linears of a block get while `run` runs it, up to the last of them."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
+        inputs[name] = args[0].reshape(-1, args[0].shape[-1])
+
+    probe(block, names, keep, run)
+    return inputs
 
 
 def hidden_states(output: Tensor | tuple[Tensor, ...]) -> Tensor:

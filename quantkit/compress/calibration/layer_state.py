@@ -45,8 +45,6 @@ class LayerChoices:
         ranges: that a step has left for the rounding that follows.
         quantized: codes; the layer computes with their values.
         tensor_largest: see `WeightGrid`, of linears that share it, by the first of them; fixed by their first codes.
-        input_scales: (1,) calibrated scale of each linear's input, once it is known; see
-            `quantkit.compress.calibration.input_scales`.
         cache_scales: tensors of the KV cache to write beside the weights.
         records: what the codes cost.
         notes: what a user should know, a sentence each.
@@ -55,7 +53,6 @@ class LayerChoices:
     ranges: dict[str, Ranges] = field(default_factory=dict)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     tensor_largest: dict[str, Tensor] = field(default_factory=dict)
-    input_scales: dict[str, Tensor] = field(default_factory=dict)
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     records: dict[str, LinearRecord] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

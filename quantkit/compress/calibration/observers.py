@@ -21,14 +21,6 @@ class Observer(Protocol):
         ...
 
 
-class PairObserver(Protocol):
-    """Something that looks at the inputs of a linear beside those in the original model."""
-
-    def update(self, inputs: Tensor, original: Tensor) -> None:
-        """Take in (T, K) inputs and the original ones of the same tokens; they are not modified."""
-        ...
-
-
 class _MeanMatrix:
     """A (K, K) float32 sum over tokens, whose mean is handed out once.
 
@@ -75,9 +67,9 @@ class CrossGram(_MeanMatrix):
 
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add (T, K) inputs and those that the same tokens have in the original model; neither is modified."""
-        for rows, wanted in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
+        for rows, others in zip(torch.split(inputs, _TOKENS), torch.split(original, _TOKENS), strict=True):
             values = rows.float()
-            self._sum.addmm_((wanted.float() - values).T, values)
+            self._sum.addmm_((others.float() - values).T, values)
         self.num_tokens += inputs.shape[0]
 
 

@@ -27,15 +27,9 @@ from quantkit.compress.convert.gguf_model import (
     metadata_of,
 )
 from quantkit.compress.convert.source import Source
-from quantkit.compress.convert.target import kv_cache_scheme, unfit
-from quantkit.errors import AuditError, ModelError, SchemeError
-from quantkit.formats._gguf_blocks import (
-    PLAIN,
-    block_values,
-    dequantize_blocks,
-    num_bytes,
-    round_to_blocks,
-)
+from quantkit.compress.convert.target import kv_cache_scheme, refuse_reordered, unfit
+from quantkit.errors import AuditError, ModelError, SchemeError, located
+from quantkit.formats._gguf_blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
 from quantkit.formats._gguf_file import read_gguf, write_gguf_file
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.gguf import FORMAT
@@ -58,14 +52,18 @@ _FILE_TYPES = {block: number for number, block, _ in TYPES.values()} | {
 _CHUNK_VALUES = 1 << 22
 
 
+Typed = list[tuple[ExportedTensor, Block]]
+"""Tensors with their types."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What is in the file: number of tensors and bytes by type, number of linears carried over, notes."""
+    """What is in an output; see `Conversion`."""
 
     num_linears: int
-    num_bytes: int
+    output_bytes: int
     stored: dict[str, int]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def write_gguf(
@@ -88,31 +86,47 @@ def write_gguf(
         SchemeError: codes that no block holds exactly.
         ModelError: the family or the tokenizer has no place in a GGUF file.
     """
-    plan = _plan(source, type_name)
-    file_type = int(TYPES[type_name][0] if type_name else _file_type(plan))
-    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
-    metadata = metadata_of(source, gguf, file_type)
+    _check_source(source, type_name)
+    gguf = find_gguf_model(source)
+    exported = list_tensors(source, gguf)
+    has_head = any(tensor.name == "output.weight" for tensor in exported)
+    plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
+    metadata = metadata_of(source, gguf, int(TYPES[type_name][0] if type_name else _file_type(plan)))
     factors = long_range_factors(gguf.model)
-    tensors: dict[str, tuple[Block, tuple[int, ...]]] = {p.name: (block, p.shape) for p, block in plan}
+    tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
     if factors is not None:
         tensors["rope_freqs.weight"] = (Block.F32, tuple(factors.shape))
 
     def contents() -> Iterator[Iterator[memoryview]]:
-        for number, (piece, block) in enumerate(plan):
-            progress(number, len(plan), piece.module)
-            yield _bytes(source, piece, block, gguf.model.family.norm_offset, importance or {})
+        for number, (tensor, block) in enumerate(plan):
+            progress(number, len(plan), tensor.module)
+            yield _bytes(source, tensor, block, gguf.model.family.norm_offset, importance or {})
         if factors is not None:
             yield iter([factors.numpy().data])
         progress(len(plan), len(plan), "done")
 
     digests = write_gguf_file(path, metadata, tensors, contents())
     _read_back(path, tensors, digests)
-    stored = Counter(block.name for piece, block in plan if len(piece.shape) == 2)
-    carried = sum(piece.local == "weight" and piece.module in source.linears for piece, _ in plan)
-    return Written(num_linears=carried, num_bytes=path.stat().st_size, stored=dict(stored), notes=_notes(source, plan))
+    return Written(
+        num_linears=sum(tensor.is_quantized for tensor in exported),
+        output_bytes=path.stat().st_size,
+        stored=dict(Counter(block.name for tensor, block in plan if len(tensor.shape) == 2)),
+        notes=_notes(source, plan),
+    )
 
 
-def _notes(source: Source, plan: list[tuple[ExportedTensor, Block]]) -> tuple[str, ...]:
+def check_model(source: Source) -> None:
+    """Everything about an ordinary model that can be refused before a tensor is read.
+
+    Raises:
+        ModelError: as `write_gguf`.
+    """
+    gguf = find_gguf_model(source)
+    metadata_of(source, gguf, 0)
+    list_tensors(source, gguf)
+
+
+def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
     """What the file does not say of the checkpoint, and what it says with more bytes."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
@@ -120,36 +134,22 @@ def _notes(source: Source, plan: list[tuple[ExportedTensor, Block]]) -> tuple[st
             "What the checkpoint says of its KV cache has no place in a GGUF file: choose the types when running, in "
             "llama.cpp with --cache-type-k and --cache-type-v"
         )
-    carried = [(piece, block) for piece, block in plan if piece.local == "weight" and piece.module in source.linears]
-    after = sum(num_bytes(block, piece.shape) for piece, block in carried)
-    names = {name for piece, _ in carried for name in (f"{piece.module}.{n}" for n in source.modules[piece.module])}
+    quantized = [(tensor, block) for tensor, block in plan if tensor.is_quantized]
+    after = sum(num_bytes(block, tensor.shape) for tensor, block in quantized)
+    names = {name for tensor, _ in quantized for name in source.names(tensor.module)}
     before = sum(source.reader.info(name).num_bytes for name in names if not name.endswith(".bias"))
     if after > 1.01 * before > 0:
-        types = Counter(block for _, block in carried)
+        types = Counter(block for _, block in quantized)
         listed = ", ".join(f"{block.name} ({8 * num_bytes(block, (256,)) / 256:g} bits per weight)" for block in types)
         zeros = "; zero points that Q4_1 cannot hold take Q5_0" if Block.Q5_0 in types else ""
         notes.append(
             f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
-            f"{block_values(carried[0][1])} has a scale of its own{zeros}"
+            f"{block_values(quantized[0][1])} has a scale of its own{zeros}"
         )
     return tuple(notes)
 
 
-def check_model(source: Source, type_name: str | None = None) -> None:
-    """Everything that can be refused before a tensor is read.
-
-    Raises:
-        SchemeError, ModelError: as `write_gguf`.
-    """
-    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
-    metadata_of(source, gguf, 0)
-    list_tensors(source, gguf)
-    if type_name is None:
-        _check_codes(source)
-
-
-def _plan(source: Source, type_name: str | None) -> list[tuple[ExportedTensor, Block]]:
-    """Every tensor with its type."""
+def _check_source(source: Source, type_name: str | None) -> None:
     if type_name is not None and type_name not in TYPES:
         raise SchemeError(f"unknown GGUF type {type_name!r}; there are: {', '.join(TYPES)}")
     if type_name is not None and source.linears:
@@ -157,89 +157,79 @@ def _plan(source: Source, type_name: str | None) -> list[tuple[ExportedTensor, B
             f"{source.reader.path} is quantized; its codes are carried over as they are, so leave out --type "
             f"{type_name}, or give the original model"
         )
-    _check_codes(source)
-    gguf = find_gguf_model(source.reader.config, str(source.reader.path))
-    pieces = list_tensors(source, gguf)
-    has_head = any(piece.name == "output.weight" for piece in pieces)
-    return [(piece, _block(source, piece, type_name, has_head=has_head)) for piece in pieces]
-
-
-def _check_codes(source: Source) -> None:
     for module, scheme in source.linears.items():
         shape = source.shape(module)
         try:
-            if shape is not None:
-                FORMAT.check(scheme, shape)
-            if source.is_reordered(module):
-                raise SchemeError("its groups are in activation order, which gguf cannot store")
+            with located(module):
+                if shape is not None:
+                    FORMAT.check(scheme, shape)
+                refuse_reordered(source, module, FORMAT)
         except SchemeError as error:
-            raise unfit(source, FORMAT, SchemeError(f"{module}: {error}")) from None
+            raise unfit(source, FORMAT, error) from None
 
 
-def _block(source: Source, piece: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
-    if piece.local == "weight" and piece.module in source.linears:
-        scheme = source.linears[piece.module]
+def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has_head: bool) -> Block:
+    if tensor.is_quantized:
+        scheme = source.linears[tensor.module]
         if scheme.weight.symmetric:
             return Block[FORMAT.symmetric_block(scheme.weight)]
-        return _encode(source, piece)[0]  # whether Q4_1 holds it depends on the numbers
-    if len(piece.shape) < 2 or piece.is_norm or piece.name == "position_embd.weight":
+        return _encode(source, tensor)[0]  # whether Q4_1 holds it depends on the numbers
+    if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds and multiplies by these in float32
     if type_name is None:
-        return _plain_block(source, piece)
-    _, wanted, fallback = TYPES[type_name]
-    is_head = piece.name == "output.weight" or (piece.name == "token_embd.weight" and not has_head)
-    if is_head and wanted == Block.Q4_K:
-        wanted, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
-    fits = [block for block in (wanted, fallback, Block.F16) if piece.shape[-1] % block_values(block) == 0]
+        return _plain_block(source, tensor)
+    _, chosen, fallback = TYPES[type_name]
+    is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
+    if is_head and chosen == Block.Q4_K:
+        chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
+    fits = [block for block in (chosen, fallback, Block.F16) if tensor.shape[-1] % block_values(block) == 0]
     return fits[0]
 
 
-def _plain_block(source: Source, piece: ExportedTensor) -> Block:
-    dtype = source.reader.info(f"{piece.module}.{piece.local}").dtype
+def _plain_block(source: Source, tensor: ExportedTensor) -> Block:
+    dtype = source.reader.info(tensor.stored_name).dtype
     for block in (Block.F32, Block.F16, Block.BF16):
         if PLAIN[block] == dtype:
             return block
-    raise ModelError(f"{source.reader.path}: {piece.module}.{piece.local} is {dtype}, which has no place in GGUF")
+    raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
 
 
 def _bytes(
-    source: Source, piece: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
+    source: Source, tensor: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
 ) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
-    if piece.local == "weight" and piece.module in source.linears:
-        yield _encode(source, piece)[1].view(-1).numpy().data
+    if tensor.is_quantized:
+        yield _encode(source, tensor)[1].view(-1).numpy().data
         return
-    name = f"{piece.module}.{piece.local}"
-    whole = piece.transposed or piece.interleave or len(piece.shape) < 2
-    step = piece.shape[0] if whole else max(1, _CHUNK_VALUES // max(1, piece.shape[-1]))
-    for row in range(0, piece.shape[0], step):
+    whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
+    # Rows cannot be taken one chunk at a time where they are reordered over the whole matrix.
+    step = tensor.shape[0] if whole else max(1, _CHUNK_VALUES // max(1, tensor.shape[-1]))
+    for row in range(0, tensor.shape[0], step):
         if whole:
-            values = source.reader.tensor(name)
-            values = interleave(values.t().contiguous() if piece.transposed else values, piece.interleave)
+            values = source.reader.tensor(tensor.stored_name)
+            values = interleave(values.t().contiguous() if tensor.transposed else values, tensor.interleave)
         else:
-            values = source.reader.rows(name, row, min(row + step, piece.shape[0]))
-        if piece.is_norm:
+            values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
+        if tensor.is_norm:
             values = values.float() + norm_offset
-        yield round_to_blocks(values, block, importance.get(piece.module)).view(-1).numpy().data
+        yield round_to_blocks(values, block, importance.get(tensor.module)).view(-1).numpy().data
 
 
-def _encode(source: Source, piece: ExportedTensor) -> tuple[Block, Tensor]:
+def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
-    weight = source.weight(piece.module)
-    rows = interleave(torch.arange(piece.shape[0]), piece.interleave)
+    weight = source.weight(tensor.module)
+    rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
     weight = dataclasses.replace(
         weight,
         codes=weight.codes[rows],
         scale=weight.scale[rows],
         zero_point=None if weight.zero_point is None else weight.zero_point[rows],
     )
-    try:
+    with located(tensor.module):
         block, data = FORMAT.blocks(weight)
-    except SchemeError as error:
-        raise SchemeError(f"{piece.module}: {error}") from None
     # Read by the gguf package, which had no part in making them.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
-        raise AuditError(f"{piece.module}: {block.name} blocks hold other values than the source")
+        raise AuditError(f"{tensor.module}: {block.name} blocks hold other values than the source")
     return block, data
 
 
@@ -255,7 +245,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
             raise AuditError(f"{path.name}: tensor {name} differs from what was written")
 
 
-def _file_type(plan: list[tuple[ExportedTensor, Block]]) -> FileType:
+def _file_type(plan: Typed) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
-    common = Counter(block for piece, block in plan if piece.is_layer and len(piece.shape) == 2).most_common(1)
+    common = Counter(block for tensor, block in plan if tensor.is_layer and len(tensor.shape) == 2).most_common(1)
     return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32

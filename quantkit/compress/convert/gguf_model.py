@@ -31,6 +31,7 @@ class ExportedTensor:
         module: full module name in the checkpoint.
         local: "weight" or "bias".
         shape: as it is written, outermost first.
+        is_quantized: the weight of a linear whose codes are carried over.
         is_norm: a norm's weight, to which the family's offset is added.
         is_layer: part of a decoder layer.
         interleave: heads whose rows are reordered, 0 = as they are.
@@ -41,10 +42,16 @@ class ExportedTensor:
     module: str
     local: str
     shape: tuple[int, ...]
+    is_quantized: bool
     is_norm: bool
     is_layer: bool
     interleave: int
     transposed: bool
+
+    @property
+    def stored_name(self) -> str:
+        """In the checkpoint."""
+        return f"{self.module}.{self.local}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,20 +62,23 @@ class GGUFModel:
         model: what its config.json says.
         names: how llama.cpp calls the family.
         layer, outer: name of each module of a layer by its relative name, and of those outside.
+        heads: of modules whose rows are reordered, by relative name.
     """
 
     model: ModelDescription
     names: GGUFNames
     layer: Mapping[str, str]
     outer: Mapping[str, str]
+    heads: Mapping[str, int]
 
 
-def find_gguf_model(config: Mapping[str, Any], where: str) -> GGUFModel:
-    """The model of a config.json, as llama.cpp calls its parts.
+def find_gguf_model(source: Source) -> GGUFModel:
+    """The model of a checkpoint, as llama.cpp calls its parts.
 
     Raises:
         ModelError: GGUF names of it are not known here, or it needs what a GGUF file made here cannot say.
     """
+    config, where = source.reader.config, str(source.reader.path)
     classes = config.get("architectures") or []
     known = {name: family for name, family in supported().items() if family.gguf is not None}
     family = next((known[name] for name in classes if name in known), None)
@@ -81,7 +91,17 @@ def find_gguf_model(config: Mapping[str, Any], where: str) -> GGUFModel:
             f"{where}: {root} is {model.entries.get(root)} and heads are {model.head_dim} wide; "
             "llama.cpp scales attention by the width"
         )
-    return GGUFModel(model=model, names=family.gguf, layer=_layer_names(model), outer=_outer_names(family))
+    # All that families with GGUF names have outside of layers beside these are learned positions.
+    outer = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
+    outer |= {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
+    heads = zip(family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False)
+    return GGUFModel(
+        model=model,
+        names=family.gguf,
+        layer=_layer_names(model),
+        outer=outer,
+        heads=dict(heads) if family.gguf.interleaved else {},
+    )
 
 
 def _layer_names(model: ModelDescription) -> dict[str, str]:
@@ -102,12 +122,6 @@ def _layer_names(model: ModelDescription) -> dict[str, str]:
     if qk_norm is not None and model.qk_norm:
         pairs += [(qk_norm.query, "attn_q_norm"), (qk_norm.key, "attn_k_norm")]
     return {module: name for module, name in pairs if module is not None}
-
-
-def _outer_names(family: Family) -> dict[str, str]:
-    outer = {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
-    # All that families with GGUF names have beside these are learned positions.
-    return outer | {name.removesuffix(".weight"): "position_embd" for name in family.outside}
 
 
 def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, Any]:
@@ -137,7 +151,12 @@ def metadata_of(source: Source, gguf: GGUFModel, file_type: int) -> dict[str, An
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
     if gguf.names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
-    rows = source.reader.info(f"{_module(source, model.family.embedding)}.weight").shape[0]
+    embedding = next(
+        (name for name in source.modules if _full_name(model.family, name) == model.family.embedding), None
+    )
+    if embedding is None:
+        raise ModelError(f"{where} has no {model.family.embedding}.weight; the download may be incomplete")
+    rows = source.reader.info(f"{embedding}.weight").shape[0]
     return {**entries, **read_vocab(where, source.reader.config, rows)}
 
 
@@ -158,21 +177,23 @@ def list_tensors(source: Source, gguf: GGUFModel) -> list[ExportedTensor]:
         name, relative = _gguf_name(gguf, full)
         if name is None:
             raise ModelError(f"{source.reader.path}: {module} has no place in a GGUF file of {gguf.names.name}")
-        shape = source.shape(module) if module in source.linears else None
+        own = source.shape(module) if module in source.linears else None  # codes are not stored under `weight`
         for local in ("weight", "bias"):
-            if local not in locals_ and not (local == "weight" and shape):
+            is_weight = local == "weight"
+            if not (local in locals_ or (is_weight and own)):
                 continue
-            found = shape if local == "weight" and shape else source.reader.info(f"{module}.{local}").shape
-            transposed = relative in family.transposed and len(found) == 2
+            shape = own if is_weight and own else source.reader.info(f"{module}.{local}").shape
+            transposed = relative in family.transposed and len(shape) == 2
             tensors.append(
                 ExportedTensor(
                     name=f"{name}.{local}",
                     module=module,
                     local=local,
-                    shape=tuple(reversed(found)) if transposed else tuple(found),
-                    is_norm=relative in norms and local == "weight",
+                    shape=tuple(reversed(shape)) if transposed else tuple(shape),
+                    is_quantized=is_weight and module in source.linears,
+                    is_norm=is_weight and relative in norms,
                     is_layer=relative != full,
-                    interleave=_heads(gguf, relative),
+                    interleave=gguf.heads.get(relative, 0),
                     transposed=transposed,
                 )
             )
@@ -222,14 +243,6 @@ def _rope(model: ModelDescription) -> RopeConfig:
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 
 
-def _heads(gguf: GGUFModel, relative: str) -> int:
-    """Heads whose rows are reordered; 0 = as they are."""
-    query, key = gguf.model.family.parts.qkv[0], gguf.model.family.parts.qkv[1:2]
-    if not gguf.names.interleaved or relative not in (query, *key):
-        return 0
-    return gguf.model.num_heads if relative == query else gguf.model.num_kv_heads
-
-
 def _gguf_name(gguf: GGUFModel, module: str) -> tuple[str | None, str]:
     """Name in the file without `.weight`, and the name relative to the layer (or the full one outside of layers)."""
     if module in gguf.outer:
@@ -247,11 +260,3 @@ def _full_name(family: Family, module: str) -> str:
     start = f"{family.backbone}."
     bare = family.backbone == "transformer" and not module.startswith((start, family.head))
     return start + module if bare else module
-
-
-def _module(source: Source, name: str) -> str:
-    """What the file calls a module that may lack the prefix."""
-    for module in source.modules:
-        if name in (module, f"transformer.{module}"):
-            return module
-    raise ModelError(f"{source.reader.path} has no {name}.weight; the download may be incomplete")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ModelError, first_line
-from quantkit.untrusted import read_json, read_text
+from quantkit.errors import ModelError, first_line, located
+from quantkit.untrusted import read_object, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -51,8 +51,10 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
 
 
 def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    data = _read_json(folder / "tokenizer.json")
-    settings = _read_json(folder / "tokenizer_config.json", optional=True)
+    with located("a GGUF file needs the tokenizer of the model"):
+        data = read_object(folder / "tokenizer.json", ModelError)
+        file = folder / "tokenizer_config.json"
+        settings = read_object(file, ModelError) if file.is_file() else {}
     model = data.get("model") or {}
     if model.get("type") != "BPE":
         raise ModelError(f"{folder}/tokenizer.json is of type {model.get('type')!r}; GGUF files can hold BPE here")
@@ -87,24 +89,26 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """Text and type of every row of the embedding."""
     tokens, types = [f"[PAD{number}]" for number in range(num_rows)], [_UNUSED] * num_rows
-    for token, number in vocab.items():
+    rows = [(number, token, _vocab_type(token, byte_tokens)) for token, number in vocab.items()]
+    rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
+    for number, token, kind in rows:
         if not 0 <= number < num_rows:
             raise ModelError(
                 f"{folder}/tokenizer.json gives {token!r} the id {number}, the embedding has {num_rows} rows"
             )
-        tokens[number] = token
-        is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        types[number] = _BYTE if is_byte else _NORMAL
-    for number, entry in added.items():
-        if not 0 <= number < num_rows:
-            raise ModelError(
-                f"{folder}/tokenizer.json adds a token with id {number}, the embedding has {num_rows} rows"
-            )
-        tokens[number] = entry["content"]
-        types[number] = _CONTROL if entry.get("special") else _USER
-        if byte_tokens and entry["content"] == "<unk>":
-            types[number] = _UNKNOWN
+        tokens[number], types[number] = token, kind
     return tokens, types
+
+
+def _vocab_type(token: str, byte_tokens: bool) -> int:
+    is_byte = byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return _BYTE if is_byte else _NORMAL
+
+
+def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
+    if byte_tokens and entry["content"] == "<unk>":
+        return _UNKNOWN
+    return _CONTROL if entry.get("special") else _USER
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
@@ -173,9 +177,3 @@ def _special(
 def _special_token(settings: Mapping[str, Any], kind: str) -> Any:
     token = settings.get(f"{kind}_token")
     return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    return read_json(path, ModelError, "a GGUF file needs the tokenizer of the model")

@@ -6,9 +6,8 @@ A directory is written under another name and renamed when all has been checked,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.folder import read_config
+from quantkit.checkpoints.folder import read_config_file
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
-from quantkit.checkpoints.staging import Stage, open_stage
-from quantkit.checkpoints.writer import copy_tensors, translate_os_error, write_json
+from quantkit.checkpoints.staging import open_stage
+from quantkit.checkpoints.writer import copy_tensors, write_json, writing
 from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
 from quantkit.compress.output import Shard, write_rest
-from quantkit.errors import CheckpointError, SchemeError
+from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
-from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import SCHEMA_VERSION
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 Progress = Callable[[int, int, str], None]
 
@@ -95,7 +93,12 @@ def convert(
         raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
     else:
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
-    with _stage(output, overwrite, check_gguf if format_.suffix else check_checkpoint) as stage:
+    check = check_gguf if format_.suffix else check_checkpoint
+    with (
+        open_stage(output, "convert", overwrite=overwrite, check=check) as stage,
+        torch.inference_mode(),
+        writing(stage.work.path),
+    ):
         draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
         stage.promote(draft)
@@ -104,22 +107,9 @@ def convert(
         source_format=source.format.name,
         output=str(output),
         format=format_.name,
-        num_linears=written.num_linears,
         source_bytes=source.reader.num_bytes,
-        output_bytes=written.num_bytes,
-        stored=written.stored,
-        notes=written.notes,
+        **asdict(written),
     )
-
-
-@contextmanager
-def _stage(output: Path, overwrite: bool, check: Callable[[Path], None]) -> Iterator[Stage]:
-    """The stage of a conversion; nothing is left of one that fails."""
-    with open_stage(output, "convert", overwrite=overwrite, check=check) as stage, torch.inference_mode():
-        try:
-            yield stage
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
@@ -128,9 +118,9 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
     _write_manifest(source, target, folder)
-    target.format.check_config(read_config(folder), target.linears, target.ignored)
+    target.format.check_config(read_config_file(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
-    return Written(num_linears=len(target.linears), num_bytes=size, stored=stored, notes=())
+    return Written(num_linears=len(target.linears), output_bytes=size, stored=stored)
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
@@ -143,7 +133,7 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
         if any(module in target.linears for module in modules):
             _, names = _shard(source, target, modules).write(folder / file)
         else:
-            names = [_full(module, local) for module in modules for local in source.modules[module]]
+            names = [name for module in modules for name in source.names(module)]
             copy_tensors(source.reader, names, folder / file)
         weight_map |= dict.fromkeys(names, file)
     progress(len(layers), len(layers), "done")
@@ -155,27 +145,20 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
     shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
-            names = [_full(module, local) for local in source.modules[module]]
-            shard.tensors |= {name: source.reader.tensor(name) for name in names}
+            shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
             continue
-        try:
-            scheme = target.linears[module]
-            weight = as_written(source.weight(module), scheme, target.format)
+        scheme, decoded = target.linears[module], source.weight(module)
+        with located(module):
+            weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            encoded = _encode(source, target, module, weight)
-        except SchemeError as error:
-            raise SchemeError(f"{module}: {error}") from None
+            if target.format.keeps_codes:
+                encoded = target.format.encode(weight, scheme)
+            else:  # a value is a code times a scale: exact in float32, rounded once to the model's own dtype
+                encoded = {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
         if "bias" in source.modules[module]:
             encoded["bias"] = source.reader.tensor(f"{module}.bias")
         shard.add_linear(module, weight, scheme, encoded)
     return shard
-
-
-def _encode(source: Source, target: Target, module: str, weight: QuantizedTensor) -> dict[str, Tensor]:
-    if target.format.keeps_codes:
-        return target.format.encode(weight, target.linears[module])
-    # A value is a code times a scale: exact in float32, rounded once to the model's own dtype.
-    return {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
 
 
 def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
@@ -196,7 +179,7 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
-        manifest = read_json(source.reader.path / MANIFEST, CheckpointError)
+        manifest = read_object(source.reader.path / MANIFEST, CheckpointError)
         manifest["result"]["format"] = target.format.name
     except (CheckpointError, KeyError, TypeError):
         manifest = {"result": {"format": target.format.name}}
@@ -204,7 +187,3 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
-
-
-def _full(module: str, local: str) -> str:
-    return f"{module}.{local}" if module else local

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from quantkit.checkpoints.folder import CONFIG_NAME
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, located
 from quantkit.formats import recognise
 from quantkit.formats.base import Format, by_module, stores_codes
 from quantkit.formats.dense import FORMAT as DENSE
@@ -41,6 +38,10 @@ class Source:
     linears: dict[str, LinearScheme]
     modules: dict[str, list[str]]
 
+    def names(self, module: str) -> list[str]:
+        """Full names of a module's tensors."""
+        return [f"{module}.{local}" if module else local for local in self.modules[module]]
+
     def shape(self, module: str) -> tuple[int, int] | None:
         """(N, K) of a quantized linear from headers; None when they do not tell."""
         shapes = {local: self.reader.info(f"{module}.{local}").shape for local in self.modules[module]}
@@ -53,24 +54,13 @@ class Source:
             QuantkitError: it cannot be decoded; the message starts with the module's name.
         """
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
-        try:
+        with located(f"{self.reader.path}: {module}"):
             return self.format.decode(tensors, self.linears[module])
-        except QuantkitError as error:
-            raise type(error)(f"{self.reader.path}: {module}: {error}") from error
-
-    def scale(self, module: str) -> Tensor | None:
-        """The stored scales of a quantized linear in whatever shape; None when they have no tensor of their own."""
-        return self._tensor(module, self.format.scale_name)
-
-    def scale_dtype(self, module: str) -> torch.dtype | None:
-        """Dtype of `scale`, from the header."""
-        name = self.format.scale_name
-        return self.reader.info(f"{module}.{name}").dtype if name in self.modules[module] else None
 
     def is_reordered(self, module: str) -> bool:
         """Whether groups follow another order than that of the inputs; reads one number per input."""
-        index = self._tensor(module, self.format.order_name)
-        return index is not None and bool((index.diff() < 0).any())
+        name = self.format.order_name
+        return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
         """Modules by what is converted at once: one entry per decoder layer, then the others under ""."""
@@ -78,12 +68,9 @@ class Source:
         for module in self.modules:
             match = _LAYER.match(f"{module}.")
             layers.setdefault(match.group(0).rstrip(".") if match else "", []).append(module)
-        rest = layers.pop("", [])
+        rest = layers.pop("", [])  # embedding and head come last, as in a run of `quantize`
         yield from layers.items()
         yield "", rest
-
-    def _tensor(self, module: str, name: str) -> Tensor | None:
-        return self.reader.tensor(f"{module}.{name}") if name in self.modules[module] else None
 
 
 def open_source(path: Path) -> Source:

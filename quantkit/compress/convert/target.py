@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.compress.convert.source import Source
-from quantkit.errors import ModelError, SchemeError
+from quantkit.errors import ModelError, SchemeError, located
 from quantkit.formats import REGISTRY
 from quantkit.formats.base import Format
 from quantkit.models.families import find
@@ -60,16 +60,12 @@ def target_for(source: Source, format_: Format) -> Target:
 
 def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
     """What to say when a format does not hold a checkpoint: why, and which formats do."""
-    hint = _nearest_that_works(source, refused)
-    return SchemeError(f"{source.reader.path} does not fit format {refused.name}: {error}; {hint}")
-
-
-def _nearest_that_works(source: Source, refused: Format) -> str:
     others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
     holding = [other for other in others if _works(source, other)]
     codes = ", ".join(other.name for other in holding if other.keeps_codes)
     values = "".join(f"; {other.name} holds their values" for other in holding if not other.keeps_codes)
-    return f"these hold all of it: {codes}" if codes else f"no other format holds the codes{values}"
+    hint = f"these hold all of it: {codes}" if codes else f"no other format holds the codes{values}"
+    return SchemeError(f"{source.reader.path} does not fit format {refused.name}: {error}; {hint}")
 
 
 def kv_cache_scheme(source: Source) -> Any:
@@ -103,19 +99,13 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
 def _check(source: Source, format_: Format) -> Target:
     linears, reordered = {}, False
     for module, scheme in source.linears.items():
-        try:
+        with located(module):
             linears[module] = _adapt(scheme, source.shape(module), format_)
-            if source.is_reordered(module):
-                reordered = True
-                if not format_.holds_group_index:
-                    raise SchemeError("its groups are in activation order, which this format cannot store")
-            dtype = source.scale_dtype(module)
-            if dtype is not None and dtype.is_floating_point and dtype not in format_.scale_dtypes:
-                scale = source.scale(module)
-                assert scale is not None
-                _storable(scale, format_)
-        except SchemeError as error:
-            raise SchemeError(f"{module}: {error}") from None
+            reordered = refuse_reordered(source, module, format_) or reordered
+            scale = f"{module}.{source.format.scale_name}"
+            dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
+            if dtype.is_floating_point and dtype not in format_.scale_dtypes:
+                _storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and format_ is not source.format:
         raise SchemeError(
@@ -124,6 +114,18 @@ def _check(source: Source, format_: Format) -> Target:
     ignored = tuple(_ignored(source))
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
+
+
+def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
+    """Whether groups of a linear follow another order than that of the inputs.
+
+    Raises:
+        SchemeError: they do, and the format cannot store it.
+    """
+    reordered = source.is_reordered(module)
+    if reordered and not format_.holds_group_index:
+        raise SchemeError(f"its groups are in activation order, which {format_.name} cannot store")
+    return reordered
 
 
 def _works(source: Source, format_: Format) -> bool:
@@ -172,13 +174,10 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
 def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
     """Linears that engines fuse have one scheme, and a head tied to the embedding is not quantized."""
     config = source.reader.config
-    names = config.get("architectures")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return
     try:
         family = find(config)
-    except ModelError:
-        return  # a family that quantkit does not know is converted as it is
+    except (ModelError, TypeError):  # a family that quantkit does not know is converted as it is
+        return
     for layer, modules in source.layers():
         here = {name.removeprefix(f"{layer}."): linears.get(name) for name in modules} if layer else {}
         for conflict in fused_conflicts(family.sets_of_layer(here.__contains__), here):
@@ -187,13 +186,10 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
         raise SchemeError(f"{family.head} is quantized but tied to the embedding, which loaders do not take")
 
 
-def _ignored(source: Source) -> list[str]:
+def _ignored(source: Source) -> Iterator[str]:
     """Linears that are not quantized: matrices called `weight` inside layers, and the head."""
-    names = ["lm_head"]
-    for layer, modules in source.layers():
-        for module in modules if layer else ():
-            weight = f"{module}.weight"
-            plain = module not in source.linears and weight in source.reader
-            if plain and len(source.reader.info(weight).shape) == 2:
-                names.append(module)
-    return names
+    yield "lm_head"
+    for module in (module for layer, modules in source.layers() if layer for module in modules):
+        weight = f"{module}.weight"
+        if module not in source.linears and weight in source.reader and len(source.reader.info(weight).shape) == 2:
+            yield module

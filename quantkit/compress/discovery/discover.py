@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.passing import build_model
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.compress.discovery.fused_sets import Gates
-from quantkit.compress.discovery.layout import Layout, find_model_layout
-from quantkit.compress.discovery.stacked_experts import find_experts
+from quantkit.compress.discovery.layout import find_model_layout
+from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts
 from quantkit.compress.discovery.survey import Survey, survey
-from quantkit.errors import ModelError, first_line
-from quantkit.models.families import Family
+from quantkit.errors import ModelError, first_line, located
+from quantkit.models.family import Family
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
@@ -80,12 +80,8 @@ class Discovery:
     @property
     def identity(self) -> dict[str, Any]:
         """What of it decides the bits of a compression."""
-        return {
-            "modules": self.record["modules"],
-            "experts": self.record["experts"],
-            "sets": [[asdict(group) for group in item.sets] for item in self.surveys],
-            "kind_of_layer": list(self.kinds),
-        }
+        kept = {key: value for key, value in self.record.items() if key in ("modules", "experts", "kind_of_layer")}
+        return {**kept, "sets": [[asdict(group) for group in item.sets] for item in self.surveys]}
 
 
 def discover(reader: CheckpointReader) -> Discovery:
@@ -98,36 +94,25 @@ def discover(reader: CheckpointReader) -> Discovery:
     """
     name = str((reader.config.get("architectures") or ["this model"])[0])
     model: Any = build_model(reader)
-    try:
+    with located(str(reader.path)):
         layout = find_model_layout(model)
-    except ModelError as error:
-        raise ModelError(f"{reader.path}: {error}") from error
     config = model.config.get_text_config()
     gates = Gates(
         most=int(getattr(config, "num_attention_heads", 0) or 0),
         experts=frozenset(int(getattr(config, key, 0) or 0) for key in _EXPERTS),
     )
-    bare = _family_of(name, reader, layout, model)
+    bare = replace(_with_stored_names(reader, layout, model), hf_names=(name,))
     del model
     skeleton = Skeleton(ModelReader(reader.path, bare), bare, torch.float32, torch.device("cpu"))
-    kinds, firsts = _kinds(skeleton)
-    surveys = tuple(_survey_layer(skeleton, index, gates) for index in firsts)
+    signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
+    distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
+    kinds = tuple(map(distinct.index, signatures))
+    surveys = tuple(_survey_layer(skeleton, signatures.index(signature), gates) for signature in distinct)
     if not any(item.sets for item in surveys):
         raise ModelError(f"{reader.path}: the decoder layers of {name} have no linears that can be quantized")
     sets = tuple(surveys[kind].sets for kind in kinds)
     family = replace(bare, linear_sets=sets[0], layer_sets=sets)
     return Discovery(name=name, family=family, surveys=surveys, kinds=kinds)
-
-
-def _kinds(skeleton: Skeleton) -> tuple[tuple[int, ...], list[int]]:
-    """Number of its kind for each layer, and the first layer of each kind."""
-    kinds: list[int] = []
-    firsts: dict[str, int] = {}
-    for index in range(skeleton.num_layers):
-        signature = _signature(skeleton.blank_layer(index))
-        firsts.setdefault(signature, index)
-        kinds.append(list(firsts).index(signature))
-    return tuple(kinds), list(firsts.values())
 
 
 def _signature(layer: nn.Module) -> str:
@@ -148,7 +133,7 @@ def _signature(layer: nn.Module) -> str:
 def _survey_layer(skeleton: Skeleton, index: int, gates: Gates) -> Survey:
     block = skeleton.blank_layer(index)
     generator = torch.Generator().manual_seed(index)
-    _fill(block, generator)
+    fill_randomly(block, generator)
     hidden = torch.randn(*_SHAPE, skeleton.hidden_size, generator=generator)
 
     def run() -> list[Tensor]:
@@ -184,68 +169,48 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
 
 def _equal(left: Any, right: Any) -> bool:
     """Whether all tensors in two nests are the same up to float precision; what else is in them does not count."""
+    (ours, form), (others, other_form) = tree_flatten(left), tree_flatten(right)
+    return bool(form == other_form) and all(map(_alike, ours, others))
+
+
+def _alike(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-5)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
-        return len(left) == len(right) and all(map(_equal, left, right))
     return isinstance(left, Tensor) == isinstance(right, Tensor)
 
 
-def _fill(block: nn.Module, generator: torch.Generator) -> None:
-    """Random weights: matrices that keep the size of what passes through, norms near one, small biases."""
-    for name, parameter in list(block.named_parameters()):
-        values = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() >= 2:
-            values /= parameter.shape[-1] ** 0.5
-        else:
-            values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
-        set_parameter(block, name, values)
-
-
-def _family_of(name: str, reader: CheckpointReader, layout: Layout, model: nn.Module) -> Family:
-    """The names of a model's parts, in the model and in its files."""
+def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
+    """With what the files call the parts, and how their tensors lie."""
     layers = model.get_submodule(layout.layers)
     transposed = {
         key for layer in layers.children() for key, m in layer.named_modules() if type(m).__name__ == "Conv1D"
     }
-    stored_prefix = _stored_prefix(reader, layout, layers)
     own = f"{layout.backbone}." if layout.backbone else ""
-    prefix = own if stored_prefix is None else stored_prefix
-    return Family(
-        hf_names=(name,),
-        backbone=layout.backbone,
-        layers=layout.layers,
-        embedding=layout.embedding,
-        final_norm=layout.final_norm,
-        head=layout.head,
-        stored_prefix=stored_prefix,
+    local = layout.layers.removeprefix(own)
+    prefix = _stored_prefix(reader, own, local, layers)
+    return replace(
+        layout,
+        stored_prefix=None if prefix == own else prefix,
         stored_head=_stored_head(reader, layout.head),
         linear_sets=(),
         transposed=tuple(sorted(transposed)),
-        experts=find_experts(reader, f"{prefix}{layout.layers.removeprefix(own)}.", layers),
-        native=False,
+        experts=find_experts(reader, f"{prefix}{local}.", layers),
     )
 
 
-def _stored_prefix(reader: CheckpointReader, layout: Layout, layers: nn.Module) -> str | None:
-    """What the files have in front of the names of the backbone's tensors; None = the backbone's name and a dot.
+def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
+    """What the files have in front of the names of the backbone's tensors: `own`, unless another fits more of them.
 
     transformers has moved language models inside their wrappers more than once; files keep the names of their day.
     """
-    own = f"{layout.backbone}." if layout.backbone else ""
-    local = layout.layers.removeprefix(own)
-    wanted = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
+    expected = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
     votes: Counter[str] = Counter()
     for name in reader.names:
         start = name.rfind(f"{local}.0.")
         prefix, rest = name[: max(start, 0)], name[max(start, 0) :]
-        if (not prefix or prefix.endswith(".")) and reader.info(name).shape == wanted.get(rest):
+        if (not prefix or prefix.endswith(".")) and reader.info(name).shape == expected.get(rest):
             votes[prefix] += 1
-    if not votes or votes[own] == max(votes.values()):
-        return None
-    return votes.most_common(1)[0][0]
+    return own if not votes or votes[own] == max(votes.values()) else votes.most_common(1)[0][0]
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:

@@ -76,7 +76,12 @@ def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Dr
     for name in called:
         rows = seen.modules[name].rows
         assert rows is not None
-        _add(drafts, name, _whole_input(seen, name, called, rows), seen.modules[name].order)
+        rows = _whole_input(seen, name, called, rows)
+        alike = next((draft for draft in drafts if same(draft.rows, rows)), None)
+        if alike is None:
+            drafts.append(Draft(linears=[name], rows=rows, order=seen.modules[name].order))
+        else:
+            alike.linears.append(name)
     _add_unseen_experts(linears, drafts, alone)
     for draft in drafts:
         draft.beside = [name for name in _readers(block, seen, draft.rows) if name not in draft.linears]
@@ -103,14 +108,6 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
     return None
 
 
-def _add(drafts: list[Draft], name: str, rows: Tensor, order: int) -> None:
-    for draft in drafts:
-        if same(draft.rows, rows):
-            draft.linears.append(name)
-            return
-    drafts.append(Draft(linears=[name], rows=rows, order=order))
-
-
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
     """What a module before the experts reads, if each expert reads rows of it; else what this linear reads."""
     alike = [other for other in called if template(other) == template(name)]
@@ -131,7 +128,7 @@ def _row_bytes(rows: Tensor | None) -> list[bytes]:
 
 def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alone: dict[str, str]) -> None:
     """Experts that no token of the run went to are treated as those that some did."""
-    made: dict[tuple[str, tuple[str, ...]], Draft] = {}
+    added: dict[tuple[str, tuple[str, ...]], Draft] = {}
     for name in [name for name, reason in alone.items() if reason == NOT_CALLED and template(name) != name]:
         like = next((draft for draft in drafts if template(name) in draft.key), None)
         if like is None:
@@ -141,11 +138,11 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
             like.linears.append(name)
             continue
         key = (expert(name), like.key)
-        if key not in made:
+        if key not in added:
             empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
-            made[key] = Draft(linears=[], rows=empty, order=like.order)
-            drafts.append(made[key])
-        made[key].linears.append(name)
+            added[key] = Draft(linears=[], rows=empty, order=like.order)
+            drafts.append(added[key])
+        added[key].linears.append(name)
 
 
 def expert(name: str) -> str:
@@ -156,9 +153,9 @@ def expert(name: str) -> str:
 
 def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
     """Modules with a weight (N, K) of their own that read these rows."""
-    readers = []
-    for name, what in seen.modules.items():
-        weight = dict(block.get_submodule(name).named_parameters(recurse=False)).get("weight")
-        if weight is not None and weight.dim() == 2 and weight.shape[1] == rows.shape[-1] and same(what.rows, rows):
-            readers.append(name)
-    return readers
+    weights = {name: module._parameters.get("weight") for name, module in block.named_modules()}
+    return [
+        name
+        for name, what in seen.modules.items()
+        if (w := weights[name]) is not None and w.dim() == 2 and w.shape[1] == rows.shape[-1] and same(what.rows, rows)
+    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,36 +15,21 @@ from torch import nn
 
 from quantkit.checkpoints.experts import set_parameter
 from quantkit.checkpoints.passing import pass_through
+from quantkit.compress.calibration.expert_inputs import removed_after
 from quantkit.errors import ModelError, first_line
+from quantkit.models.family import Family
 
 # Token ids of the trial run, one per row of a table of as many embeddings.
 _IDS = torch.arange(12).view(2, 6)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Module names of a language model, from the outermost module on.
-
-    Args:
-        backbone: takes hidden states and passes them through the layers.
-        layers: the list of decoder layers.
-        embedding: of tokens.
-        final_norm: after the last layer; empty when there is none with weights.
-        head: output projection.
-    """
-
-    backbone: str
-    layers: str
-    embedding: str
-    final_norm: str
-    head: str
-
-
-def find_model_layout(model: Any) -> Layout:
+def find_model_layout(model: Any) -> Family:
     """Find the parts of a language model.
 
     Args:
         model: a transformers model on the meta device, buffers real; parameters outside its layers are replaced.
+    Returns:
+        a family that only says where they are: `final_norm` is empty when there is none with weights.
     Raises:
         ModelError: it is no causal language model, or no list of layers is one that hidden states pass through; one
             line says which.
@@ -69,55 +53,51 @@ def find_model_layout(model: Any) -> Layout:
         except Exception as error:  # whatever a model raises that is not called as it expects
             reasons.append(f"{layers}: {first_line(error)}")
             continue
-        return Layout(
+        return Family(
             backbone=backbone,
             layers=layers,
             embedding=embedding,
             final_norm=_final_norm(model, layers, embedding, called),
             head=head,
+            native=False,
         )
     why = "; ".join(reasons) or "it has no list of modules with linears beside its embedding"
     raise ModelError(f"{kind}: no decoder layers found that hidden states pass through ({why})")
 
 
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    names: list[str] = [name for name, module in model.named_modules() if module is part]
     return names[0]
 
 
-def _candidates(model: nn.Module, embedding: str) -> Iterator[str]:
+def owners(name: str) -> Iterator[str]:
+    """Names of the modules around one, the innermost first; the last is "", the whole model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _candidates(model: nn.Module, embedding: str) -> list[str]:
     """Lists of modules with linears, those around the embedding first, then the least nested, then the longest."""
-    lists: list[str] = []
+    lengths: dict[str, int] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in lists)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside and _has_matrices(module):
-            lists.append(name)
-    owner = embedding.rpartition(".")[0]
-    while True:
-        near = [name for name in lists if not owner or name.startswith(f"{owner}.")]
+        inside = any(name.startswith(f"{other}.") for other in lengths)
+        if isinstance(module, nn.ModuleList) and not inside and any(p.dim() >= 2 for p in module.parameters()):
+            lengths[name] = len(module)
+    for owner in owners(embedding):
+        near = [name for name in lengths if not owner or name.startswith(f"{owner}.")]
         if near:
-            yield from sorted(near, key=lambda name: (name.count("."), -_length(model, name)))
-            return
-        if not owner:
-            return
-        owner = owner.rpartition(".")[0]
-
-
-def _has_matrices(layers: nn.ModuleList) -> bool:
-    return any(p.dim() >= 2 for p in layers.parameters()) and all(isinstance(m, nn.Module) for m in layers)
-
-
-def _length(model: nn.Module, name: str) -> int:
-    module = model.get_submodule(name)
-    return len(module) if isinstance(module, nn.ModuleList) else 0
+            return sorted(near, key=lambda name: (name.count("."), -lengths[name]))
+    return []
 
 
 def _backbone(model: nn.Module, layers: str) -> str:
     """The innermost module around the layers that takes hidden states in place of token ids."""
-    name: str = layers.rpartition(".")[0]
-    while name and "inputs_embeds" not in inspect.signature(model.get_submodule(name).forward).parameters:
-        name = name.rpartition(".")[0]
-    return name
+
+    def takes_states(name: str) -> bool:
+        return "inputs_embeds" in inspect.signature(model.get_submodule(name).forward).parameters
+
+    return next(name for name in owners(layers) if not name or takes_states(name))
 
 
 def _fill_table(table: nn.Module) -> None:
@@ -144,14 +124,11 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> set[
     """
     called: set[nn.Module] = set()
     handles = [m.register_forward_hook(lambda m, args, out: called.add(m)) for m in model.modules()]
-    try:
+    with removed_after(handles):
         by_ids = pass_through(model, backbone, layers, input_ids=_IDS)[0].hidden
         with torch.inference_mode():
             hidden = table(_IDS)
         by_hidden = pass_through(model, backbone, layers, inputs_embeds=hidden)[0].hidden
-    finally:
-        for handle in handles:
-            handle.remove()
     if by_ids is None or by_hidden is None or by_ids.shape != by_hidden.shape or not torch.allclose(by_ids, by_hidden):
         raise ModelError("its layers see more of the token ids than their embeddings")
     return called

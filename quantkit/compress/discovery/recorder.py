@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.compress.calibration.expert_inputs import hook_modules, removed_after
 
 # What turns the outputs of a linear into weights of something else: a router's choice, not features.
 _CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # which softmax is seen depends on gradients
@@ -56,20 +59,15 @@ def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
         run: calls it once.
     """
     recording = Recording()
-    handles = []
-    for name, module in block.named_modules():
-        handles.append(module.register_forward_pre_hook(_before(recording, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(_after(recording, name)))
-    try:
-        with _Choices(recording):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = dict(block.named_modules())
+    handles = hook_modules(block, list(modules), partial(_enter, recording))
+    handles += [module.register_forward_hook(partial(_leave, recording, name)) for name, module in modules.items()]
+    with removed_after(handles), _Choices(recording):
+        run()
     return recording
 
 
-def first_tensor(value: Any) -> Tensor | None:
+def _first_tensor(value: Any) -> Tensor | None:
     """The first tensor in a tensor, tuple, list or dict."""
     if isinstance(value, Tensor):
         return value
@@ -77,27 +75,20 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((item for item in items if isinstance(item, Tensor)), None)
 
 
-def _before(recording: Recording, name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen = recording.modules.setdefault(name, Seen(order=len(recording.modules)))
-        given = first_tensor(args)
-        if given is None:
-            given = first_tensor(kwargs)
-        if given is not None and given.dim() and given.is_floating_point():
-            rows = given.detach().reshape(-1, given.shape[-1]).clone()  # a copy: it may be changed in place later
-            same = seen.rows is not None and seen.rows.shape[1] == rows.shape[1]
-            seen.rows = torch.cat([seen.rows, rows]) if same and seen.rows is not None else rows
-
-    return hook
+def _enter(recording: Recording, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seen = recording.modules.setdefault(name, Seen(order=len(recording.modules)))
+    given = _first_tensor((*args, *kwargs.values()))
+    if given is not None and given.dim() and given.is_floating_point():
+        rows = given.detach().reshape(-1, given.shape[-1]).clone()  # a copy: it may be changed in place later
+        if seen.rows is not None and seen.rows.shape[1] == rows.shape[1]:
+            rows = torch.cat([seen.rows, rows])
+        seen.rows = rows
 
 
-def _after(recording: Recording, name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        made = first_tensor(output)
-        if made is not None and made.is_floating_point():
-            recording.modules[name].output = made.detach().clone()
-
-    return hook
+def _leave(recording: Recording, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    result = _first_tensor(output)
+    if result is not None and result.is_floating_point():
+        recording.modules[name].output = result.detach().clone()
 
 
 class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,13 +96,10 @@ class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = {
-            **dict.fromkeys(_CHOICES, recording.choices),
-            **dict.fromkeys(_SQUASHED, recording.squashed),
-        }
+        self._kept = {**dict.fromkeys(_CHOICES, recording.choices), **dict.fromkeys(_SQUASHED, recording.squashed)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        found = self._found.get(func._schema.name)
-        if found is not None and isinstance(args[0], Tensor) and args[0].dim():
-            found.append(args[0].detach().reshape(-1, args[0].shape[-1]).float().clone())
+        kept = self._kept.get(func._schema.name)
+        if kept is not None and isinstance(args[0], Tensor) and args[0].dim():
+            kept.append(args[0].detach().reshape(-1, args[0].shape[-1]).float().clone())
         return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from quantkit.compress.calibration.folding import folded
 from quantkit.compress.discovery.fused_sets import Draft, same
 from quantkit.compress.discovery.recorder import Recording
 from quantkit.errors import ModelError
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 # Relative change of the output up to which it counts as the same: a right fold changes nothing but the order of sums.
 TOLERANCE = 1e-6
@@ -61,9 +61,9 @@ class Trial:
     def _expect(self) -> None:
         for gain in _GAINS if not self.expected else ():
             with _gained(self.block, gain):
-                found = [tensor.clone() for tensor in self.run()]
-            if all(bool(torch.isfinite(tensor).all()) for tensor in found):
-                self.expected[gain] = found
+                outputs = [tensor.clone() for tensor in self.run()]
+            if all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
+                self.expected[gain] = outputs
         if not self.expected:
             raise ModelError("a decoder layer with random weights computes values that are not finite")
 
@@ -118,11 +118,11 @@ def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Itera
         yield from folded(block, group, scales, head_dim)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
+def _distance(output: Tensor, expected: Tensor) -> float:
+    if output.shape != expected.shape:
         return float("inf")
     size: float = expected.double().norm().item()
-    wrong: float = (found.double() - expected.double()).norm().item()
+    wrong: float = (output.double() - expected.double()).norm().item()
     return wrong / size if size > 0 else wrong
 
 
@@ -142,11 +142,11 @@ def _replaced(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
 @contextmanager
 def _gained(block: nn.Module, gain: float) -> Iterator[None]:
     """While open, the weights of all linears are `gain` times as large, a power of two."""
-    weights = [module.weight for module in block.modules() if isinstance(module, nn.Linear)]
+    weights = [module.weight.data for module in block.modules() if isinstance(module, nn.Linear) and gain != 1]
     try:
-        for weight in weights if gain != 1 else ():
-            weight.data.mul_(gain)
+        for weight in weights:
+            weight.mul_(gain)
         yield
     finally:
-        for weight in weights if gain != 1 else ():
-            weight.data.div_(gain)
+        for weight in weights:
+            weight.div_(gain)

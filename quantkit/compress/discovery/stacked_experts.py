@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoints.experts import LinearExperts, is_stacked, set_parameter
+from quantkit.checkpoints.experts import LinearExperts, holds_stacked_experts, set_parameter
+from quantkit.checkpoints.model_reader import expert_parts
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
-from quantkit.models.families import Experts
+from quantkit.models.family import Experts
 
 _TOKENS = 8
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -36,21 +37,16 @@ def find_experts(reader: CheckpointReader, prefix: str, layers: nn.Module) -> Ex
     """
     for index, layer in enumerate(layers.children()):
         for name, module in layer.named_modules():
-            if is_stacked(module):
+            if holds_stacked_experts(module):
                 gate, up, down = _stored_names(reader, f"{prefix}{index}.{name}")
                 own = f"{name}.{{expert}}"
-                data = [
-                    Experts(
-                        up=(f"{own}.{gate}", f"{own}.{up}"),
-                        down=f"{own}.{down}",
-                        stacked_up=f"{name}.gate_up_proj",
-                        stacked_down=f"{name}.down_proj",
-                        transposed=transposed,
-                        interleaved=interleaved,
-                    )
-                    for transposed, interleaved in itertools.product((False, True), repeat=2)
-                ]
-                return _first_that_works(name, module, data)
+                data = Experts(
+                    up=(f"{own}.{gate}", f"{own}.{up}"),
+                    down=f"{own}.{down}",
+                    stacked_up=f"{name}.gate_up_proj",
+                    stacked_down=f"{name}.down_proj",
+                )
+                return _with_order(name, module, data)
     return None
 
 
@@ -68,26 +64,26 @@ def _stored_names(reader: CheckpointReader, owner: str) -> tuple[str, str, str]:
     )
 
 
-def _first_that_works(name: str, module: nn.Module, options: list[Experts]) -> Experts:
+def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
+    """With the order of the stacked numbers in which plain linears compute what the module computes."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
-    generator = torch.Generator().manual_seed(0)
-    for key, parameter in list(fused.named_parameters(recurse=False)):
-        values = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
-        set_parameter(fused, key, values)
-    for data in options:
-        wide, width = (up[2], down[1]) if data.transposed else (up[1], down[2])
-        hidden = up[1] if data.transposed else up[2]
-        if wide == 2 * width and down[2 if data.transposed else 1] == hidden and _same(fused, data, hidden):
-            return data
+    fill_randomly(fused, torch.Generator().manual_seed(0))
+    for transposed, interleaved in itertools.product((False, True), repeat=2):
+        option = replace(data, transposed=transposed, interleaved=interleaved)
+        # Shapes rule most orders out before anything is computed.
+        (hidden, wide), (width, other) = (up[1:], down[1:]) if transposed else (up[:0:-1], down[:0:-1])
+        if wide == 2 * width and other == hidden and _same(name, fused, option, hidden):
+            return option
     raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
 
 
-def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
-    """Whether experts of plain linears compute what the module computes."""
+def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
+    """Whether experts of plain linears compute what the module of this name computes."""
     apart = LinearExperts(fused, data)
-    for name, value in _apart(fused, data):
-        set_parameter(apart, name, value)
+    for key, parameter in fused.named_parameters(recurse=False):
+        for linear, part in expert_parts(key, f"{name}.{key}", tuple(parameter.shape), data):
+            set_parameter(apart, linear.removeprefix(f"{name}."), part.of(parameter.data[part.expert]).contiguous())
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]
@@ -100,18 +96,12 @@ def _same(fused: nn.Module, data: Experts, hidden: int) -> bool:
         return torch.allclose(apart(states, chosen, weights), expected, rtol=1e-4, atol=1e-5)
 
 
-def _apart(fused: nn.Module, data: Experts) -> Iterator[tuple[str, Tensor]]:
-    gate, up, down = (name.rpartition(".")[2] for name in (*data.up, data.down))
-    parameters = dict(fused.named_parameters(recurse=False))
-    for kind, suffix in (("weight", ""), ("bias", "_bias")):
-        if f"gate_up_proj{suffix}" not in parameters:
-            continue
-        both, one = parameters[f"gate_up_proj{suffix}"].data, parameters[f"down_proj{suffix}"].data
-        if data.transposed and kind == "weight":
-            both, one = both.mT, one.mT
-        half = both.shape[1] // 2
-        parts = (both[:, ::2], both[:, 1::2]) if data.interleaved else (both[:, :half], both[:, half:])
-        for expert in range(both.shape[0]):
-            yield f"{expert}.{gate}.{kind}", parts[0][expert].contiguous()
-            yield f"{expert}.{up}.{kind}", parts[1][expert].contiguous()
-            yield f"{expert}.{down}.{kind}", one[expert].contiguous()
+def fill_randomly(module: nn.Module, generator: torch.Generator) -> None:
+    """Random weights: matrices that keep the size of what passes through, norms near one, small biases."""
+    for name, parameter in list(module.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() >= 2:
+            values /= parameter.shape[-1] ** 0.5
+        else:
+            values = 1 + 0.2 * values if name.endswith("weight") else 0.1 * values
+        set_parameter(module, name, values)

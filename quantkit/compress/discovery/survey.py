@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
+from quantkit.compress.discovery.layout import owners
 from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, Trial, source_candidates
-from quantkit.models.families import LinearSet
+from quantkit.models.linear_sets import LinearSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ def survey(
     seen = record_inputs(block, run)
     drafts, alone = draft_sets(block, seen, gates)
     trial = Trial(block=block, run=run, head_dim=head_dim)
-    found: list[tuple[int, LinearSet]] = []
+    sets: list[tuple[int, LinearSet]] = []
     dropped: list[str] = []
     pairs = 0
     for alike in _by_key(drafts):
@@ -60,9 +61,9 @@ def survey(
         groups, failure = _choose(trial, [option for option in options if option])
         pairs += bool(groups or failure)
         dropped += [failure] if failure else []
-        found += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
-    sets = tuple(group for _, group in sorted(found, key=lambda item: item[0]))
-    return Survey(sets=sets, ignored=alone, pairs=pairs, dropped=tuple(dropped))
+        sets += [(draft.order, group) for draft, group in zip(alike, groups or plain, strict=True)]
+    ordered = tuple(group for _, group in sorted(sets, key=lambda item: item[0]))
+    return Survey(sets=ordered, ignored=alone, pairs=pairs, dropped=tuple(dropped))
 
 
 def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
@@ -111,17 +112,16 @@ def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
         around = seen.modules[owner].output if owner in seen.modules else None
         if not owner or same(own, around):
             return linears[0]
-    while owner:
-        if owner in seen.modules and _is_hidden(seen.modules[owner].output, hidden):
-            return owner
-        owner = owner.rpartition(".")[0]
+    for name in (owner, *owners(owner)):
+        if name in seen.modules and _is_hidden(seen.modules[name].output, hidden):
+            return name
     return linears[0] if alone else ""
 
 
 def _common_owner(names: Sequence[str]) -> str:
     """The innermost module that contains all of them; empty for the layer itself."""
-    owners = [name.split(".")[:-1] for name in names]
-    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))
+    paths = [name.split(".")[:-1] for name in names]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(parts[0] for parts in common)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LayerRecord
 
+_BESIDE = (".bias", "_shape")  # of a linear's tensors: no part of its quantized weight
+
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
     """No scale is zero, NaN or infinite, and no code is outside its type."""
@@ -23,6 +26,20 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
     codes, dtype = weight.codes.float(), weight.scheme.dtype
     if not bool(((codes >= dtype.minimum) & (codes <= dtype.maximum)).all()):
         raise AuditError(f"{prefix}: a code is outside {dtype.name}")
+
+
+def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
+    """What a format has made of a weight takes what it takes densely packed, and little more.
+
+    More are words that are not filled, an order of the inputs, and zero points stored though they are constant.
+    """
+    (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
+    planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
+    if scheme.activation is not None and scheme.activation.dtype.kind == "int":
+        planned += rows * width * (8 - bits) // 8  # beside integer inputs codes lie a byte each, ready for the product
+    padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
+    if not planned <= num_bytes <= planned + padding:
+        raise AuditError(f"{prefix} takes {num_bytes} bytes, planned {planned} and {padding} of padding")
 
 
 def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> None:
@@ -36,55 +53,26 @@ def audit_checkpoint(folder: Path, plan: Plan, records: list[LayerRecord]) -> No
     reader = ModelReader(folder, plan.family)
     _check_targets(plan, reader, records)
     for name in plan.ignored:
-        source = plan.reader.info(f"{name}.weight") if f"{name}.weight" in plan.reader else None
-        kept = reader.info(f"{name}.weight") if f"{name}.weight" in reader else None
-        if (source is None) != (kept is None) or (source and kept and source.dtype != kept.dtype):
-            raise AuditError(f"{name} was to be ignored, but its weight is {kept and kept.dtype}")
+        weight = f"{name}.weight"
+        source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
+        if source != kept:
+            raise AuditError(f"{name} was to be ignored, but its weight is {kept}")
     _check_tied(plan, reader)
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
 
 def _check_targets(plan: Plan, reader: CheckpointReader, records: list[LayerRecord]) -> None:
-    wanted = set(plan.linears)
+    planned = set(plan.linears)
     done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
-    if wanted != set(done):
+    if planned != set(done):
         raise AuditError(
-            f"quantized {len(done)} linears where {len(wanted)} were planned: {sorted(wanted ^ set(done))[:3]}"
+            f"quantized {len(done)} linears where {len(planned)} were planned: {sorted(planned ^ set(done))[:3]}"
         )
-    for name, scheme in plan.linears.items() if plan.format.keeps_codes else ():
-        shape = done[name].shape
-        planned, padding = planned_bytes(scheme, shape, plan.scale_dtype[name])
-        written = written_bytes(reader, name)
-        if not planned <= written <= planned + padding:
-            raise AuditError(f"{name} takes {written} bytes on disk, planned {planned:.0f} and {padding} of padding")
-
-
-def planned_bytes(scheme: LinearScheme, shape: tuple[int, int], scale_dtype: torch.dtype) -> tuple[float, int]:
-    """Bytes that a scheme implies for codes, scales and zero points, and the most that a format may add to them.
-
-    Scales of inputs count too. What a format adds is what packing into words leaves unused, and zero points where it
-    stores them though they are constant.
-    """
-    weight, activation, groups = scheme.weight, scheme.activation, scheme.weight.num_groups(shape[1])
-    dtype = weight.dtype
-    # Integers beside integer inputs lie a byte each, ready for the product.
-    code_bits = 8 if activation is not None and activation.dtype.kind == "int" else dtype.bits
-    scale_bits = 8 if dtype.scale != "float" else 8 * scale_dtype.itemsize
-    scales = weight.num_scale_rows(shape[0]) * groups
-    zeros = 0 if weight.symmetric else dtype.bits * groups * shape[0]
-    constant = dtype.bits * groups * shape[0] // 8 if weight.symmetric else 0
-    beside = 4 * (dtype.scale == "e4m3")
-    if activation is not None and activation.is_calibrated:
-        beside += 4 if activation.dtype.scale == "e4m3" else scale_dtype.itemsize
-    size = (code_bits * shape[1] * shape[0] + scale_bits * scales + zeros) / 8 + beside
-    return size, 4 * (shape[0] + groups) + constant
-
-
-def written_bytes(reader: CheckpointReader, linear: str) -> int:
-    """Bytes of a linear's codes, scales and zero points in the files."""
-    beside = tuple(f"{linear}.{local}" for local in ("bias", "weight_shape", "g_idx"))
-    names = [name for name in reader.names if name.startswith(f"{linear}.") and name not in beside]
-    return sum(reader.info(name).num_bytes for name in names)
+    for name, record in done.items() if plan.format.keeps_codes else ():
+        names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]
+        stored = sum(reader.info(other).num_bytes for other in names)
+        if stored != round(record.bits_per_weight * math.prod(record.shape) / 8):
+            raise AuditError(f"{name} takes {stored} bytes on disk, planned {record.bits_per_weight} bits per weight")
 
 
 def _check_tied(plan: Plan, reader: CheckpointReader) -> None:

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoints.memory import peak_bytes
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.writer import copy_tensors, write_json
+from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.output import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
 from quantkit.compress.pipeline.identity import identity_digest
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
-from quantkit.compress.pipeline.model import with_stored_names
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import RunState
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CompressionResult
 
 
-def finish_checkpoint(plan: Plan, state: RunState) -> int:
-    """Write what is not a decoder layer, and check everything.
+def finish_run(
+    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], started: float
+) -> CompressionResult:
+    """Write what is not a decoder layer, check everything, and say what was done.
 
     Args:
         plan: of the run.
         state: with all layers done; the last shard is added to it.
-    Returns:
-        bytes of all tensors.
+        resumed: layers that an earlier run had done.
+        warnings: of the plan and the data.
+        started: when the run was, by `time.perf_counter`.
     Raises:
         AuditError: the checkpoint is not what was planned.
     """
+    finishing = time.perf_counter()
+    size = _write_rest(plan, state)
+    phases: dict[str, float] = {}
+    # What resumed layers took belongs to the run before.
+    for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):
+        phases[name] = phases.get(name, 0.0) + taken
+    phases["prepare"] = finishing - started - sum(phases.values())
+    phases["finish"] = time.perf_counter() - finishing
+    result = _describe(plan, state, resumed, warnings, size, phases)
+    _write_manifest(plan, state, result)
+    return result
+
+
+def _write_rest(plan: Plan, state: RunState) -> int:
+    """All that is not a decoder layer, checked with the layers; bytes of all tensors."""
     folder, stored = state.checkpoint, plan.reader.stored_name
     shard = shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
-        *with_stored_names(plan.reader, plan.skeleton, plan.linears, plan.ignored),
-        group_order=plan.group_order,
+        *_with_stored_names(plan),
+        group_order=reorders_groups(plan.recipe.steps),
         decode_at_load=plan.family.decode_at_load,
     )
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)
@@ -47,50 +67,55 @@ def finish_checkpoint(plan: Plan, state: RunState) -> int:
     return size
 
 
-def describe_run(
-    plan: Plan, state: RunState, *, resumed: int, warnings: tuple[str, ...], seconds: Mapping[str, float], size: int
-) -> CompressionResult:
-    """What was done.
+def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
+    """What config.json says of which module, for loaders that go by module names and those that go by tensor names.
 
-    Args:
-        plan: of the run.
-        state: with all layers done.
-        resumed: layers that an earlier run had done.
-        warnings: of the plan and the data.
-        seconds: beside the layers, by phase.
-        size: bytes of all tensors.
+    transformers and what copies its modules look for the names of modules; files keep the names that wrappers had when
+    they were published. Where both are the same, nothing is added.
+
+    Returns:
+        scheme of each quantized linear, and the other linears, both with the names of the files added.
     """
-    records = tuple(state.records)
-    linears = [linear for record in records for linear in record.linears]
-    weights = sum(linear.shape[0] * linear.shape[1] for linear in linears)
-    bits = sum(linear.bits_per_weight * linear.shape[0] * linear.shape[1] for linear in linears)
-    phases = Counter[str](seconds)
-    for record in records[resumed:]:
-        phases.update(record.seconds)
+    reader = plan.reader
+    schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
+    others = [*plan.ignored, *(reader.stored_name(f"{name}.")[:-1] for name in plan.ignored)]
+    for name in reader.names:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and len(reader.info(name).shape) == 2 and not plan.skeleton.has_parameter(name):
+            others.append(module)  # of a part that is called otherwise in the model, e.g. a vision tower
+    return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
+
+
+def _describe(
+    plan: Plan, state: RunState, resumed: int, warnings: tuple[str, ...], size: int, seconds: Mapping[str, float]
+) -> CompressionResult:
+    linears = [linear for record in state.records for linear in record.linears]
+    weights = sum(math.prod(linear.shape) for linear in linears)
+    bits = sum(linear.bits_per_weight * math.prod(linear.shape) for linear in linears)
     return CompressionResult(
         model=plan.model,
         output=str(plan.output),
         recipe=plan.recipe.name,
         format=plan.recipe.format,
-        num_layers=len(records),
+        num_layers=len(state.records),
         num_quantized=len(linears),
         ignored=plan.ignored,
         bits_per_weight=bits / weights if weights else 8.0 * plan.source_dtype.itemsize,
         source_bytes=plan.reader.num_bytes,
         output_bytes=size,
-        layers=records,
+        layers=tuple(state.records),
         warnings=warnings,
-        seconds={phase: round(value, 3) for phase, value in phases.items()},
+        seconds={phase: round(value, 3) for phase, value in seconds.items()},
         peak_bytes=peak_bytes(),
         resumed_layers=resumed,
     )
 
 
-def write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
+def _write_manifest(plan: Plan, state: RunState, result: CompressionResult) -> None:
     """`quantkit.json` says what was made and how; `quantkit-run.json` how long it took, and differs every time."""
     folder = state.checkpoint
     write_json(folder / "quantkit-run.json", result.to_dict())
-    steady = result.to_dict()
+    steady = result.to_dict()  # the same for every run of one identity: neither names of folders nor times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
     for layer in steady["layers"]:

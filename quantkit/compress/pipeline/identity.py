@@ -12,6 +12,7 @@ import torch
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.devices import MAX_THREADS
+from quantkit.untrusted import shorten
 
 
 def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
@@ -22,11 +23,11 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "calibration": None if samples is None else samples.digest,
         "versions": describe_versions(),
         "compute": {
-            "device": plan.device.type,
-            "dtype": str(plan.compute_dtype).removeprefix("torch."),
+            "device": plan.skeleton.device.type,
+            "dtype": str(plan.skeleton.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "kernels": torch.cuda.get_device_name(plan.device)
-            if plan.device.type == "cuda"
+            "kernels": torch.cuda.get_device_name(plan.skeleton.device)
+            if plan.skeleton.device.type == "cuda"
             else torch.backends.cpu.get_cpu_capability(),
             "matmul": torch.get_float32_matmul_precision(),
         },
@@ -77,9 +78,4 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for key in sorted(old.keys() | new.keys()):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
     elif old != new:
-        yield f"{path}: {_short(old)} -> {_short(new)}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+        yield f"{path}: {shorten(old, 40)} -> {shorten(new, 40)}"

@@ -6,16 +6,18 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoints.tokenizer import load_tokenizer
+from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import Samples, load_samples
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
+from quantkit.compress.pipeline.state import RunState
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS = 2048
@@ -31,15 +33,13 @@ def read_samples(plan: Plan) -> Samples | None:
     calibration = plan.recipe.calibration
     if calibration is None:
         return None
+    bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
     samples = load_samples(
-        plan.bundled_text if calibration.data == "bundled" else calibration.data,
+        bundled if calibration.data == "bundled" else calibration.data,
         load_tokenizer(plan.reader.path),
-        samples=calibration.samples,
-        sequence_length=calibration.sequence_length,
         vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
         seed=plan.recipe.seed,
-        field=calibration.field,
-        split=calibration.split,
+        **calibration.model_dump(include={"samples", "sequence_length", "field", "split"}),
     )
     limit = plan.reader.config.get("max_position_embeddings")
     if limit is None or calibration.sequence_length <= limit:
@@ -71,39 +71,18 @@ class HiddenStates:
     Args:
         plan: of the run.
         samples: calibration data; None = there are no hidden states.
-        folder: of the run; the states lie in sub-folders of it.
+        state: of the run; after the first layer, states are those that it has saved in its folder. Its digests are of
+            both models in one list, the original's last.
         mode: see `ActivationStore`.
-        layer: the next one; after the first, states are those that an interrupted run has saved.
-        digests: of these, of both models in one list, the original's last.
+    Attributes:
+        quantized, original: states of the two models; None where there are none.
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
 
-    def __init__(
-        self, plan: Plan, samples: Samples | None, folder: Path, mode: Mode, *, layer: int, digests: list[str]
-    ) -> None:
-        names = ["activations", *(["activations-original"] if plan.needs_original else [])]
-        size = len(digests) // len(names)
-        self._stores: list[ActivationStore] = []
-        if samples is None or layer == plan.skeleton.num_layers:
-            return
-        for number, name in enumerate(names):
-            if layer:
-                own = digests[number * size : (number + 1) * size]
-                self._stores.append(ActivationStore.restore(folder / name, mode, layer, own))
-            else:
-                shutil.rmtree(folder / name, ignore_errors=True)
-                self._stores.append(ActivationStore(folder / name, mode, embed(plan, samples)))
-
-    @property
-    def quantized(self) -> ActivationStore | None:
-        """Of the model being quantized."""
-        return self._stores[0] if self._stores else None
-
-    @property
-    def original(self) -> ActivationStore | None:
-        """Of the original model."""
-        return self._stores[1] if len(self._stores) > 1 else None
+    def __init__(self, plan: Plan, samples: Samples | None, state: RunState, mode: Mode) -> None:
+        self._stores = [] if samples is None else list(_open_stores(plan, samples, state, mode))
+        self.quantized, self.original = [*self._stores, None, None][:2]
 
     def advance(self, layer: LayerContext) -> list[str]:
         """Turn the states into those before the next layer; their digests."""
@@ -115,3 +94,17 @@ class HiddenStates:
         """Delete the files of the layer before; to be called once progress has been recorded."""
         for store in self._stores:
             store.forget_previous()
+
+
+def _open_stores(plan: Plan, samples: Samples, state: RunState, mode: Mode) -> Iterator[ActivationStore]:
+    # The digests of both models' states are saved as one list: equally many of each.
+    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps) else [])]
+    layer, size = len(state.records), len(state.activations) // len(names)
+    for number, name in enumerate(names if layer < plan.skeleton.num_layers else ()):
+        folder = state.folder / name
+        if layer:
+            own = state.activations[number * size : (number + 1) * size]
+            yield ActivationStore.restore(folder, mode, layer, own)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            yield ActivationStore(folder, mode, embed(plan, samples))

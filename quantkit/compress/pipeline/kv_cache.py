@@ -19,11 +19,10 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
 from quantkit.formats._kv_cache import CONFIG_KEY, cache_tensors, describe_cache, read_cache_schemes
 from quantkit.formats.base import Format
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 
-_LATENT = "kv_lora_rank"
 _KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
 _ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
 
@@ -50,10 +49,9 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
             f"some layers of this model keep a state instead of keys and values ({', '.join(others)}), which kv_cache "
             "does not describe; leave kv_cache out of the recipe"
         )
-    latent = described.get(_LATENT)
-    if latent:
+    if latent := described.get("kv_lora_rank"):
         raise ModelError(
-            f"this model caches a latent ({_LATENT}={latent}) instead of keys and values, which kv_cache does "
+            f"this model caches a latent (kv_lora_rank={latent}) instead of keys and values, which kv_cache does "
             "not describe; leave kv_cache out of the recipe"
         )
     format_: Format = FORMATS.load(recipe.format)
@@ -75,20 +73,14 @@ def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheR
         family: of the model.
         layer: modified: gets the scales to write, and a note where the decision differs from the goal.
     """
-    calibrated = calibrate_cache(layer, goal)
-    if calibrated.note is not None:
-        layer.chosen.notes.append(calibrated.note)
+    cache, record = calibrate_cache(layer, goal)
     if goal.has_fixed_scales:
-        layer.chosen.cache_scales = cache_tensors(attention_module(layer.block, family), calibrated.cache)
-    return calibrated.record
+        layer.chosen.cache_scales = cache_tensors(_attention_module(layer.block, family), cache)
+    return record
 
 
-def attention_module(block: nn.Module, family: Family) -> str:
-    """Relative name of the module of a layer that attends.
-
-    Raises:
-        ModelError: it cannot be told.
-    """
+def _attention_module(block: nn.Module, family: Family) -> str:
+    """Relative name of the module of a layer that attends."""
     name: str = family.parts.output.rpartition(".")[0]
     modules = dict(block.named_modules())
     if name and name in modules:

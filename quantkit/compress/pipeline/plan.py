@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -14,22 +15,20 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import LayerSizes, Opener, needs_original, steps_bytes
-from quantkit.compress.discovery.discover import Discovery
+from quantkit.compress.algorithms.base import reorders_groups, steps_bytes
+from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
-from quantkit.compress.pipeline.model import find_model
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
+from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import writable
-from quantkit.formats.base import Format
-from quantkit.models.families import Family, LinearSet, split_experts
-from quantkit.models.linear_sets import WIDEN, fused_conflicts
+from quantkit.formats.base import FLOAT_DTYPES, Format
+from quantkit.models.families import find_compressible, supported
+from quantkit.models.family import Family
+from quantkit.models.linear_sets import WIDEN, LinearSet, fused_conflicts, split_experts
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
-
-FLOAT_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +39,11 @@ class Plan:
         model: as given, "demo" for the bundled model.
         reader, skeleton, family, recipe, format: its parts.
         layers: per decoder layer, scheme of each linear to quantize by relative name.
+        linears: the same of all layers by full name.
         ignored: full names of linears that are not quantized, the head included.
         scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
-        compute_dtype: of the layer under compression and the hidden states.
         output: directory of the finished checkpoint.
-        device: where layers are computed.
         warnings: what loaders will not do with the result; one sentence each.
         discovery: what was found of a model that no file describes.
     """
@@ -57,23 +55,13 @@ class Plan:
     recipe: Recipe
     format: Format
     layers: tuple[dict[str, LinearScheme], ...]
+    linears: dict[str, LinearScheme]
     ignored: tuple[str, ...]
     scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
-    compute_dtype: torch.dtype
     output: Path
-    device: torch.device
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
-
-    @property
-    def linears(self) -> dict[str, LinearScheme]:
-        """Scheme of each linear to quantize by full name."""
-        return {
-            f"{self.skeleton.layer_name(index)}.{name}": scheme
-            for index, schemes in enumerate(self.layers)
-            for name, scheme in schemes.items()
-        }
 
     @property
     def all_tokens(self) -> bool:
@@ -86,27 +74,10 @@ class Plan:
         return sets if self.all_tokens else split_experts(sets)
 
     @property
-    def group_order(self) -> bool:
-        """Whether some step forms groups in another order than that of the inputs."""
-        return _reorders_groups(self.recipe)
-
-    @property
-    def needs_original(self) -> bool:
-        """Whether some step compares with the original model, whose hidden states are then kept too."""
-        return needs_original(self.recipe.steps)
-
-    @property
     def rest(self) -> list[str]:
         """Names of the tensors outside the decoder layers, which are copied as they are."""
         prefixes = tuple(f"{self.skeleton.layer_name(i)}." for i in range(self.skeleton.num_layers))
         return [name for name in self.reader.names if not name.startswith(prefixes)]
-
-    @property
-    def bundled_text(self) -> Path:
-        """The text that `calibration.data: bundled` means for this model."""
-        if self.reader.path.resolve() == DEMO_MODEL.resolve():
-            return DEMO_TEXT
-        return GENERAL_TEXT
 
 
 def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, device: str) -> Plan:
@@ -130,47 +101,63 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     reader = _open(source.path, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
-    compute = pick_compute_dtype(dtype, target_device)
-    skeleton = Skeleton(reader, family, compute, target_device)
+    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
     layers, ignored = _assign(skeleton, recipe)
+    linears = {f"{skeleton.layer_name(i)}.{n}": scheme for i, layer in enumerate(layers) for n, scheme in layer.items()}
     format_ = FORMATS.load(recipe.format)
-    _check_format(skeleton, layers, format_)
+    _check_format(skeleton, linears, format_)
     warnings = (*format_.check_model(family, layers), *reader.notes)
     _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
-    full = {f"{skeleton.layer_name(i)}.{n}" for i, schemes in enumerate(layers) for n in schemes}
     return Plan(
         model=name,
         reader=reader,
         skeleton=skeleton,
+        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         family=family,
         recipe=recipe,
         format=format_,
-        layers=layers,
-        ignored=ignored,
-        scale_dtype={linear: scale_dtype_of(reader.info(f"{linear}.weight").dtype, format_) for linear in full},
-        source_dtype=dtype,
-        compute_dtype=compute,
-        output=target,
-        device=target_device,
         warnings=warnings if discovery is None else (discovery.summary, *warnings),
+        layers=layers,
+        linears=linears,
+        ignored=tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), family.head))),
+        source_dtype=dtype,
+        output=target,
         discovery=discovery,
     )
+
+
+def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
+    """What a checkpoint's model is made of.
+
+    Args:
+        reader: of the checkpoint.
+    Returns:
+        the description of its family, or what was found where there is none.
+    Raises:
+        ModelError: config.json names no class, or the model cannot be compressed; one line says why.
+    """
+    names = reader.config.get("architectures")
+    if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
+        discovery = discover(reader)
+        return discovery.family, discovery
+    return find_compressible(reader.config), None
 
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
     for step, name in zip(recipe.steps, recipe.step_names, strict=True):
-        if isinstance(step, Opener):
+        make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
+        if make_reader is not None:
             if not described:
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
-            return step.open(path, family)
+            return make_reader(path, family)
     return ModelReader(path, family)
 
 
-def scale_dtype_of(source: torch.dtype, format_: Format) -> torch.dtype:
+def _scale_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
     """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
     return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
@@ -193,7 +180,7 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     if not names:
         raise ModelError(f"{reader.path}: the checkpoint has no decoder layers, no tensor under {family.layers}.*")
     for name in names:
-        if reader.info(name).dtype not in FLOAT_SOURCES:
+        if reader.info(name).dtype not in FLOAT_DTYPES:
             raise ModelError(
                 f"{reader.path}: tensor {name} is {reader.info(name).dtype}; "
                 "weights must be float32, bfloat16 or float16 to be compressed"
@@ -201,8 +188,8 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
     return reduce(torch.promote_types, (reader.info(name).dtype for name in names))
 
 
-def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], tuple[str, ...]]:
-    """Scheme of every linear of every layer; fused sets must agree, every rule must match something."""
+def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], list[str]]:
+    """Scheme of every linear of every layer, and those without; fused sets must agree, every rule match something."""
     scheme, every = recipe.scheme, list[str]()
     layers: list[dict[str, LinearScheme]] = []
     ignored: list[str] = []
@@ -219,28 +206,29 @@ def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearS
         raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
     if not any(layers) and recipe.kv_cache is None:
         raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), tuple(dict.fromkeys((*ignored, *skeleton.other_linears(), skeleton.family.head)))
+    return tuple(layers), ignored
 
 
-def _check_format(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], format_: Format) -> None:
-    checked: set[tuple[LinearScheme, tuple[int, int]]] = set()
-    for index, schemes in enumerate(layers):
-        shapes = skeleton.linear_shapes(index)
-        for name, scheme in schemes.items():
-            if (scheme, shapes[name]) in checked:
-                continue
-            try:
-                format_.check(scheme, shapes[name])
-            except SchemeError as error:
-                hint = _common_group(skeleton, layers, scheme.weight)
-                raise SchemeError(f"{skeleton.layer_name(index)}.{name}: {error}{hint}") from None
-            checked.add((scheme, shapes[name]))
-    format_.config({f"{skeleton.layer_name(i)}.{n}": s for i, ss in enumerate(layers) for n, s in ss.items()}, ())
+def _check_format(skeleton: Skeleton, linears: dict[str, LinearScheme], format_: Format) -> None:
+    shapes = {
+        f"{skeleton.layer_name(index)}.{name}": shape
+        for index in range(skeleton.num_layers)
+        for name, shape in skeleton.linear_shapes(index).items()
+    }
+    alike: dict[tuple[LinearScheme, tuple[int, int]], str] = {}  # thousands of linears have a few schemes and shapes
+    for name, scheme in linears.items():
+        alike.setdefault((scheme, shapes[name]), name)
+    for (scheme, shape), name in alike.items():
+        try:
+            format_.check(scheme, shape)
+        except SchemeError as error:
+            hint = _common_group({shapes[linear][1] for linear in linears}, scheme.weight)
+            raise SchemeError(f"{name}: {error}{hint}") from None
+    format_.config(linears, ())
 
 
-def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...], asked: WeightScheme) -> str:
+def _common_group(widths: set[int], asked: WeightScheme) -> str:
     """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
-    widths = {skeleton.linear_shapes(i)[name][1] for i, schemes in enumerate(layers) for name in schemes}
     common, size = math.gcd(*widths), asked.group_size
     if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
         return ""
@@ -248,12 +236,8 @@ def _common_group(skeleton: Skeleton, layers: tuple[dict[str, LinearScheme], ...
     return f"; for all linears: --set weights.group_size={fitting}"
 
 
-def _reorders_groups(recipe: Recipe) -> bool:
-    return any(getattr(step, "reorders_groups", False) for step in recipe.steps)
-
-
 def _check_steps(recipe: Recipe, format_: Format) -> None:
-    if not format_.holds_group_index and _reorders_groups(recipe):
+    if not format_.holds_group_index and reorders_groups(recipe.steps):
         raise SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
@@ -267,13 +251,6 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
         plan: the run.
         num_tokens: calibration tokens whose hidden states are kept in memory.
     """
-    size = plan.compute_dtype.itemsize
-    shapes = [plan.skeleton.linear_shapes(i) for i in range(plan.skeleton.num_layers)]
-    sizes = LayerSizes(
-        weights=max(sum(n * k for n, k in layer.values()) for layer in shapes),
-        tallest=max(n * k for layer in shapes for n, k in layer.values()),
-        width=max(k for layer in shapes for _, k in layer.values()),
-        element_bytes=size,
-        states_bytes=num_tokens * plan.skeleton.hidden_size * size,
-    )
-    return steps_bytes(plan.recipe.steps, sizes)
+    layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
+    num_states = num_tokens * plan.skeleton.hidden_size
+    return steps_bytes(plan.recipe.steps, layers, plan.skeleton.dtype.itemsize, num_states)

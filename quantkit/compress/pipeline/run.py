@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,22 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
+from quantkit.checkpoints.replaceable import check_apart, check_gguf
+from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
+from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_state import LayerData
+from quantkit.compress.convert import convert
+from quantkit.compress.convert.gguf import check_model
+from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.events import SILENT, Listener
-from quantkit.compress.pipeline.file import write_file
-from quantkit.compress.pipeline.finish import describe_run, finish_checkpoint, write_manifest
+from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
 from quantkit.compress.pipeline.inputs import HiddenStates, read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
@@ -33,10 +37,11 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
+from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 
 def quantize(
@@ -66,27 +71,32 @@ def quantize(
         InputError: model, recipe, data or output cannot be used.
         ResourceError: out of disk or memory; the same command resumes.
     """
-    run = partial(_quantize, device=device, activations=activations, resume=resume, listener=listener)
-    if FORMATS.load(recipe.format).suffix:  # one file
-        check_cache(recipe, {})
-        return write_file(model, recipe, output, overwrite=overwrite, run=run)
-    return run(model, recipe, output, overwrite=overwrite)
+    # From here on the clock runs, so that reading headers and data counts as preparing.
+    compress = partial(
+        _compress, activations=activations, resume=resume, listener=listener, started=time.perf_counter()
+    )
+    if not FORMATS.load(recipe.format).suffix:
+        return compress(build_plan(model, recipe, output, device), overwrite=overwrite)
+    # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
+    check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
+    folder = DEMO_MODEL if model is None else resolve(model)
+    name = "demo" if model is None else Path(model).name
+    file = Path(output) if output else Path(f"{name}-{recipe.name}{FORMATS.load(recipe.format).suffix}")
+    check_apart(file, folder)
+    kind = f"quantize --format {recipe.format}"
+    with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
+        check_model(open_source(folder))
+        codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
+        result = compress(build_plan(model, recipe, codes, device), overwrite=True)
+        written = convert(codes, recipe.format, whole, overwrite=True)
+        stage.promote(whole)
+    return replace(result, output=str(file), output_bytes=written.output_bytes)
 
 
-def _quantize(
-    model: str | None,
-    recipe: Recipe,
-    output: str | Path | None,
-    *,
-    device: str,
-    activations: Mode,
-    resume: bool,
-    overwrite: bool,
-    listener: Listener,
+def _compress(
+    plan: Plan, *, activations: Mode, resume: bool, overwrite: bool, listener: Listener, started: float
 ) -> CompressionResult:
     """`quantize` to a directory."""
-    started = time.perf_counter()
-    plan = build_plan(model, recipe, output, device)
     with open_stage(plan.output, "quantize", overwrite=overwrite, resumable=True, allow_finished=True) as stage:
         samples = read_samples(plan)
         warnings = (*plan.warnings, *(samples.warnings if samples else ()))
@@ -94,37 +104,54 @@ def _quantize(
             listener.warning(warning)
         identity = run_identity(plan, samples)
         if resume and was_completed(stage, identity):
-            return CompressionResult.from_dict(read_json(plan.output / "quantkit-run.json", CheckpointError))
+            return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
         stage.check_output()
-        threads = torch.get_num_threads()
-        try:
+        with writing(stage.work.path), _same_threads():
             state = load_state(stage.work, identity, resume=resume)
             torch.set_num_threads(state.identity["compute"]["threads"])
-            run = _Run(plan=plan, state=state, samples=samples, mode=activations, listener=listener)
+            resumed = len(state.records)
+            listener.plan(_summary(plan, samples, activations, resumed))
             with torch.inference_mode():
-                run.layers()
-            result = run.finish(warnings, started)
+                states = HiddenStates(plan, samples, state, activations)
+                run = _Run(plan=plan, state=state, states=states, listener=listener)
+                for index in range(resumed, plan.skeleton.num_layers):
+                    run.layer(index)
+            result = finish_run(plan, state, resumed=resumed, warnings=warnings, started=started)
             stage.promote(state.checkpoint)
             return result
-        except OSError as error:
-            raise translate_os_error(error, stage.work.path) from error
-        finally:
-            torch.set_num_threads(threads)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Phases:
-    """How long what takes, and who wants to know."""
+def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
+    """What a listener is told; see `Listener.plan`."""
+    tokens = samples.num_tokens if samples and mode == "ram" else 0
+    return {
+        "num_layers": plan.skeleton.num_layers,
+        "resumed_layers": resumed,
+        "samples": len(samples.token_ids) if samples else 0,
+        "predicted_bytes": peak_bytes() + sum(predicted_bytes(plan, tokens).values()),
+    }
 
-    listener: Listener
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.listener.phase(name)
-        started = time.perf_counter()
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """As many afterwards as before."""
+    threads = torch.get_num_threads()
+    try:
         yield
-        self.seconds[name] += time.perf_counter() - started
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Tell who listens, and measure how long it takes."""
+    listener.phase(name)
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,64 +160,26 @@ class _Run:
 
     plan: Plan
     state: RunState
-    samples: Samples | None
-    mode: Mode
+    states: HiddenStates
     listener: Listener
-    resumed: int = field(init=False)
-    states: HiddenStates = field(init=False)
 
-    def layers(self) -> None:
-        """Work on every layer that is not done yet."""
-        self.resumed = len(self.state.records)
-        self.listener.plan(self._summary())
-        self.states = HiddenStates(
-            self.plan,
-            self.samples,
-            self.state.folder,
-            self.mode,
-            layer=self.resumed,
-            digests=self.state.activations,
-        )
-        for index in range(self.resumed, self.plan.skeleton.num_layers):
-            self._layer(index)
-
-    def finish(self, warnings: tuple[str, ...], started: float) -> CompressionResult:
-        """Write the rest of the checkpoint; what has been done since `started`."""
-        in_layers = sum(sum(record.seconds.values()) for record in self.state.records[self.resumed :])
-        finishing = time.perf_counter()
-        size = finish_checkpoint(self.plan, self.state)
-        seconds = {"prepare": finishing - started - in_layers, "finish": time.perf_counter() - finishing}
-        result = describe_run(
-            self.plan, self.state, resumed=self.resumed, warnings=warnings, seconds=seconds, size=size
-        )
-        write_manifest(self.plan, self.state, result)
-        return result
-
-    def _summary(self) -> dict[str, Any]:
-        """What a listener is told; see `Listener.plan`."""
-        tokens = self.samples.num_tokens if self.samples and self.mode == "ram" else 0
-        return {
-            "num_layers": self.plan.skeleton.num_layers,
-            "resumed_layers": self.resumed,
-            "samples": len(self.samples.token_ids) if self.samples else 0,
-            "predicted_bytes": peak_bytes() + sum(predicted_bytes(self.plan, tokens).values()),
-        }
-
-    def _layer(self, index: int) -> None:
+    def layer(self, index: int) -> None:
+        """Quantize, check, write and record one layer, and advance the hidden states past it."""
         plan, name = self.plan, self.plan.skeleton.layer_name(index)
         self.listener.layer_started(index, name)
-        phases, store = _Phases(listener=self.listener), self.states.quantized
-        with phases("load"):
+        seconds: dict[str, float] = {}
+        phase, store = partial(_phase, self.listener, seconds), self.states.quantized
+        with phase("load"):
             layer = self._context(index)
             layer.count_tokens()
-            first = None if store is None else store[0][:1]
+            first = None if store is None else store[0][:1]  # one sequence is enough to measure the layer's noise on
             # Before any step spends time on a layer that is broken.
             reference = None if first is None else require_finite(layer.forward(first), name)
-        cache = self._choose(layer, phases)
-        with phases("write"):
+        cache = self._choose(layer, phase)
+        with phase("write"):
             shard, digest, names = write_layer(plan, index, layer, self.state.checkpoint)
         snr, states = None, list[str]()
-        with phases("advance"):
+        with phase("advance"):
             if first is not None and reference is not None:
                 snr = signal_to_noise_db(reference, layer.forward(first))
                 if index + 1 < plan.skeleton.num_layers:
@@ -201,7 +190,7 @@ class _Run:
             linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
             output_snr_db=snr,
             notes=tuple(layer.chosen.notes),
-            seconds={phase: round(value, 3) for phase, value in phases.seconds.items()},
+            seconds={label: round(value, 3) for label, value in seconds.items()},
             peak_bytes=peak_bytes(),
             kv_cache=cache,
             tokens_per_expert=layer.data.tokens_per_expert,
@@ -211,24 +200,25 @@ class _Run:
         release_freed_memory()
         self.listener.layer_finished(record)
 
-    def _choose(self, layer: LayerContext, phases: _Phases) -> CacheRecord | None:
+    def _choose(self, layer: LayerContext, phase: Phase) -> CacheRecord | None:
         """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
         recipe = self.plan.recipe
         for step, label in zip(recipe.steps, recipe.step_names, strict=True):
-            with phases(label):
+            with phase(label):
                 step.apply(layer)
-        with phases("round"):
+        with phase("round"):
             layer.finish()
         if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
-            with phases("inputs"):
+            with phase("inputs"):
                 calibrate_inputs(layer, recipe.input_clip)
         if recipe.kv_cache is None:
             return None
-        with phases("kv cache"):
+        with phase("kv cache"):
             return choose_cache(recipe.kv_cache, self.plan.family, layer)
 
     def _context(self, index: int) -> LayerContext:
         plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)
+        stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
         return LayerContext(
             name=name,
             block=block,
@@ -237,16 +227,12 @@ class _Run:
             scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
             head_dim=plan.skeleton.head_dim,
             arguments=partial(plan.skeleton.arguments, index),
-            stored_dtype={
-                key.removeprefix(f"{name}."): plan.reader.info(key).dtype
-                for key in plan.reader.names
-                if key.startswith(f"{name}.")
-            },
+            stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
             seed=plan.recipe.seed,
             data=LayerData(
                 store=self.states.quantized,
                 original_store=self.states.original,
-                original=copy.deepcopy(block) if plan.needs_original else None,
+                original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
                 all_tokens=plan.all_tokens,
             ),
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.output import Shard
-from quantkit.compress.pipeline.audit import check_weight
+from quantkit.compress.pipeline.audit import check_size, check_weight
 from quantkit.compress.pipeline.kv_cache import check_scales
 from quantkit.compress.pipeline.plan import Plan
 
@@ -45,9 +45,11 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
         check_weight(module, weight)
         encoded = plan.format.encode(weight, scheme)
         shard.add_linear(module, weight, scheme, encoded)
-        written = sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
-        bits = 8 * written / weight.codes.numel()
-        layer.chosen.records[name] = replace(layer.chosen.records[name], bits_per_weight=bits)
+        size = sum(tensor.nbytes for local, tensor in encoded.items() if not local.endswith("_shape"))
+        if plan.format.keeps_codes:
+            check_size(module, weight, scheme, size)
+        record = layer.chosen.records[name]
+        layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
     shard.tensors |= dict(
         _others(plan, layer, {*scales, *(f"{layer.name}.{n}.weight" for n in layer.chosen.quantized)})
     )

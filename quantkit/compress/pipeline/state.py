@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.reader import file_digest
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
+from quantkit.compress.calibration.activations import check_saved
 from quantkit.compress.pipeline.identity import differences, with_threads_of
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
 from quantkit.results._record import Record
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,14 +58,20 @@ class RunState:
 
     def save(self) -> None:
         """Write `progress.json` atomically."""
-        content = {
-            "identity": self.identity,
-            "records": [record.to_dict() for record in self.records],
-            "shards": self.shards,
-            "weight_map": self.weight_map,
-            "activations": self.activations,
-        }
-        write_json(self.folder / "progress.json", content)
+        content = {name: getattr(self, name) for name in ("identity", "shards", "weight_map", "activations")}
+        records = [record.to_dict() for record in self.records]
+        write_json(self.folder / "progress.json", {**content, "records": records})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved(Record):
+    """What `RunState.save` writes."""
+
+    identity: dict[str, Any]
+    records: tuple[LayerRecord, ...]
+    shards: dict[str, str]
+    weight_map: dict[str, str]
+    activations: tuple[str, ...]
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
@@ -85,7 +91,28 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         state = RunState(folder=work.path, identity=identity)
         state.save()
         return state
-    return _read(path, identity)
+    try:
+        saved = _Saved.from_dict(read_object(path, ResumeError, "start over with --no-resume"))
+    except ReportError as error:
+        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
+    identity = with_threads_of(saved.identity, identity)
+    state = RunState(
+        folder=work.path,
+        identity=identity,
+        records=list(saved.records),
+        shards=saved.shards,
+        weight_map=saved.weight_map,
+        activations=list(saved.activations),
+    )
+    changes = list(differences(saved.identity, identity))
+    if changes:
+        raise ResumeError(
+            f"the interrupted run in {work.path} was started from something else ({'; '.join(changes[:3])}); "
+            "run the old command, or start over with --no-resume"
+        )
+    for name, digest in state.shards.items():
+        check_saved(state.checkpoint / name, digest)
+    return state
 
 
 def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
@@ -99,51 +126,7 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
         return False
     stage.work.clear()
     try:
-        made_from = read_json(stage.output / MANIFEST, ResumeError).get("identity")
+        made_from = read_object(stage.output / MANIFEST, ResumeError).get("identity")
     except ResumeError:
         return False
     return bool(made_from == with_threads_of(made_from, identity))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Saved(Record):
-    """What `RunState.save` writes."""
-
-    identity: dict[str, Any]
-    records: tuple[LayerRecord, ...]
-    shards: dict[str, str]
-    weight_map: dict[str, str]
-    activations: tuple[str, ...]
-
-
-def _read(path: Path, identity: dict[str, Any]) -> RunState:
-    folder = path.parent
-    try:
-        saved = _Saved.from_dict(read_json(path, ResumeError, "start over with --no-resume"))
-    except ReportError as error:
-        raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
-    identity = with_threads_of(saved.identity, identity)
-    changes = list(differences(saved.identity, identity))
-    if changes:
-        raise ResumeError(
-            f"the interrupted run in {folder} was started from something else ({'; '.join(changes[:3])}); "
-            "run the old command, or start over with --no-resume"
-        )
-    for name, digest in saved.shards.items():
-        check_digest(folder / "checkpoint" / name, digest)
-    return RunState(
-        folder=folder,
-        identity=identity,
-        records=list(saved.records),
-        shards=saved.shards,
-        weight_map=saved.weight_map,
-        activations=list(saved.activations),
-    )
-
-
-def check_digest(path: Path, digest: str) -> None:
-    """Raise ResumeError if a file is not byte for byte what was written."""
-    if not path.exists():
-        raise ResumeError(f"{path} is missing; start over with --no-resume")
-    if file_digest(path) != digest:
-        raise ResumeError(f"{path} is not what was written; start over with --no-resume")

@@ -1,33 +1,64 @@
-"""From a name or a file to a Recipe: everything that can be wrong with a recipe alone fails here."""
+"""From a name or a file to a Recipe, with every name resolved, every default filled in and every step built.
+
+Everything that can be wrong with a recipe alone fails here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quantkit import demo
-from quantkit.compress.recipe.base import Recipe
-from quantkit.compress.recipe.kv_cache import build_cache, cache_source
-from quantkit.compress.recipe.numbers import (
-    activation_fields,
-    activation_scheme,
-    changed_weights,
-    weight_fields,
-    weight_scheme,
-)
+from quantkit.compress.algorithms.base import Step
+from quantkit.compress.recipe import numbers
 from quantkit.compress.recipe.override import Overrides, patched
-from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, validate
+from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
 from quantkit.compress.recipe.steps import build_steps
-from quantkit.errors import GateError, RecipeError, suggestion
+from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.kv_cache import CacheGoal
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
-from quantkit.results.gates import parse_gates
+from quantkit.results.gates.language import parse_gates
 from quantkit.untrusted import parse_yaml, read_text, shorten
 
 _FIX_CODES = ("gptq", "autoround")
 _W4AFP8 = ("int4", "fp8")  # the one pair of integers and floats that engines have kernels for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How to compress a model.
+
+    Args:
+        name: short name, also part of the default output directory.
+        description: what it does, when to use it, what it costs.
+        gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
+        scheme: which numbers each linear is stored in.
+        kv_cache: what keys and values are stored in; None = nothing is said about them.
+        steps: how well the numbers are chosen, in running order; none = plain rounding.
+        step_names: of `steps`, as written in the file.
+        calibration: None when nothing looks at data.
+        input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
+        format: on-disk format.
+        seed: of everything that draws random numbers.
+        source: the same as plain data with every default filled in, without description and gates; two recipes with
+            equal sources give equal checkpoints. Loading it gives this recipe again.
+    """
+
+    name: str
+    description: str
+    gates: tuple[str, ...] = ()
+    scheme: Scheme
+    kv_cache: CacheGoal | None = None
+    steps: tuple[Step, ...]
+    step_names: tuple[str, ...]
+    calibration: CalibrationSection | None
+    input_clip: Literal["absmax", "mse"] = "absmax"
+    format: str
+    seed: int
+    source: dict[str, Any]
 
 
 class _NoUseOfDataError(RecipeError):
@@ -36,7 +67,9 @@ class _NoUseOfDataError(RecipeError):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {path.stem: path for path in sorted(demo.shipped("recipes").glob("*.yaml"), key=lambda path: path.stem)}
+    return {
+        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
+    }
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -49,7 +82,11 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         RecipeError: no such recipe, or a mistake in it; one line with file, dotted path, value and what is valid.
     """
     path = _locate(str(name_or_path))
-    data = _parse(read_text(path, RecipeError), path.name)
+    data = parse_yaml(read_text(path, RecipeError), path.name, RecipeError)
+    if data is None:
+        raise RecipeError(f"{path.name}: the file is empty; a recipe needs at least 'weights'")
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path.name}: expected keys such as 'weights: ...', found {shorten(data)}")
     data.setdefault("name", path.stem)
     if data["name"] != path.stem and str(data["name"]) in shipped():
         data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
@@ -64,15 +101,6 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         ) from None
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
-    data = parse_yaml(text, where, RecipeError)
-    if data is None:
-        raise RecipeError(f"{where}: the file is empty; a recipe needs at least 'weights'")
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where}: expected keys such as 'weights: ...', found {shorten(data)}")
-    return data
-
-
 def build(data: Mapping[str, Any], where: str) -> Recipe:
     """A recipe from plain data.
 
@@ -82,26 +110,35 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
     Raises:
         RecipeError: as `load`.
     """
-    document = validate(Document, data, where)
-    _check_parts(document, where)
-    steps, options = build_steps(document.steps, where)
-    overrides = [_completed(document, index, where) for index in range(len(document.overrides))]
-    scheme, kv_cache = _scheme(document, overrides, where), build_cache(document, where)
-    calibration = _calibration(document, bool(steps), scheme, kv_cache, where)
-    return Recipe(
-        name=document.name,
-        description=" ".join(document.description.split()),
-        scheme=scheme,
-        steps=tuple(steps.values()),
-        step_names=tuple(steps),
-        calibration=calibration,
-        format=_format(document.format, where),
-        seed=document.seed,
-        source=_source(document, overrides, options, calibration, where),
-        input_clip="absmax" if document.activations is None else document.activations.clip,
-        gates=_gates(document.gates, where),
-        kv_cache=kv_cache,
-    )
+    with as_recipe_error(where):
+        document = validate(Document, data)
+        _check_parts(document)
+        steps = build_steps(document.steps)
+        source = _source(document, steps)
+        scheme, kv_cache = (
+            _scheme(source),
+            None if document.kv_cache is None else numbers.build_cache(document.kv_cache),
+        )
+        activation = None if scheme.default is None else scheme.default.activation
+        reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
+        calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
+        source["calibration"] = None if calibration is None else calibration.model_dump()
+        with as_recipe_error("gates"):
+            gates = tuple(gate.text for gate in parse_gates(document.gates))
+        return Recipe(
+            name=document.name,
+            description=" ".join(document.description.split()),
+            scheme=scheme,
+            steps=tuple(steps.values()),
+            step_names=tuple(steps),
+            calibration=calibration,
+            format=source["format"],
+            seed=document.seed,
+            source={key: value for key, value in source.items() if value is not None},
+            input_clip="absmax" if document.activations is None else document.activations.clip,
+            gates=gates,
+            kv_cache=kv_cache,
+        )
 
 
 def check(path: str | Path) -> list[str]:
@@ -148,93 +185,74 @@ def _locate(name: str) -> Path:
     raise RecipeError(f"recipe {name!r} {what}{hint}; shipped: {', '.join(known)}")
 
 
-def _completed(document: Document, index: int, where: str) -> dict[str, Any]:
+def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides the bits as plain data, defaults filled in; None for what the recipe does not have."""
+    with as_recipe_error("format"):
+        format_ = FORMATS.find(document.format)
+    weights, activations, cache = document.weights, document.activations, document.kv_cache
+    return {
+        "name": document.name,
+        "weights": None if weights is None else numbers.weight_fields(weights),
+        "activations": None if activations is None else numbers.activation_fields(activations),
+        "kv_cache": None if cache is None else numbers.cache_fields(cache),
+        "ignore": list(document.ignore),
+        "overrides": [_completed(document, override, index) for index, override in enumerate(document.overrides)],
+        "steps": [{name: asdict(step)} for name, step in steps.items()],
+        "calibration": None,
+        "format": format_,
+        "seed": document.seed,
+    }
+
+
+def _completed(document: Document, override: Override, index: int) -> dict[str, Any]:
     """One override as plain data, its missing fields inherited from `weights`."""
-    override: Override = document.overrides[index]
     modules = list(override.modules)
     if not modules:
-        raise RecipeError(f"{where}: overrides[{index}].modules: the list is empty; name at least one pattern")
+        raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
     if override.weights is None:
         return {"modules": modules, "skip": True}
     if document.weights is None:
-        raise RecipeError(f"{where}: overrides[{index}].weights: changes 'weights', which the recipe does not have")
-    return {"modules": modules, "weights": changed_weights(document.weights, override.weights)}
+        raise RecipeError(f"overrides[{index}].weights: changes 'weights', which the recipe does not have")
+    return {"modules": modules, "weights": numbers.changed_weights(document.weights, override.weights)}
 
 
-def _scheme(document: Document, overrides: list[dict[str, Any]], where: str) -> Scheme:
-    activation, default = activation_scheme(document.activations, where), None
-    if document.weights is not None:
-        weight = weight_scheme(weight_fields(document.weights), where, "weights")
-        default = LinearScheme(weight=weight, activation=activation)
+def _scheme(source: Mapping[str, Any]) -> Scheme:
+    fields = source["activations"]
+    activation = None if fields is None else numbers.activation_scheme(fields)
+
+    def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
+        return (
+            None
+            if weights is None
+            else LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
+        )
+
+    default = linear(source["weights"], "weights")
     rules: list[Rule] = []
-    for index, override in enumerate(overrides):
-        linear = None
-        if "weights" in override:
-            weight = weight_scheme(override["weights"], where, f"overrides[{index}].weights")
-            linear = LinearScheme(weight=weight, activation=activation)
-        rules += [Rule(pattern=pattern, linear=linear) for pattern in override["modules"]]
+    for index, override in enumerate(source["overrides"]):
+        chosen = linear(override.get("weights"), f"overrides[{index}].weights")
+        rules += [Rule(pattern=pattern, linear=chosen) for pattern in override["modules"]]
     # The last rule wins, and what is to be ignored is ignored whatever an override says.
-    rules += [Rule(pattern=pattern, linear=None) for pattern in document.ignore]
+    rules += [Rule(pattern=pattern, linear=None) for pattern in source["ignore"]]
     return Scheme(default=default, rules=tuple(rules))
 
 
-def _check_parts(document: Document, where: str) -> None:
-    """WeightsSection may only be missing from a recipe that is about the KV cache alone."""
+def _check_parts(document: Document) -> None:
+    """Weights may only be missing from a recipe that is about the KV cache alone."""
     if document.weights is not None:
         return
     if document.kv_cache is None:
-        raise RecipeError(f"{where}: weights: is required but missing")
+        raise RecipeError("weights: is required but missing")
     for name in ("activations", "steps"):
         if getattr(document, name):
-            raise RecipeError(f"{where}: {name}: has no effect without 'weights'; add them or remove it")
+            raise RecipeError(f"{name}: has no effect without 'weights'; add them or remove it")
 
 
-def _calibration(
-    document: Document, has_steps: bool, scheme: Scheme, kv_cache: CacheGoal | None, where: str
-) -> CalibrationSection | None:
-    activation = None if scheme.default is None else scheme.default.activation
-    needs_data = has_steps or (kv_cache is not None and kv_cache.needs_data)
-    if needs_data or (activation is not None and activation.is_calibrated):
+def _calibration(document: Document, needs_data: bool) -> CalibrationSection | None:
+    if needs_data:
         return document.calibration or CalibrationSection()
     if document.calibration is not None:
         raise _NoUseOfDataError(
-            f"{where}: calibration has no effect without steps or calibrated scales; remove it, or add a step such "
-            "as gptq"
+            "calibration has no effect without steps or calibrated scales; remove it, or add a step such as gptq"
         )
     return None
-
-
-def _format(name: str, where: str) -> str:
-    key, names = name.replace("_", "-"), FORMATS.names()
-    if key not in names:
-        hint = suggestion(key, names)
-        raise RecipeError(f"{where}: format: unknown format {shorten(name)}{hint}; there are: {', '.join(names)}")
-    return key
-
-
-def _gates(texts: tuple[str, ...], where: str) -> tuple[str, ...]:
-    try:
-        return tuple(gate.text for gate in parse_gates(texts))
-    except GateError as error:
-        raise RecipeError(f"{where}: gates: {error}") from None
-
-
-def _source(
-    document: Document,
-    overrides: list[dict[str, Any]],
-    options: dict[str, dict[str, Any]],
-    calibration: CalibrationSection | None,
-    where: str,
-) -> dict[str, Any]:
-    source: dict[str, Any] = {"name": document.name}
-    if document.weights is not None:
-        source["weights"] = weight_fields(document.weights)
-    if document.activations is not None:
-        source["activations"] = activation_fields(document.activations)
-    source |= cache_source(document, where)
-    source["ignore"] = list(document.ignore)
-    source["overrides"] = overrides
-    source["steps"] = [{name: given} for name, given in options.items()]
-    if calibration is not None:
-        source["calibration"] = calibration.model_dump()
-    return {**source, "format": _format(document.format, where), "seed": document.seed}

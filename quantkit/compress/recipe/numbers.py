@@ -1,22 +1,28 @@
-"""`weights:` and `activations:` of a recipe as schemes, and as plain data with every default filled in."""
+"""`weights:`, `activations:` and `kv_cache:` of a recipe as schemes, and as plain data with every default filled in."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from quantkit.compress.recipe.schema import ActivationsSection, WeightChanges, WeightsSection
-from quantkit.errors import RecipeError, SchemeError
+from quantkit.compress.recipe import schema
+from quantkit.compress.recipe.schema import as_recipe_error
+from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import find_dtype
-from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
+from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
+
+# What suits a number type where the recipe does not say: floats bear one scale for all, integers need one per token,
+# and four bits need keys by channel, whose sizes differ by channel far more than by token.
+_GRANULARITY = {("keys", "fp8"): "tensor", ("values", "fp8"): "tensor", ("keys", "int4"): "channel"}
 
 
-def weight_fields(weights: WeightsSection) -> dict[str, Any]:
+def weight_fields(weights: schema.WeightsSection) -> dict[str, Any]:
     """`weights` as plain data, with the group size that its number type has by itself."""
     fields = weights.model_dump()
     return fields if fields["group_size"] != "auto" else {**fields, "group_size": _own_group(fields["dtype"])}
 
 
-def changed_weights(weights: WeightsSection, changes: WeightChanges) -> dict[str, Any]:
+def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChanges) -> dict[str, Any]:
     """The weights of an override as plain data: what it does not say is inherited.
 
     Args:
@@ -32,56 +38,95 @@ def changed_weights(weights: WeightsSection, changes: WeightChanges) -> dict[str
     return {**inherited, **given}
 
 
-def activation_fields(activations: ActivationsSection) -> dict[str, Any]:
+def activation_fields(activations: schema.ActivationsSection) -> dict[str, Any]:
     """`activations` as plain data, with the group size that its number type has by itself."""
     fields = activations.model_dump()
     return {**fields, "group_size": fields["group_size"] or find_dtype(fields["dtype"]).group}
 
 
-def weight_scheme(fields: dict[str, Any], where: str, path: str) -> WeightScheme:
+def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     """The scheme of a weight.
 
     Args:
         fields: plain data, as the functions of this module give it.
-        where, path: the file and the place in it, for messages.
+        path: the place in the file, for messages.
     Raises:
         RecipeError: no such scheme.
     """
     size, rows = fields["group_size"], 1
     if isinstance(size, str) and "x" in size:
         rows, size = map(int, size.split("x"))
-    try:
+    with as_recipe_error(path):
         return WeightScheme(
             dtype=find_dtype(fields["dtype"]),
             group_size=size if isinstance(size, int) else None,
             symmetric=fields["symmetric"],
             block_rows=None if size == "tensor" else rows,
         )
-    except SchemeError as error:
-        raise RecipeError(f"{where}: {path}: {error}") from None
 
 
-def activation_scheme(activations: ActivationsSection | None, where: str) -> ActivationScheme | None:
-    """The scheme of inputs; None when they are not quantized.
+def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
+    """The scheme of inputs.
 
+    Args:
+        fields: plain data, as `activation_fields` gives it.
     Raises:
         RecipeError: no such scheme.
     """
-    if activations is None:
-        return None
-    fields = activation_fields(activations)
-    try:
+    dynamic = fields["dynamic"]
+    with as_recipe_error("activations"):
         scheme = ActivationScheme(
             dtype=find_dtype(fields["dtype"]),
-            granularity="token" if fields["dynamic"] else "tensor",
-            dynamic=fields["dynamic"],
+            granularity="token" if dynamic else "tensor",
+            dynamic=dynamic,
             group_size=fields["group_size"],
         )
-    except SchemeError as error:
-        raise RecipeError(f"{where}: activations: {error}") from None
-    if fields["clip"] != "absmax" and scheme.dynamic:
-        raise RecipeError(f"{where}: activations.clip: only static scales are clipped; set activations.dynamic=false")
+    if fields["clip"] != "absmax" and dynamic:
+        raise RecipeError("activations.clip: only static scales are clipped; set activations.dynamic=false")
     return scheme
+
+
+def build_cache(section: schema.KVCacheSection) -> CacheGoal:
+    """What a recipe asks of the KV cache.
+
+    Args:
+        section: of the recipe.
+    Raises:
+        RecipeError: a number type or granularity that no cache has, or parts that contradict each other.
+    """
+    key, value = _side(section, "keys"), _side(section, "values")
+    if section.rotation != "none" and key.granularity != "token":
+        raise RecipeError(
+            f"kv_cache.rotation: {section.rotation} spreads a token's channels, which only helps keys with "
+            f"one scale per token, and keys are {key.describe()}; set kv_cache.keys.granularity=token or rotation=none"
+        )
+    if key.is_fixed != value.is_fixed or (key.is_fixed and key.granularity != value.granularity):
+        raise RecipeError(
+            f"kv_cache: keys {key.describe()} and values {value.describe()}: fixed scales are stored for "
+            "both or for neither, and alike; set kv_cache.granularity for both"
+        )
+    scheme = KVScheme(key=key, value=value, rotation=section.rotation)
+    return CacheGoal(scheme=scheme, outliers=section.outliers == "detect", remedy=section.remedy, clip=section.clip)
+
+
+def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
+    """The section as plain data with every default filled in; raises as `build_cache`."""
+    scheme = build_cache(section).scheme
+    sides = {
+        name: {"dtype": side.dtype.name, "granularity": side.granularity}
+        for name, side in (("keys", scheme.key), ("values", scheme.value))
+        if side.dtype is not None
+    }
+    return {**section.model_dump(), **sides, "granularity": None}
+
+
+def _side(section: schema.KVCacheSection, name: Literal["keys", "values"]) -> CacheScheme:
+    given: schema.CacheSide = getattr(section, name)
+    dtype, usual = given.dtype or section.dtype, "token"
+    if section.rotation == "none" or name == "values":  # a rotation is of all channels of a token
+        usual = _GRANULARITY.get((name, dtype), usual)
+    with as_recipe_error(f"kv_cache.{name}"):
+        return find_cache_scheme(name, dtype, given.granularity or section.granularity or usual)
 
 
 def _own_group(dtype: str) -> int | str:

@@ -7,28 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from quantkit.compress.recipe.schema import (
-    ActivationsSection,
-    CalibrationSection,
-    Document,
-    KVCacheSection,
-    RecipeSection,
-    WeightsSection,
-)
-from quantkit.compress.recipe.steps import option_names, step_name
+from quantkit.compress.recipe.schema import Document
+from quantkit.compress.recipe.steps import option_names, step_name, step_options
 from quantkit.errors import RecipeError, suggestion
 from quantkit.untrusted import parse_yaml
 
 Overrides = Mapping[str, Any] | Sequence[str]
-
-SECTIONS: dict[str, type[RecipeSection]] = {
-    "weights": WeightsSection,
-    "activations": ActivationsSection,
-    "kv_cache": KVCacheSection,
-    "calibration": CalibrationSection,
-}
 
 
 def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
@@ -66,27 +52,26 @@ def _assign(data: dict[str, Any], path: str, value: Any) -> None:
     if not rest:
         data[first] = value
     elif first == "steps":
-        _assign_option(data["steps"], rest[0], rest[1], value)
+        position = _names(data).index(rest[0])
+        data["steps"][position] = {rest[0]: {**step_options(data["steps"][position]), rest[1]: value}}
     else:
         section = data.get(first)
         data[first] = {**(section if isinstance(section, dict) else {}), rest[0]: value}
 
 
-def _assign_option(steps: list[Any], name: str, option: str, value: Any) -> None:
-    position = next(index for index, item in enumerate(steps) if step_name(item) == name)
-    item = steps[position]
-    given = next(iter(item.values())) if isinstance(item, dict) else None
-    steps[position] = {name: {**(given or {}), option: value}}
-
-
 def _names(data: Mapping[str, Any]) -> list[str]:
+    """Of the steps, in order; an empty one for what has none."""
     steps = data.get("steps")
-    return [name for name in map(step_name, steps) if name] if isinstance(steps, list) else []
+    return [step_name(item) or "" for item in steps] if isinstance(steps, list) else []
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:
+    """All that can be replaced: whole parts, fields of a section (not of lists of them), and options of steps."""
     paths = list(Document.model_fields)
-    paths += [f"{name}.{field}" for name, section in SECTIONS.items() for field in section.model_fields]
+    for name, field in Document.model_fields.items():
+        kinds = get_args(field.annotation)
+        if type(None) in kinds:  # a section or None; entries of lists have no path of their own
+            paths += [f"{name}.{key}" for key in kinds[0].model_fields]
     return paths + [f"steps.{name}.{option}" for name in _names(data) for option in option_names(name)]
 
 

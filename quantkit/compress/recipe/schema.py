@@ -6,12 +6,14 @@ Not the recipe itself: `load` turns these into the objects that the pipeline use
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from quantkit.errors import RecipeError, SchemeError, suggestion
+from quantkit.errors import InputError, RecipeError, SchemeError, suggestion
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.patterns import check_pattern
 from quantkit.untrusted import shorten
@@ -19,11 +21,16 @@ from quantkit.untrusted import shorten
 DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CONFIG]"
 
 
-def _dtype(name: str) -> str:
+def _valid(check: Callable[[str], Any], text: str) -> Any:
+    """What `check` gives for a text; pydantic knows where a ValueError belongs, not where a SchemeError does."""
     try:
-        return find_dtype(name).name
+        return check(text)
     except SchemeError as error:
         raise ValueError(str(error)) from None
+
+
+def _dtype(name: str) -> str:
+    return str(_valid(find_dtype, name).name)
 
 
 def _group_size(value: Any) -> int | str:
@@ -50,16 +57,9 @@ def _patterns(value: Any) -> tuple[str, ...]:
     patterns = _texts(value, "a module pattern")
     if not all(patterns):
         raise ValueError(f"expected a module pattern or a list of them, found {shorten(value)}")
-    try:
-        for pattern in patterns:
-            check_pattern(pattern)
-    except SchemeError as error:
-        raise ValueError(str(error)) from None
+    for pattern in patterns:
+        _valid(check_pattern, pattern)
     return patterns
-
-
-def _gates(value: Any) -> tuple[str, ...]:
-    return _texts(value, "a gate such as 'recovery>=98.9'")
 
 
 def _data(value: str) -> str:
@@ -79,7 +79,7 @@ def _name(value: str) -> str:
 DTypeName = Annotated[str, AfterValidator(_dtype)]
 GroupSize = Annotated[int | str, PlainValidator(_group_size)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
-Gates = Annotated[tuple[str, ...], PlainValidator(_gates)]
+Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -203,44 +203,47 @@ class Document(RecipeSection):
 
 S = TypeVar("S", bound=BaseModel)
 
-EXPECTED = {
-    "int_type": "expected a whole number",
-    "float_type": "expected a number",
-    "bool_type": "expected true or false",
-    "string_type": "expected text",
-    "list_type": "expected a list",
-    "dict_type": "expected a mapping",
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
 }
 
 
-def validate(model: type[S], data: Any, where: str, prefix: str = "") -> S:
+@contextmanager
+def as_recipe_error(path: str) -> Iterator[None]:
+    """While open, what is refused is a RecipeError whose message begins with `path`: the file, or a place in it."""
+    try:
+        yield
+    except (InputError, ValueError) as error:
+        kind = type(error) if isinstance(error, RecipeError) else RecipeError
+        raise kind(f"{path}: {error}") from None
+
+
+def validate(model: type[S], data: Any, prefix: str = "") -> S:
     """`data` as an instance of `model`.
 
     Args:
         model: a pydantic model.
         data: plain data.
-        where: the file, for messages.
         prefix: dotted path of `data` inside the file, for messages.
     Raises:
-        RecipeError: one line: file, dotted path, value found, what is valid.
+        RecipeError: one line: dotted path, value found, what is valid.
     """
     try:
         return model.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        path = dotted(_trim(details[0]["loc"], data, details[0]["type"]), prefix)
+        path = _dotted(_trim(details[0]["loc"], data, details[0]["type"]), prefix)
         others = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
-        raise RecipeError(f"{where}: {path}{': ' if path else ''}{_explain(details[0])}{others}") from None
+        raise RecipeError(f"{path}{': ' if path else ''}{_explain(details[0])}{others}") from None
 
 
-def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
-    """A location as users write it: `overrides[0].weights.dtype`.
-
-    Args:
-        location: keys and list positions.
-        prefix: what comes before it.
-    """
-    text = prefix
+def _dotted(location: tuple[int | str, ...], text: str) -> str:
+    """A location as users write it: `overrides[0].weights.dtype`, behind `text`."""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
@@ -268,5 +271,5 @@ def _explain(details: Any) -> str:
         expected = context["expected"].replace("True", "true")
         options = re.findall(r"'([^']*)'", expected)
         return f"expected {expected}, found {shorten(value)}{suggestion(shorten(value), options)}"
-    text = EXPECTED.get(kind, details["msg"][:1].lower() + details["msg"][1:])
+    text = f"expected {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"][:1].lower() + details["msg"][1:]
     return f"{text}, found {shorten(value)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 from collections.abc import Mapping
@@ -10,22 +11,22 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import ReportError, first_line
+from quantkit.devices import processor_name
+from quantkit.errors import ModelError, ReportError
 from quantkit.evaluate.verify.pair import Pair
+from quantkit.hub import card_entries
 from quantkit.inspection import inspect
 from quantkit.results import CompressionResult, Environment, ModelFacts
-from quantkit.untrusted import MAX_YAML_BYTES
 
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
 
 
-def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
+def model_facts(path: Path, name: str) -> ModelFacts:
     """Sizes and number types of a model.
 
     Args:
         path: its directory.
-        name: as it should be printed.
-        hub_id: of the model on the hub, or None.
+        name: as it should be printed; the id on the hub where it is one.
     """
     summary = inspect(path)
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
@@ -39,15 +40,9 @@ def model_facts(path: Path, name: str, hub_id: str | None = None) -> ModelFacts:
         bits_per_weight=summary.bits_per_weight,
         architecture=summary.architecture,
         scheme="" if largest is None else largest.stored_as,
-        hub_id=hub_id,
+        hub_id=name if "/" in name and not Path(name).exists() else None,
         license=_license(path),
     )
-
-
-def baseline_facts(pair: Pair) -> ModelFacts:
-    """Facts of the original."""
-    hub_id = pair.baseline_name if "/" in pair.baseline_name and not Path(pair.baseline_name).exists() else None
-    return model_facts(pair.baseline, pair.baseline_name, hub_id)
 
 
 def compression(pair: Pair) -> CompressionResult | None:
@@ -71,14 +66,15 @@ def environment(
         command: as given.
         created: date and time.
     """
-    joined = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
-    hashes = {"checkpoint": _sha(joined), "text": _sha(text)}
+    files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
+    hashed = {"checkpoint": files, "text": text}
+    hashes = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in hashed.items()}
     if isinstance(pair.manifest.get("identity_sha256"), str):
         hashes["made from"] = pair.manifest["identity_sha256"]
     return Environment(
-        versions={"python": platform.python_version(), **_versions()},
+        versions=_versions(),
         platform=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu(),
+        cpu=processor_name() or platform.processor(),
         num_threads=torch.get_num_threads(),
         device=device,
         seeds=dict(seeds),
@@ -88,38 +84,17 @@ def environment(
     )
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _versions() -> dict[str, str]:
-    versions = {}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError as error:
-        return f"unknown ({first_line(error)})"
-    return platform.processor()
-
-
 def _license(path: Path) -> str | None:
-    """What the model card in a directory says."""
-    try:
-        with (path / "README.md").open("rb") as file:
-            card = file.read(MAX_YAML_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return None
-    parts = card.split("---", 2)
-    lines = parts[1].splitlines() if card.startswith("---") and len(parts) == 3 else []
-    said = [line.removeprefix("license:").strip().strip("\"'") for line in lines if line.startswith("license:")]
-    return said[0] or None if said else None
+    """What the model's own card says, if it says anything that can be read."""
+    with contextlib.suppress(ModelError, OSError):
+        name = card_entries(path).get("license")
+        return name if isinstance(name, str) and name else None
+    return None

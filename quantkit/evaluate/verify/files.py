@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantkit.checkpoints.staging import open_stage
-from quantkit.checkpoints.writer import translate_os_error
+from quantkit.checkpoints.writer import writing
 from quantkit.errors import OutputError, ReportError
-from quantkit.report import write_report
+from quantkit.report.files import write_report
 from quantkit.results import Report
 
 
@@ -23,13 +23,11 @@ def write_files(report: Report, directory: Path) -> tuple[dict[str, Path], str]:
     Raises:
         OutputError, ResourceError: the place cannot be written.
     """
-    try:
+    with writing(directory):
         try:
             return write_report(report, directory), ""
         except ReportError as error:
             return write_report(report, directory, html=False), str(error)
-    except OSError as error:
-        raise translate_os_error(error, directory) from error
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:

@@ -10,7 +10,7 @@ import math
 
 from quantkit.evaluate.sensitivity import Goal
 from quantkit.results import GateResult, Report
-from quantkit.results.gates import METRICS
+from quantkit.results.gates.metrics import METRICS
 
 
 def failed_accuracy(report: Report) -> list[GateResult]:

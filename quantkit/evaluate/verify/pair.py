@@ -5,23 +5,22 @@ Everything here is found out from configs, headers, tokenizers and hashes, befor
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.checkpoints.replaceable import MANIFEST
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
-from quantkit.results.gates import parse_gates
-from quantkit.untrusted import read_json, shorten
+from quantkit.inspection import read_manifest, section
+from quantkit.results.gates.language import parse_gates
+from quantkit.untrusted import shorten
 
 RUN = "quantkit-run.json"
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +49,7 @@ class Pair:
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns that the recipe ignores."""
-        patterns = _section(self.manifest, "recipe").get("ignore")
+        patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
 
@@ -66,10 +65,10 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         CheckpointError: a file is damaged, or not the one that was written.
         GateError: a gate that cannot be read.
     """
-    wanted = None if gates is None else check_gates(gates)
+    given = None if gates is None else check_gates(gates)
     path = resolve(str(checkpoint))
     reader = CheckpointReader(path)
-    manifest, made = _read(path / MANIFEST), _read(path / RUN)
+    manifest, made = read_manifest(path), read_manifest(path, RUN)
     name, source = _baseline(path, baseline, made)
     original = CheckpointReader(source)
     if path.resolve() == source.resolve():
@@ -82,7 +81,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         baseline_name=name,
         manifest=manifest,
         made=made,
-        gates=check_gates(_gates(path, manifest)) if wanted is None else wanted,
+        gates=check_gates(_gates(path, manifest)) if given is None else given,
         hashes=hashes,
         notes=notes,
     )
@@ -111,24 +110,23 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
     Raises:
         CheckpointError: a file is not the one that was written.
     """
-    written = manifest.get("files")
-    known: dict[str, Any] = written if isinstance(written, dict) else {}
-    hashes = {}
-    for file in reader.files:
-        entry = known.get(file.name)
-        size = file.stat().st_size
-        if isinstance(entry, dict) and entry.get("bytes") != size:
-            raise _changed(file, f"it has {size} bytes, {shorten(entry.get('bytes'))} were written")
-        hashes[file.name] = _digest(file)
-        if isinstance(entry, dict) and entry.get("sha256") != hashes[file.name]:
-            raise _changed(
-                file, f"its SHA-256 is {hashes[file.name][:12]}..., {shorten(entry.get('sha256'), 15)} was written"
-            )
-        if known and not isinstance(entry, dict):
-            raise _changed(file, "quantkit.json does not name it")
-    if known:
-        return hashes, ()
-    return hashes, (f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked.",)
+    known = section(manifest, "files")
+    if not known:
+        note = f"{reader.path.name} has no {MANIFEST} with hashes, so its files could not be checked."
+        return {file.name: file_digest(file) for file in reader.files}, (note,)
+    return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
+
+
+def _checked_digest(file: Path, written: Mapping[str, Any]) -> str:
+    size = file.stat().st_size
+    if not written:
+        raise _changed(file, f"{MANIFEST} does not name it")
+    if written.get("bytes") != size:  # costs nothing, so it comes first
+        raise _changed(file, f"it has {size} bytes, {shorten(written.get('bytes'))} were written")
+    digest = file_digest(file)
+    if written.get("sha256") != digest:
+        raise _changed(file, f"its SHA-256 is {digest[:12]}..., {shorten(written.get('sha256'), 15)} was written")
+    return digest
 
 
 def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -141,14 +139,6 @@ def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 def _changed(file: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{file} changed since the checkpoint was made: {what}; copy it again or compress anew")
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> tuple[str, Path]:
@@ -175,16 +165,6 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
             "give the model that the checkpoint was made from"
         )
     check_same_language(str(reader.path), str(original.path))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
-    return read_json(file, CheckpointError, "copy or delete it") if file.exists() else {}
-
-
-def _section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = data.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def check_output(path: Path) -> None:

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.benchmark.diagnosis import diagnose, diagnose_against
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.run import (
-    check_target,
-    find_ceilings,
-    load_target,
-    measure_against,
-)
+from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, ModelError, first_line
@@ -30,15 +25,15 @@ from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import other_arithmetic
-from quantkit.evaluate.run import EXTRA, check_evaluation, evaluate
+from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
 from quantkit.evaluate.sensitivity import sensitivity_map
 from quantkit.evaluate.suites import load_suite
-from quantkit.evaluate.verify.facts import baseline_facts, compression, environment, model_facts
+from quantkit.evaluate.verify.facts import compression, environment, model_facts
 from quantkit.evaluate.verify.goals import failed_accuracy, repair_goal
-from quantkit.evaluate.verify.pair import Pair, check_pair
-from quantkit.results import EvaluationResult, FidelityResult, Report
-from quantkit.results.gates import evaluate_gates
-from quantkit.results.statistics import compare_evaluations
+from quantkit.evaluate.verify.pair import Pair
+from quantkit.results import EvaluationResult, Report
+from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
 
 Progress = Callable[[str], None]
@@ -70,15 +65,6 @@ class VerifyOptions:
     command: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Text:
-    """What distributions are compared on."""
-
-    name: str
-    content: str
-    note: str = ""
-
-
 def check_options(options: VerifyOptions) -> None:
     """Refuse what can be refused before anything is compressed or loaded.
 
@@ -88,12 +74,8 @@ def check_options(options: VerifyOptions) -> None:
     check_evaluation(options.evaluation)
     if options.text is not None:
         read_text(options.text, options.evaluation.data)
-    if options.evaluation.suite is None and not options.evaluation.tasks:
-        return
-    try:
-        import quantkit.evaluate.language_model  # noqa: F401
-    except ImportError as error:
-        raise DataError(f"{EXTRA} ({first_line(error)})") from error
+    if options.evaluation.suite is not None or options.evaluation.tasks:
+        import_language_model()
 
 
 def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
@@ -110,12 +92,16 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     """
     options = options or VerifyOptions()
     check_options(options)
-    bench = None if options.bench is None else _fitting(pair, options)
-    report, text = _answers(pair, options, progress)
+    verification = _Verification(pair=pair, options=options, progress=progress)
+    bench = options.bench
+    if bench is not None:  # must fit both models before either is loaded
+        for path, engine in verification.sides:
+            check_target(path, bench, engine)
+    report, text = verification.answers()
     gc.collect()
     release_freed_memory()
     if bench is not None:
-        report = _timed(pair, options, bench, report, progress)
+        report = verification.timed(bench, report)
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return replace(
         report,
@@ -124,160 +110,123 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
             pair,
             device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
             seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            text=text.content,
+            text=text,
             command=options.command,
             created=made,
         ),
     )
 
 
-def verify_checkpoint(
-    checkpoint: str | Path,
-    baseline: str | Path | None = None,
-    *,
-    gates: Iterable[str] | None = None,
-    options: VerifyOptions | None = None,
-    progress: Progress = lambda _: None,
-) -> Report:
-    """`check_pair` and `verify`."""
-    return verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Verification:
+    """One pair under the same options."""
+
+    pair: Pair
+    options: VerifyOptions
+    progress: Progress
+
+    @property
+    def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
+        """Directory and keywords of `LLM` of the checkpoint and of the original."""
+        engine = {name: value for name, value in self.options.engine.items() if value is not None}
+        plain = {name: value for name, value in engine.items() if name not in OF_THE_COMPRESSION}
+        return (self.pair.path, engine), (self.pair.baseline, plain)
+
+    def answers(self) -> tuple[Report, str]:
+        """Tasks, perplexity, fidelity on the text returned, and sensitivity; no model outlives this."""
+        pair, ((path, engine), (source, plain)) = self.pair, self.sides
+        self.progress("loading the original")
+        original = load_llm(str(source), **plain)
+        self.progress("loading the checkpoint")
+        llm = load_llm(str(path), **engine)
+        check_vocabulary(llm, original)
+        data, text, note = _find_text(original, self.options)
+        windows = fixed_windows(original, text)
+        self.progress(f"distributions on {data}, {sum(map(len, windows)):,} tokens")
+        distances = fidelity(llm, original, windows, data=data)
+        baseline = self._evaluate(original, "original")
+        ours = self._evaluate(llm, "checkpoint")
+        noise = noise_fidelity = None
+        if self.options.noise:
+            dtype = other_arithmetic(str(original.model.dtype).removeprefix("torch."))
+            self.progress(f"noise: the original again, in {dtype}")
+            other = load_llm(str(source), **{**plain, "dtype": dtype})
+            noise = self._evaluate(other, f"original in {dtype}")
+            noise_fidelity = fidelity(other, original, windows, data=data)
+        report = Report(
+            model=model_facts(pair.path, pair.path.resolve().name),
+            baseline_model=model_facts(pair.baseline, pair.baseline_name),
+            compression=compression(pair),
+            evaluation=ours,
+            baseline=baseline,
+            noise=noise,
+            comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
+            fidelity=distances,
+            noise_fidelity=noise_fidelity,
+            notes=(*pair.notes, *note, *llm.model.notes),
+        )
+        report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
+        return self._with_sensitivity(llm, original, windows, report), text
+
+    def _evaluate(self, llm: LLM, name: str) -> EvaluationResult | None:
+        """The answers of one model; None when nothing is asked."""
+        asked = self.options.evaluation
+        if asked.suite is None and not (asked.tasks or asked.texts):
+            return None
+        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"))
+
+    def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
+        """The report with the sensitivity map, where one is asked for or needed, and can be made."""
+        asked = self.options.sensitivity
+        if not (failed_accuracy(report) if asked is None else asked):
+            return report
+        assert report.fidelity is not None
+        data, goal, ignored = report.fidelity.data, repair_goal(report), self.pair.ignored
+        try:
+            measured = sensitivity_map(
+                llm, original, windows, data=data, goal=goal, ignored=ignored, progress=self.progress
+            )
+        except ModelError as error:
+            if asked:
+                raise
+            return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
+        return replace(report, sensitivity=measured)
+
+    def timed(self, bench: BenchmarkOptions, report: Report) -> Report:
+        """The report with latency, memory and diagnosis of both models, measured in turns."""
+        self.progress("loading both models for the clock")
+        names = report.model.name, self.pair.baseline_name
+        target, baseline = (
+            replace(load_target(path, bench, engine), name=name)
+            for name, (path, engine) in zip(names, self.sides, strict=True)
+        )
+        self.progress("measuring the ceilings of this machine")
+        ceilings = find_ceilings([target, baseline])
+        ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
+        own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
+        return replace(
+            report,
+            benchmark=ours,
+            baseline_benchmark=theirs,
+            diagnosis=replace(own, findings=(*compared.findings, *own.findings)),
+        )
 
 
-def _answers(pair: Pair, options: VerifyOptions, progress: Progress) -> tuple[Report, _Text]:
-    """Tasks, perplexity, fidelity and sensitivity; no model outlives this."""
-    progress("loading the original")
-    original = _load(pair.baseline, _baseline_engine(options))
-    progress("loading the checkpoint")
-    llm = _load(pair.path, options.engine)
-    check_vocabulary(llm, original)
-    text = _find_text(original, options)
-    windows = fixed_windows(original, text.content)
-    progress(f"distributions on {text.name}, {sum(map(len, windows)):,} tokens")
-    distances = fidelity(llm, original, windows, data=text.name)
-    baseline = _evaluate(original, options, "original", progress)
-    ours = _evaluate(llm, options, "checkpoint", progress)
-    noise, noise_fidelity = _noise(pair, options, original, windows, text, progress)
-    report = Report(
-        model=model_facts(pair.path, pair.path.resolve().name),
-        baseline_model=baseline_facts(pair),
-        compression=compression(pair),
-        evaluation=ours,
-        baseline=baseline,
-        noise=noise,
-        comparisons=compare_evaluations(ours, baseline, noise) if ours and baseline else (),
-        fidelity=distances,
-        noise_fidelity=noise_fidelity,
-        notes=(*pair.notes, *([text.note] if text.note else []), *llm.model.notes),
-    )
-    report = replace(report, gates=tuple(evaluate_gates(report, pair.gates)))
-    return _sensitivity(pair, options, llm, original, windows, text, report, progress), text
-
-
-def _load(path: Path, engine: Mapping[str, Any]) -> LLM:
-    return load_llm(str(path), **engine)
-
-
-def _baseline_engine(options: VerifyOptions) -> dict[str, Any]:
-    return {name: value for name, value in options.engine.items() if name not in OF_THE_COMPRESSION}
-
-
-def _evaluate(llm: LLM, options: VerifyOptions, who: str, progress: Progress) -> EvaluationResult | None:
-    """The answers of one model; None when nothing is asked."""
+def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
+    """Name, content and notes of the text for distributions: the one named, the evaluation's first, or one shipped."""
     asked = options.evaluation
-    if asked.suite is None and not (asked.tasks or asked.texts):
-        return None
-    return evaluate(llm, options.evaluation, progress=lambda text: progress(f"{who}: {text}"))
-
-
-def _find_text(original: LLM, options: VerifyOptions) -> _Text:
-    """The text for distributions: the one named, the evaluation's first, or one that is shipped."""
-    names = [options.text, *options.evaluation.texts]
-    if options.evaluation.suite is not None:
-        suite = load_suite(options.evaluation.suite)
-        names += [part.text for part in (suite.demo if speaks_demo(original) else suite.others).perplexity]
+    names = [options.text, *asked.texts]
+    if asked.suite is not None:
+        names += [part.text for part in load_suite(asked.suite).part(speaks_demo(original)).perplexity]
     name = next((name for name in names if name), "demo" if speaks_demo(original) else None)
     if name is not None:
         try:
-            return _Text(name=name, content=read_text(name, options.evaluation.data))
+            return name, read_text(name, asked.data), ()
         except DataError:
-            if name in (options.text, *options.evaluation.texts):
+            if name in (options.text, *asked.texts):
                 raise
     note = (
         "Distributions are compared on quantkit's own calibration text, which the compression may have seen; "
         "give another with --text."
     )
-    return _Text(name="general.txt (calibration text)", content=GENERAL_TEXT.read_text(encoding="utf-8"), note=note)
-
-
-def _noise(
-    pair: Pair, options: VerifyOptions, original: LLM, windows: Windows, text: _Text, progress: Progress
-) -> tuple[EvaluationResult | None, FidelityResult | None]:
-    """The original in another arithmetic, asked and compared with itself."""
-    if not options.noise:
-        return None, None
-    dtype = other_arithmetic(str(original.model.dtype).removeprefix("torch."))
-    progress(f"noise: the original again, in {dtype}")
-    other = _load(pair.baseline, {**_baseline_engine(options), "dtype": dtype})
-    result = _evaluate(other, options, f"original in {dtype}", progress)
-    return result, fidelity(other, original, windows, data=text.name)
-
-
-def _sensitivity(
-    pair: Pair,
-    options: VerifyOptions,
-    llm: LLM,
-    original: LLM,
-    windows: Windows,
-    text: _Text,
-    report: Report,
-    progress: Progress,
-) -> Report:
-    """The report with the sensitivity map, where one is wanted and can be made."""
-    if not (bool(failed_accuracy(report)) if options.sensitivity is None else options.sensitivity):
-        return report
-    try:
-        measured = sensitivity_map(
-            llm,
-            original,
-            windows,
-            data=text.name,
-            goal=repair_goal(report),
-            ignored=pair.ignored,
-            progress=progress,
-        )
-    except ModelError as error:
-        if options.sensitivity:
-            raise
-        return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
-    return replace(report, sensitivity=measured)
-
-
-def _fitting(pair: Pair, options: VerifyOptions) -> BenchmarkOptions:
-    """What is timed, checked against both models before any is loaded."""
-    assert options.bench is not None
-    for path, engine in ((pair.path, dict(options.engine)), (pair.baseline, _baseline_engine(options))):
-        check_target(path, options.bench, _known(engine))
-    return options.bench
-
-
-def _known(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what was not given, which has defaults."""
-    return {name: value for name, value in engine.items() if value is not None}
-
-
-def _timed(pair: Pair, options: VerifyOptions, bench: BenchmarkOptions, report: Report, progress: Progress) -> Report:
-    """The report with latency, memory and diagnosis of both models, measured in turns."""
-    progress("loading both models for the clock")
-    target = replace(load_target(pair.path, bench, _known(options.engine)), name=report.model.name)
-    original = load_target(pair.baseline, bench, _known(_baseline_engine(options)))
-    baseline = replace(original, name=pair.baseline_name)
-    progress("measuring the ceilings of this machine")
-    ceilings = find_ceilings([target, baseline])
-    ours, theirs = measure_against(target, baseline, bench, ceilings, progress)
-    own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
-    return replace(
-        report,
-        benchmark=ours,
-        baseline_benchmark=theirs,
-        diagnosis=replace(own, findings=(*compared.findings, *own.findings)),
-    )
+    return "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8"), (note,)

@@ -150,8 +150,8 @@ def _layer(views: KVViews) -> _Layer:
 
     def array(name: str, side: PagedArray) -> _Array:
         offsets = {
-            part: blocks[key].offset if (key := f"{name}{suffix}") in blocks else -1
-            for part, suffix in (("codes", ""), ("scale", "_scale"), ("zero", "_zero"))
+            name_in_c: blocks[key].offset if (key := f"{name}{suffix}") in blocks else -1
+            for name_in_c, suffix in (("codes", ""), ("scale", "_scale"), ("zero", "_zero"))
         }
         dtype = side.scheme.dtype
         return _Array(

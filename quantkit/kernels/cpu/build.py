@@ -16,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -149,16 +150,8 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as work:
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
-        processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
-        for process in processes:
-            try:
-                errors = process.communicate(timeout=_TIMEOUT_S)[1]
-            except subprocess.TimeoutExpired:
-                for other in processes:
-                    other.kill()
-                raise BuildError(f"{compiler} took longer than {_TIMEOUT_S} s") from None
-            if process.returncode:
-                raise BuildError(f"{compiler} failed: {(errors.strip().splitlines() or ['no message'])[0]}")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, commands))
         finished = Path(work) / library.name
         _run([compiler, *objects, *_LINK, "-o", str(finished)])
         seal(finished)

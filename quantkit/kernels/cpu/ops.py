@@ -6,9 +6,9 @@ What the operations do is written in `kernels.ops`; what is refused here is done
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,65 +21,44 @@ STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
 
 
-class _Functions(NamedTuple):
-    rms_norm: Callable[..., Any]
-    add_rms_norm: Callable[..., Any]
-    rotary: Callable[..., Any]
-    gated: Callable[..., Any]
-
-
 @functools.cache
-def _functions() -> _Functions | None:
-    """The C functions; looked up once, since asking costs as much as a small kernel."""
+def _functions() -> Any:
+    """The C functions by name, looked up once: asking costs as much as a small kernel. None = there is no library."""
     if cpu.load() is None:
         return None
     pointer, size, number = c_void_p, c_int64, c_double
-    signatures = {
-        "qk_rms_norm": (*[pointer] * 3, *[size] * 5, number, number, c_int, c_int),
-        "qk_add_rms_norm": (*[pointer] * 5, size, size, number, number, c_int, c_int),
-        "qk_rotary": (*[pointer] * 4, *[size] * 7, c_int, c_int),
-        "qk_gated": (pointer, pointer, size, size, c_int, c_int, c_int),
-    }
-    functions = [cpu.function(name, *arguments) for name, arguments in signatures.items()]
-    return _Functions(*(function for function in functions if function is not None))
+    return SimpleNamespace(
+        rms_norm=cpu.function("qk_rms_norm", *[pointer] * 3, *[size] * 5, number, number, c_int, c_int),
+        add_rms_norm=cpu.function("qk_add_rms_norm", *[pointer] * 5, size, size, number, number, c_int, c_int),
+        rotary=cpu.function("qk_rotary", *[pointer] * 4, *[size] * 7, c_int, c_int),
+        gated=cpu.function("qk_gated", pointer, pointer, size, size, c_int, c_int, c_int),
+    )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
     """See `ops.rms_norm`."""
     call, kind = _functions(), STATE_TYPES.get(x.dtype)
     if call is None or kind is None or not x.is_cpu or weight.dtype != x.dtype:
         return None
-    width = x.shape[-1]
-    if x.is_contiguous():
-        out, outer, inner, strides = torch.empty_like(x), 1, x.numel() // width, (0, width)
-    elif x.dim() == 3 and x.stride(2) == 1:
-        outer, inner, strides = x.shape[0], x.shape[1], (x.stride(0), x.stride(1))
-        out = x.new_empty(*x.shape)
-    else:
+    width, is_dense = x.shape[-1], x.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    constants = eps, offset, kind, torch.get_num_threads()
+    if residual is not None:
+        if not is_dense or not residual.is_contiguous() or residual.dtype != x.dtype:
+            return None
+        total = torch.empty_like(x)
+        call.add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), x.numel() // width,
+            width, *constants,
+        )  # fmt: skip
+        return out, total
+    if not is_dense and (x.dim() != 3 or x.stride(2) != 1):
         return None
-    threads = torch.get_num_threads()
-    call.rms_norm(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, width, *strides, eps, offset, kind, threads
-    )
-    return out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor] | None:
-    """See `ops.add_rms_norm`."""
-    call, kind = _functions(), STATE_TYPES.get(x.dtype)
-    if call is None or kind is None or not x.is_cpu or not x.dtype == residual.dtype == weight.dtype:
-        return None
-    if not (x.is_contiguous() and residual.is_contiguous()):
-        return None
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
-    call.add_rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), x.numel() // width,
-        width, eps, offset, kind, torch.get_num_threads(),
-    )  # fmt: skip
-    return normed, total
+    rows = (1, x.numel() // width, width, 0, width) if is_dense else (*x.shape, x.stride(0), x.stride(1))
+    call.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows, *constants)
+    return out, x
 
 
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
@@ -88,7 +67,8 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     if interleaved or call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False
     head_dim = query.shape[2]
-    if not (_heads_are_dense(query, head_dim) and _heads_are_dense(key, head_dim)):
+    # The heads of a token must lie one after another.
+    if not query.stride()[1:] == key.stride()[1:] == (head_dim, 1):
         return False
     if cos.dtype != torch.float32 or not (cos.is_contiguous() and sin.is_contiguous()):
         return False
@@ -109,8 +89,3 @@ def gated(gate_up: Tensor, activation: str) -> Tensor | None:
     rows = gate_up.numel() // max(1, 2 * width)
     call.gated(gate_up.data_ptr(), out.data_ptr(), rows, width, gate, kind, torch.get_num_threads())
     return out
-
-
-def _heads_are_dense(states: Tensor, head_dim: int) -> bool:
-    """Whether the heads (T, H, D) of a token lie one after another."""
-    return states.stride(2) == 1 and states.stride(1) == head_dim

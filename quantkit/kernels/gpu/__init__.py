@@ -8,7 +8,9 @@ first and the Python functions that launch them last. What they compute is writt
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+from typing import Any
 
 import torch
 
@@ -26,6 +28,11 @@ def is_installed() -> bool:
 def is_used(device: torch.device) -> bool:
     """Whether tensors on this device are for these kernels."""
     return device.type == "cuda" and os.environ.get("QUANTKIT_TRITON", "1") != "0" and is_installed()
+
+
+def module(name: str, device: torch.device) -> Any:
+    """The module of this package with that name, if tensors on the device are for its kernels; else None."""
+    return importlib.import_module(f"{__name__}.{name}") if is_used(device) else None
 
 
 @functools.lru_cache(maxsize=8)

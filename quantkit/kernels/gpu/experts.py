@@ -217,9 +217,9 @@ def stack(
                 stacked.append(_empty_like(weight, count))
             if not _fits(stacked[index], weight):
                 return f"experts are stored in several ways: expert {number} not as those before it"
-            for whole, part in zip(stacked[index].arguments, weight.arguments, strict=True):
-                if whole is not None and part is not None:
-                    whole[number].copy_(part[0])
+            for whole, one in zip(stacked[index].arguments, weight.arguments, strict=True):
+                if whole is not None and one is not None:
+                    whole[number].copy_(one[0])
     return TritonExperts(stacked[0], stacked[1], activation, num_chosen, normalize, tuple(facts))
 
 

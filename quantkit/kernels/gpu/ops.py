@@ -22,7 +22,6 @@ from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
 
 _WIDEST = 32768
 _CODES = {"int8": 1, "fp8": 2}
-_NOT_QUANTIZED = {"CODES": 0, "IS_FIXED": False}
 
 
 @triton.jit
@@ -86,56 +85,36 @@ def _as_heads(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, x.shape[-1])
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
-    """See `ops.rms_norm`."""
-    return _launch_norm(x, None, weight, eps, offset)[0] if _fits(x, weight, None) else None
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor] | None:
-    """See `ops.add_rms_norm`."""
-    return _launch_norm(x, residual, weight, eps, offset) if _fits(x, weight, residual) else None
-
-
-def quantized_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, quantization: ActivationQuantization
-) -> tuple[QuantizedActivations, Tensor] | None:
-    """See `ops.quantized_rms_norm`; x is (T, K)."""
-    if x.dim() != 2 or not _fits(x, weight, residual):
-        return None
-    rows = empty_rows(len(x), x.shape[1], x, quantization)
-    step = quantization.step
-    codes = {"CODES": _CODES[quantization.name], "IS_FIXED": step is not None}
-    return rows, _launch_norm(x, residual, weight, eps, offset, (rows.codes, rows.scale, step or 0.0), codes)[1]
-
-
-def _fits(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-    if x.shape[-1] > _WIDEST or x.stride(-1) != 1 or x.numel() == 0 or not weight.is_contiguous():
-        return False
-    return residual is None or (residual.is_contiguous() and residual.dtype == x.dtype)
-
-
-def _launch_norm(
+def rms_norm(
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     offset: float,
-    quantized: tuple[Tensor, Tensor | None, float] | None = None,
-    constants: dict[str, int] = _NOT_QUANTIZED,
-) -> tuple[Tensor, Tensor]:
-    """What is normed, in memory of its own or in codes with their scale, and the sum: x without a residual."""
+    residual: Tensor | None = None,
+    quantization: ActivationQuantization | None = None,
+) -> tuple[Tensor | QuantizedActivations, Tensor] | None:
+    """See `ops.rms_norm`; what is quantized is (T, K)."""
+    if x.shape[-1] > _WIDEST or x.stride(-1) != 1 or x.numel() == 0 or not weight.is_contiguous():
+        return None
+    if residual is not None and not (residual.is_contiguous() and residual.dtype == x.dtype):
+        return None
     width, rows = x.shape[-1], _as_heads(x)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out, scale, step = quantized or (torch.empty(x.shape, dtype=x.dtype, device=x.device), None, 0.0)
+    normed: Tensor | QuantizedActivations
+    if quantization is None or x.dim() != 2:
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out, scale, step, codes = normed, None, None, 0
+    else:
+        normed = empty_rows(len(x), width, x, quantization)
+        out, scale, step, codes = normed.codes, normed.scale, quantization.step, _CODES[quantization.name]
     block = power_of_two(width)
     _norm_kernel[(rows.shape[0] * rows.shape[1],)](
-        rows, residual, weight, out, None if residual is None else total, scale, step, float(eps), float(offset),
+        rows, residual, weight, out, None if residual is None else total, scale, step or 0.0, float(eps), float(offset),
         rows.stride()[:2], (rows.shape[1] * width, width), rows.shape[1], width,
-        HAS_RESIDUAL=residual is not None, **constants, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+        HAS_RESIDUAL=residual is not None, CODES=codes, IS_FIXED=step is not None, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
-    return out, total
+    return normed, total
 
 
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
@@ -152,22 +131,17 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     return True
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor | None:
+def gated(
+    gate_up: Tensor, activation: str, quantization: ActivationQuantization | None = None
+) -> Tensor | QuantizedActivations | None:
     """See `ops.gated`."""
     if activation not in GATES or not gate_up.is_contiguous() or gate_up.dim() != 2:
         return None
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if quantization is not None and gate_up.numel():
+        return quantize_rows(gate_up, quantization, activation)
     out = gate_up.new_empty(count, width)
     if out.numel():
         block = min(1024, power_of_two(width))
         _gate_kernel[count, -(-width // block)](gate_up, out, width, GATE=GATES[activation], BLOCK=block, num_warps=4)
     return out
-
-
-def quantized_gated(
-    gate_up: Tensor, activation: str, quantization: ActivationQuantization
-) -> QuantizedActivations | None:
-    """See `ops.quantized_gated`."""
-    if activation not in GATES or not gate_up.is_contiguous() or gate_up.dim() != 2 or not gate_up.numel():
-        return None
-    return quantize_rows(gate_up, quantization, activation)

@@ -58,40 +58,26 @@ class _QuantizedInputsLinear(LinearFacts, ABC):
     Args:
         source: of the layer.
         quantization: how inputs are quantized.
-        packed: the weight for few rows; None = it cannot be packed.
+        num_bytes: of the weight.
         bias_dtype: in which the bias is kept.
     """
 
     def __init__(
-        self,
-        source: LinearSource,
-        quantization: ActivationQuantization,
-        packed: packing.PackedWeight | None,
-        bias_dtype: torch.dtype,
+        self, source: LinearSource, quantization: ActivationQuantization, num_bytes: int, bias_dtype: torch.dtype
     ) -> None:
-        weight = source.weight
-        self.activation_quantization = quantization
-        self._bias, self._packed = source.bias_in(bias_dtype), packed
-        num_bytes = nbytes(weight.codes, weight.scale) if packed is None else packed.num_bytes
-        super().__init__(weight.shape, num_bytes + nbytes(self._bias), source.describe("Triton"))
+        self.activation_quantization = self._quantization = quantization
+        self._bias = source.bias_in(bias_dtype)
+        super().__init__(source.weight.shape, num_bytes + nbytes(self._bias), source.describe("Triton"))
 
     def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
         if isinstance(x, QuantizedActivations):
             return self._multiply(x)
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
-        return self._multiply(quantize_rows(x.contiguous(), self.activation_quantization))
-
-    def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        if self._packed is not None and self._are_few(rows, self._packed):
-            return w4a16.multiply(rows, self._packed, self._bias)
-        return self._multiply_many(rows)
-
-    def _are_few(self, rows: QuantizedActivations, packed: packing.PackedWeight) -> bool:
-        return len(rows) <= PACKED_ROWS
+        return self._multiply(quantize_rows(x.contiguous(), self._quantization))
 
     @abstractmethod
-    def _multiply_many(self, rows: QuantizedActivations) -> Tensor: ...
+    def _multiply(self, rows: QuantizedActivations) -> Tensor: ...
 
 
 class Int8Linear(_QuantizedInputsLinear):
@@ -99,13 +85,16 @@ class Int8Linear(_QuantizedInputsLinear):
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         weight = source.weight
-        packed = packing.unpacked(weight) if weight.shape[1] % 4 == 0 else None
-        super().__init__(source, quantization, packed, torch.float32)
+        self._packed = packing.unpacked(weight) if weight.shape[1] % 4 == 0 else None
         self._codes, self._scale = weight.codes, weight.scale.view(-1)
         self._fits_cublas = fits_int_mm(weight)
+        super().__init__(source, quantization, nbytes(weight.codes, weight.scale), torch.float32)
 
-    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
-        if not self._fits_cublas or len(rows) <= PACKED_ROWS:
+    def _multiply(self, rows: QuantizedActivations) -> Tensor:
+        are_few = len(rows) <= PACKED_ROWS
+        if are_few and self._packed is not None:
+            return w4a16.multiply(rows, self._packed, self._bias)
+        if are_few or not self._fits_cublas:
             return int8_product.multiply(rows, self._codes, self._scale, self._bias)
         sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]
         return scale_sums(sums, rows.scale, self._scale, self._bias, rows.dtype)
@@ -115,10 +104,13 @@ class FP8Linear(_QuantizedInputsLinear):
     """FP8 weights with one scale per output, FP8 inputs, where the chip multiplies them."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
-        super().__init__(source, quantization, packing.unpacked(source.weight), torch.bfloat16)
+        self._packed = packing.unpacked(source.weight)
         self._codes, self._scale = source.weight.codes, source.weight.scale
+        super().__init__(source, quantization, self._packed.num_bytes, torch.bfloat16)
 
-    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
+    def _multiply(self, rows: QuantizedActivations) -> Tensor:
+        if len(rows) <= PACKED_ROWS:
+            return w4a16.multiply(rows, self._packed, self._bias)
         codes = rows.codes[: len(rows)].view(torch.float8_e4m3fn)
         return scaled_mm(codes, rows.scale, self._codes, self._scale, self._bias).to(rows.dtype)
 
@@ -127,14 +119,13 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
     """Any weight that can be packed. Above what the packed product is for, codes and weight become 16-bit numbers."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
-        self._dtype, self._whole = source.dtype, packing.pack(source.weight, source.device)
-        super().__init__(source, quantization, self._whole, source.dtype)
+        self._dtype, self._packed = source.dtype, packing.pack(source.weight, source.device)
+        super().__init__(source, quantization, self._packed.num_bytes, source.dtype)
 
-    def _are_few(self, rows: QuantizedActivations, packed: packing.PackedWeight) -> bool:
-        return not isinstance(configs.product(packed, len(rows), rows.scale.device), Cublas)
-
-    def _multiply_many(self, rows: QuantizedActivations) -> Tensor:
-        weight = w4a16.dequantize_weight(self._whole, self._dtype)
+    def _multiply(self, rows: QuantizedActivations) -> Tensor:
+        if not isinstance(configs.product(self._packed, len(rows), rows.scale.device), Cublas):
+            return w4a16.multiply(rows, self._packed, self._bias)
+        weight = w4a16.dequantize_weight(self._packed, self._dtype)
         return functional.linear(dequantize_rows(rows, self._dtype), weight, self._bias).to(rows.dtype)
 
 

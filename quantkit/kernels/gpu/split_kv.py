@@ -114,9 +114,9 @@ def chunk(rows: int, block: int) -> int:
 
 def splits_of_cache(programs: int, tokens: int, choice: Decode, device: torch.device) -> int:
     """Splits of a sequence, so that the chip is full and a split has some tiles; a power of two."""
-    wanted = -(-choice.programs * num_processors(device) // programs)
-    filled = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
-    return min(power_of_two(wanted), filled, choice.most_splits)
+    filling = -(-choice.programs * num_processors(device) // programs)
+    longest = power_of_two(-(-tokens // (choice.least_tiles * choice.tile)))
+    return min(power_of_two(filling), longest, choice.most_splits)
 
 
 def empty_partials(tiles: int, splits: int, rows: int, width: int, device: torch.device) -> tuple[Tensor | None, ...]:

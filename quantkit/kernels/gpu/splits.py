@@ -33,8 +33,8 @@ def is_last_to_come(counter, num_splits):
 
 def splits_of(tiles: int, blocks: int, programs: int) -> int:
     """In how many splits K is cut, so that about this many programs run; none of them is empty."""
-    wanted = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
-    splits = 1 << (wanted.bit_length() - 1)
+    most = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
+    splits = 1 << (most.bit_length() - 1)
     return -(-blocks // -(-blocks // splits))
 
 

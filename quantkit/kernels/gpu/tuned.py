@@ -27,7 +27,7 @@ from typing import Any
 
 from quantkit.errors import InputError, OutputError
 from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Rows, Tile
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 SCHEMA = 2
 CHOICES: dict[str, tuple[type[Choice], ...]] = {
@@ -157,7 +157,7 @@ def read(path: Path, device: str | None = None) -> Table:
         InputError: it is no such file, of another schema, for another GPU, or has a choice that no kernel takes.
     """
     try:
-        data = read_json(path, InputError, _AGAIN)
+        data = read_object(path, InputError, _AGAIN)
         if data.get("schema") != SCHEMA:
             raise InputError(f"{path}: has schema {data.get('schema')!r}, this quantkit reads {SCHEMA}; {_AGAIN}")
         table = Table(
@@ -168,8 +168,8 @@ def read(path: Path, device: str | None = None) -> Table:
             path=path,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        told = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path}: no file of tuned choices: {told}; {_AGAIN}") from error
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: no file of tuned choices: {reason}; {_AGAIN}") from error
     if device is not None and table.device != device:
         raise InputError(f"{path}: was measured on {table.device!r}, this is {device!r}; {_AGAIN}")
     return table

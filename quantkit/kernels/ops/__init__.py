@@ -2,8 +2,7 @@
 
 | operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
-| `rms_norm`     | x / rms(x) * weight                          | reference | bf16, fp32     | all floats      |
-| `add_rms_norm` | the same after adding the residual           | reference | bf16, fp32     | all floats      |
+| `rms_norm`     | x / rms(x) * weight, of x + residual too     | reference | bf16, fp32     | all floats      |
 | `layer_norm`   | (x - mean) / deviation * weight + bias       | reference | -              | -               |
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | all floats      |
 | `activate`     | activation by name                           | reference | -              | -               |
@@ -11,103 +10,58 @@
 
 Layers that carry state or a layout have rooms of their own: `attention`, `linear`, `experts`, `head`, `sampling`.
 Triton versions are in `kernels.gpu` and imported when the first tensor on a CUDA device comes by. Some linears want
-quantized inputs: norms and gates quantize in the same launch (`quantized_rms_norm`, `quantized_gated`).
+quantized inputs: norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from quantkit.kernels import gpu
 from quantkit.kernels.cpu import ops as on_cpu
 from quantkit.kernels.reference import block as reference
-from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
+from quantkit.kernels.reference.block import activate as activate
+from quantkit.kernels.reference.block import layer_norm as layer_norm
+from quantkit.kernels.types import ActivationQuantization
 
 
-def _kernels(x: Tensor) -> ModuleType:
-    """The fast versions for a tensor's device; each gives None where it is not for what it was given."""
-    if not x.is_cpu and gpu.is_used(x.device):
-        from quantkit.kernels.gpu import ops as on_gpu
-
-        return on_gpu
-    return on_cpu
+def _on_gpu(x: Tensor) -> Any:
+    """The Triton versions where they are for a tensor's device. All fast versions give None where they cannot."""
+    return None if x.is_cpu else gpu.module("ops", x.device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """Divide by the root mean square and scale; computed in float32, rounded once.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    quantization: ActivationQuantization | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Divide x, or x + residual, by its root mean square and scale; computed in float32, rounded once.
 
     Args:
         x: (..., K); not modified.
         weight: (K,).
         eps: added to the mean square.
         offset: added to the weight, 1.0 for models that store it around zero.
+        residual: as x, or None.
+        quantization: of the outputs, after they have been rounded to the dtype of x; None = they are not quantized.
     Returns:
-        As x.
+        normed: as x; with a quantization `QuantizedActivations` where there is a kernel for it, else the linears that
+            read it quantize.
+        total: x + residual, which is the next residual; x without one.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
-    normed: Tensor | None = _kernels(x).rms_norm(x, weight, eps, offset)
-    return reference.rms_norm(x, weight, eps, offset=offset) if normed is None else normed
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Subtract the mean, divide by the deviation, scale and shift.
-
-    Args:
-        x: (..., K); not modified.
-        weight, bias: (K,), or None for 1 and 0.
-        eps: added to the variance.
-    Returns:
-        As x.
-    """
-    return reference.layer_norm(x, weight, bias, eps)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x + residual, and that sum, which is the next residual.
-
-    Args:
-        x, residual: (..., K), same shape and dtype; not modified.
-        weight, eps, offset: see `rms_norm`.
-    Returns:
-        normed, total: both as x.
-    """
-    both: tuple[Tensor, Tensor] | None = _kernels(x).add_rms_norm(x, residual, weight, eps, offset)
-    return reference.add_rms_norm(x, residual, weight, eps, offset=offset) if both is None else both
-
-
-def quantized_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    offset: float,
-    quantization: ActivationQuantization,
-) -> tuple[Tensor | QuantizedActivations, Tensor]:
-    """`rms_norm` or `add_rms_norm`, its outputs quantized to 8 bits in the same launch where there is a kernel for it.
-
-    Args:
-        x, weight, eps, offset: see `rms_norm`.
-        residual: as x, or None.
-        quantization: of the outputs, after they have been rounded to the dtype of x.
-    Returns:
-        normed: quantized, or not, which the linears that read it do then.
-        total: x + residual.
-    """
-    if gpu.is_used(x.device):
-        from quantkit.kernels.gpu import ops as on_gpu
-
-        both = on_gpu.quantized_rms_norm(x, residual, weight, eps, offset, quantization)
-        if both is not None:
-            return both
-    if residual is None:
-        return rms_norm(x, weight, eps, offset=offset), x
-    return add_rms_norm(x, residual, weight, eps, offset=offset)
+    both: tuple[Tensor, Tensor] | None
+    if (kernels := _on_gpu(x)) is not None:
+        both = kernels.rms_norm(x, weight, eps, offset, residual, quantization)
+    else:
+        both = on_cpu.rms_norm(x, weight, eps, offset, residual)
+    return reference.rms_norm(x, weight, eps, offset, residual) if both is None else both
 
 
 def rotary_(
@@ -124,51 +78,26 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
-    if _kernels(query).rotary_(query, key, cos, sin, interleaved):
+    if (_on_gpu(query) or on_cpu).rotary_(query, key, cos, sin, interleaved):
         return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Activation of a feed-forward layer without a gate.
-
-    Args:
-        x: any shape; not modified.
-        activation: name as in config.json.
-    Raises:
-        ModelError: no such activation.
-    """
-    return reference.activate(x, activation)
-
-
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:
     """activation(gate) * up.
 
     Args:
         gate_up: (T, 2I), gate first; not modified.
         activation: name as in config.json.
+        quantization: of the outputs, see `rms_norm`.
     Returns:
-        (T, I), dtype of gate_up.
+        (T, I), dtype of gate_up; or quantized, see `rms_norm`.
     Raises:
         ModelError: no such activation.
     """
-    opened: Tensor | None = _kernels(gate_up).gated(gate_up, activation)
+    opened: Tensor | None
+    if (kernels := _on_gpu(gate_up)) is not None:
+        opened = kernels.gated(gate_up, activation, quantization)
+    else:
+        opened = on_cpu.gated(gate_up, activation)
     return reference.gated(gate_up, activation) if opened is None else opened
-
-
-def quantized_gated(
-    gate_up: Tensor, activation: str, quantization: ActivationQuantization
-) -> Tensor | QuantizedActivations:
-    """`gated`, its outputs quantized to 8 bits in the same launch where there is a kernel for it.
-
-    Args:
-        gate_up, activation: see `gated`.
-        quantization: of the outputs, after they have been rounded to the dtype of gate_up.
-    """
-    if gpu.is_used(gate_up.device):
-        from quantkit.kernels.gpu import ops as on_gpu
-
-        opened = on_gpu.quantized_gated(gate_up, activation, quantization)
-        if opened is not None:
-            return opened
-    return gated(gate_up, activation)

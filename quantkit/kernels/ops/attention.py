@@ -16,7 +16,7 @@ from quantkit.kernels import gpu, ops
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as on_cpu
 from quantkit.kernels.layouts import KVViews
-from quantkit.kernels.reference.attention import RotatedAttention, TorchAttention
+from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import Angles, AttentionOptions, PagedAttention, States
 from quantkit.numerics.kv_cache import hadamard
 
@@ -26,10 +26,12 @@ class Stepwise:
 
     Args:
         inner: attends and stores; takes all arguments but the angles.
+        matrix: (D, D) float32, orthogonal: queries and keys are multiplied by it. Their products stay what they are;
+            what is stored of the keys is spread over all channels. None = they are not.
     """
 
-    def __init__(self, inner: Callable[..., Tensor]) -> None:
-        self.inner = inner
+    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor | None = None) -> None:
+        self.inner, self._matrix = inner, matrix
 
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
@@ -37,36 +39,27 @@ class Stepwise:
         query, key, value = states
         norms = options.norms
         if norms is not None:
-            query = ops.rms_norm(query, norms.query, norms.eps, offset=norms.offset)
-            key = ops.rms_norm(key, norms.key, norms.eps, offset=norms.offset)
+            query, _ = ops.rms_norm(query, norms.query, norms.eps, norms.offset)
+            key, _ = ops.rms_norm(key, norms.key, norms.eps, norms.offset)
         if angles is not None:
             ops.rotary_(query, key, *angles, interleaved=options.interleaved)
+        if self._matrix is not None:
+            query, key = ((one.float() @ self._matrix).to(one.dtype) for one in (query, key))
         return self.inner((query, key, value), batch, options)
 
 
 def paged_attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages."""
-    fused = _on_gpu(views)
+    on_gpu = gpu.module("attention", views.pool.device)
+    fused: PagedAttention | None = on_gpu.TritonAttention(views) if on_gpu and on_gpu.can(views) else None
     is_rotated = views.layout.scheme.rotation != "none"
     if fused is not None and not is_rotated:
         return fused
-    has_c_kernels = on_cpu.is_available(views)
-    inner: Callable[..., Tensor] = fused or (on_cpu.NativeAttention if has_c_kernels else TorchAttention)(views)
-    if is_rotated:
-        inner = RotatedAttention(inner, _rotation(views.layout.head_dim, views.pool.device))
-    return Stepwise(inner)
+    inner = fused or (on_cpu.NativeAttention if on_cpu.is_available(views) else TorchAttention)(views)
+    return Stepwise(inner, _rotation(views.layout.head_dim, views.pool.device) if is_rotated else None)
 
 
 @functools.cache
 def _rotation(width: int, device: torch.device) -> Tensor:
     """One matrix for all layers."""
     return hadamard(width).to(device)
-
-
-def _on_gpu(views: KVViews) -> PagedAttention | None:
-    if gpu.is_used(views.pool.device):
-        from quantkit.kernels.gpu import attention
-
-        if attention.can(views):
-            return attention.TritonAttention(views)
-    return None

@@ -21,9 +21,7 @@ def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None
         scale: that the products are multiplied with.
         softcap: logits become softcap * tanh(logit / softcap); None = as they are.
     """
-    if gpu.is_used(x.device):
-        from quantkit.kernels.gpu import head as on_gpu
-
+    if (on_gpu := gpu.module("head", x.device)) is not None:
         return Logits(*on_gpu.logits(head, x, scale, softcap))
     values = head(x).float()
     if scale != 1.0:

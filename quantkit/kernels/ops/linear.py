@@ -19,27 +19,10 @@ from quantkit.kernels import gpu
 from quantkit.kernels.cpu import linear as on_cpu
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.torch import linear as torch_kernels
-from quantkit.kernels.types import (
-    ActivationQuantization,
-    Linear,
-    LinearSource,
-    QuantizedActivations,
-    WrappedLinear,
-    describe_linear,
-)
+from quantkit.kernels.types import Linear, LinearSource, WrappedLinear, describe_linear
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
-
-
-def activation_quantization_of(linear: object) -> ActivationQuantization | None:
-    """How a linear, or what begins with one, quantizes its inputs, if it takes rows that are quantized so already."""
-    return getattr(linear, "activation_quantization", None)
-
-
-def multiply(linear: Linear, x: Tensor | QuantizedActivations) -> Tensor:
-    """`linear(x)`; quantized activations only where `activation_quantization_of` says how."""
-    return linear(x)  # type: ignore[arg-type]
 
 
 class _Permuted(WrappedLinear):
@@ -96,11 +79,11 @@ def _quantized(source: LinearSource) -> Linear:
 
 def _on_gpu(source: LinearSource) -> Linear | None:
     """The layer on Triton's kernels; None where they are not for it."""
-    if not gpu.is_used(source.device) or source.dtype not in (torch.bfloat16, torch.float16):
+    on_gpu = gpu.module("quantized_linear", source.device)
+    if on_gpu is None or source.dtype not in (torch.bfloat16, torch.float16):
         return None
-    from quantkit.kernels.gpu import quantized_linear
-
-    return quantized_linear.linear_of(source)
+    linear: Linear | None = on_gpu.linear_of(source)
+    return linear
 
 
 def _prepared(source: LinearSource) -> Linear | None:

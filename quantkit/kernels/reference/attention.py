@@ -8,7 +8,7 @@ C tokens already cached, L new tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,24 +32,6 @@ class TorchAttention:
         out = attend(states, self._views, batch, options)
         store(*states[1:], self._views, batch)
         return out
-
-
-class RotatedAttention:
-    """Attention whose queries and keys are multiplied by one orthogonal matrix first; see `ops.attention.Stepwise`.
-
-    Their products stay what they are; what is stored of the keys is spread over all channels.
-
-    Args:
-        inner: attends and stores.
-        matrix: (D, D) float32, on the device of the pages.
-    """
-
-    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor) -> None:
-        self._inner, self._matrix = inner, matrix
-
-    def __call__(self, states: States, batch: ForwardBatch, options: AttentionOptions) -> Tensor:
-        query, key = ((one.float() @ self._matrix).to(one.dtype) for one in states[:2])
-        return self._inner((query, key, states[2]), batch, options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,19 +85,19 @@ def _gather(views: KVViews, batch: ForwardBatch, span: _Span, first: int, dtype:
     values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
     # Keys before this position are in pages: all, or those of pages that were quantized when they became complete.
     paged = span.cached if views.key_residual is None else max(span.cached // size * size, first)
-    parts = []
+    keys = []
     if paged > first:
         whole = pages[: -(-paged // size) - from_page]
-        parts.append(_read(views.key, whole, dtype)[:, first - origin : paged - origin])
+        keys.append(_read(views.key, whole, dtype)[:, first - origin : paged - origin])
     if views.key_residual is not None and span.cached > paged:
-        parts.append(_read_residual(views.key_residual, batch.residual_rows[span.row], paged, span.cached).to(dtype))
-    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], values
+        keys.append(_read_residual(views.key_residual, batch.residual_rows[span.row], paged, span.cached).to(dtype))
+    return torch.cat(keys, dim=1) if len(keys) > 1 else keys[0], values
 
 
 def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values of whole pages, (Hkv, len(pages) * S, D)."""
     codes, scale, zero = (
-        None if part is None else part.index_select(0, pages) for part in (array.codes, array.scale, array.zero)
+        None if one is None else one.index_select(0, pages) for one in (array.codes, array.scale, array.zero)
     )
     assert codes is not None
     if array.scheme.dtype is None:
@@ -231,9 +213,9 @@ def _store_residual(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: _S
         whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
         pages = batch.page_table[span.row, from_page:to_page].long()
         stored = quantize(whole.transpose(0, 1), views.key.scheme)  # of (pages, H, S, D)
-        for target, part in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
-            if target is not None and part is not None:
-                target[pages] = part
+        for target, one in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
+            if target is not None and one is not None:
+                target[pages] = one
     kept = min(fresh.shape[1], residual.shape[2])
     slots = torch.arange(length - kept, length, device=residual.device) % residual.shape[2]
     residual[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(residual.dtype)

@@ -15,24 +15,27 @@ from torch import Tensor
 from quantkit.errors import ModelError, suggestion
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension; see `ops.rms_norm`."""
-    single = x.float()
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """total / rms(total) * (weight + offset) over the last dimension, and the total; see `ops.rms_norm`."""
+    total = x if residual is None else x + residual
+    single = total.float()
     scaled = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)
-    return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype)
+    return (scaled * (weight.float() + offset if offset else weight)).to(x.dtype), total
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension; see `ops.layer_norm`."""
+    """Subtract the mean, divide by the deviation, scale and shift.
+
+    Args:
+        x: (..., K); not modified.
+        weight, bias: (K,), or None for 1 and 0.
+        eps: added to the variance.
+    Returns:
+        As x.
+    """
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """rms_norm(x + residual), and x + residual; see `ops.add_rms_norm`."""
-    total = x + residual
-    return rms_norm(total, weight, eps, offset=offset), total
 
 
 def rotary_(
@@ -83,7 +86,14 @@ def find_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """activation(x); see `ops.activate`."""
+    """Activation of a feed-forward layer without a gate.
+
+    Args:
+        x: any shape; not modified.
+        activation: name as in config.json.
+    Raises:
+        ModelError: no such activation.
+    """
     return find_activation(activation)(x.float()).to(x.dtype)
 
 

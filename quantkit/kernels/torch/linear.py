@@ -5,9 +5,6 @@ Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,9 +26,8 @@ def linear_of(source: LinearSource) -> Linear | None:
     """
     if source.activation is None:
         return _Int4Linear(source) if _can_int4(source) else None
-    if _can_int8(source, source.activation):
-        return _Int8Linear(source)
-    return _FP8Linear(source) if fits_scaled_mm(source) else None
+    can = _can_int8(source, source.activation) or fits_scaled_mm(source)
+    return _QuantizedInputsLinear(source, source.activation) if can else None
 
 
 def _can_int4(source: LinearSource) -> bool:
@@ -88,17 +84,23 @@ def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
     return source.device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
-class _QuantizedInputsLinear(LinearFacts, ABC):
-    """A weight with one scale per output whose inputs are quantized with a scale per token."""
+class _QuantizedInputsLinear(LinearFacts):
+    """A weight with one scale per output whose inputs are quantized with a scale per token, both to INT8 or FP8.
 
-    bias_dtype = torch.float32
+    INT8 is multiplied as integers: by oneDNN on the CPU, by cuBLAS on CUDA; FP8 by cuBLAS.
+    """
 
-    def __init__(self, source: LinearSource) -> None:
-        weight = source.weight
-        self._activation = cast(ActivationScheme, source.activation)
-        self._bias = source.bias_in(self.bias_dtype)
+    def __init__(self, source: LinearSource, activation: ActivationScheme) -> None:
+        weight, is_int8 = source.weight, activation.dtype.kind == "int"
+        self._activation = activation
+        self._bias = source.bias_in(torch.float32 if is_int8 else torch.bfloat16)
         self._scale = weight.scale.float().reshape(-1).to(source.device)
         self._codes = weight.codes.to(source.device)
+        self._multiply = self._int8_on_cuda if is_int8 else self._fp8
+        if source.device.type == "cpu":
+            self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
+            self._zero = torch.zeros(weight.shape[0], dtype=torch.int32)
+            self._multiply = self._int8_on_cpu
         super().__init__(weight.shape, nbytes(weight.codes, self._scale, source.bias), source.describe("torch"))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -106,41 +108,21 @@ class _QuantizedInputsLinear(LinearFacts, ABC):
             return x.new_empty(0, self.out_features)
         return self._multiply(*quantize_tokens(x, self._activation)).to(x.dtype)
 
-    @abstractmethod
-    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor: ...
-
-
-class _Int8Linear(_QuantizedInputsLinear):
-    """INT8 weights and INT8 inputs, multiplied as integers by torch: oneDNN on the CPU, cuBLAS on CUDA."""
-
-    def __init__(self, source: LinearSource) -> None:
-        super().__init__(source)
-        self._on_cpu = source.device.type == "cpu"
-        if self._on_cpu:
-            self._codes = torch.ops.onednn.qlinear_prepack(self._codes, None)
-        self._zero = torch.zeros(self.out_features, dtype=torch.int32)
-
-    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor:
-        out = (self._multiply_cpu(codes) if self._on_cpu else self._multiply_cuda(codes)).mul_(scale)
-        return out if self._bias is None else out.add_(self._bias)
-
-    def _multiply_cpu(self, codes: Tensor) -> Tensor:
+    def _int8_on_cpu(self, codes: Tensor, scale: Tensor) -> Tensor:
         unsigned = codes.add_(128).to(torch.uint8)
         out: Tensor = torch.ops.onednn.qlinear_pointwise(
             unsigned, 1.0, 128, self._codes, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        return out
+        return self._finished(out, scale)
 
-    def _multiply_cuda(self, codes: Tensor) -> Tensor:
+    def _int8_on_cuda(self, codes: Tensor, scale: Tensor) -> Tensor:
         rows = len(codes)
         padded = functional.pad(codes.to(torch.int8), (0, 0, 0, int_mm_rows(rows) - rows))
-        return torch._int_mm(padded, self._codes.t())[:rows].float() * self._scale
+        return self._finished(torch._int_mm(padded, self._codes.t())[:rows].float() * self._scale, scale)
 
+    def _finished(self, out: Tensor, scale: Tensor) -> Tensor:
+        out = out.mul_(scale)
+        return out if self._bias is None else out.add_(self._bias)
 
-class _FP8Linear(_QuantizedInputsLinear):
-    """FP8 weights and FP8 inputs, multiplied by cuBLAS with one scale per token and one per output."""
-
-    bias_dtype = torch.bfloat16
-
-    def _multiply(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _fp8(self, codes: Tensor, scale: Tensor) -> Tensor:
         return scaled_mm(codes.to(torch.float8_e4m3fn), scale, self._codes, self._scale, self._bias)

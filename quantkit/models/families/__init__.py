@@ -7,22 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import ModelError
-from quantkit.models.family import SHARED_EXPERTS, Experts, Family, Window
-from quantkit.models.linear_sets import MLA_SETS, LinearSet, find_expert, split_experts
+from quantkit.models.family import SHARED_EXPERTS, Family, Window
+from quantkit.models.linear_sets import MLA_SETS
 from quantkit.registry import Registry
-
-__all__ = [
-    "UNKNOWN",
-    "Experts",
-    "Family",
-    "LinearSet",
-    "family_for_counting",
-    "find",
-    "find_compressible",
-    "find_expert",
-    "split_experts",
-    "supported",
-]
 
 REGISTRY = Registry(package=__name__, attribute="FAMILY", noun="architecture")
 
@@ -81,7 +68,7 @@ def find_compressible(config: Mapping[str, Any]) -> Family:
     Raises:
         ModelError: config.json names none, one that no file describes, or one that can be run but not compressed.
     """
-    found = find(config)
-    if found.not_compressible is not None:
-        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {found.not_compressible}")
-    return found
+    family = find(config)
+    if family.not_compressible is not None:
+        raise ModelError(f"{config['architectures'][0]} can be run but not compressed: {family.not_compressible}")
+    return family

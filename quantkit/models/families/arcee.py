@@ -2,8 +2,4 @@
 
 from quantkit.models.family import Family, Parts
 
-FAMILY = Family(
-    hf_names=("ArceeForCausalLM",),
-    native=False,
-    parts=Parts(up=("mlp.up_proj",), gated=False),
-)
+FAMILY = Family(hf_names=("ArceeForCausalLM",), native=False, parts=Parts(up=("mlp.up_proj",), gated=False))

@@ -2,9 +2,4 @@
 
 from quantkit.models.family import SHARED_EXPERTS, Family
 
-FAMILY = Family(
-    latent=True,
-    hf_names=("DeepseekV2ForCausalLM",),
-    experts=SHARED_EXPERTS,
-    native=False,
-)
+FAMILY = Family(hf_names=("DeepseekV2ForCausalLM",), latent=True, experts=SHARED_EXPERTS, native=False)

@@ -19,7 +19,7 @@ Vectors = dict[str, tuple[int, ...]]
 
 
 def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
-    """Tensors and attention of one layer."""
+    """Attention of one layer, and its tensors but norms and experts."""
     attention = _attention(read, index)
     hidden, heads, width = read.count("hidden_size"), attention.num_heads, attention.key_dim
     rank, groups, out_rank = read.count("q_lora_rank"), read.count("o_groups"), read.count("o_lora_rank")
@@ -31,8 +31,6 @@ def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
         ("o_b_proj", hidden, groups * out_rank),
     ]
     vectors: Vectors = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_a_norm.weight": (rank,),
         "self_attn.kv_norm.weight": (width,),
         "self_attn.sinks": (heads,),
@@ -44,16 +42,17 @@ def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
         sizes += _compressor(indexer, attention.index_dim, attention, hidden, vectors)
         sizes += [(f"{indexer}.q_b_proj", number * attention.index_dim, rank)]
         sizes += [(f"{indexer}.weights_proj", number, hidden)]
-    matrices = [
+    matrices = tuple(
         Matrix(name=f"self_attn.{name}", out_features=rows, in_features=columns, quantizable="weights_proj" not in name)
         for name, rows, columns in sizes
-    ]
-    matrices += _experts(read, index, hidden, vectors)
+    )
+    if index >= read.count("num_hash_layers", at_least=0):  # learned routers balance the load
+        vectors["mlp.gate.e_score_correction_bias"] = (read.count("num_experts"),)
     streams = read.count("hc_mult")
     rows = (2 + streams) * streams
     for mixing in ("attn_hc", "ffn_hc"):  # of the residual streams, before attention and before the experts
         vectors |= {f"{mixing}.fn": (rows, streams * hidden), f"{mixing}.base": (rows,), f"{mixing}.scale": (3,)}
-    return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=attention)
+    return LayerTensors(matrices=matrices, vectors=vectors, attention=attention)
 
 
 def _attention(read: ConfigReader, index: int) -> AttentionShape:
@@ -97,29 +96,8 @@ def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, v
     return [(f"{name}.{part}_proj", series * width, hidden) for part in ("kv", "gate")]
 
 
-def _experts(read: ConfigReader, index: int, hidden: int, vectors: Vectors) -> list[Matrix]:
-    count, width = read.count("n_routed_experts"), read.count("moe_intermediate_size")
-    chosen = read.count("num_experts_per_tok")
-    owners = [("mlp.experts.{expert}", count, chosen)]
-    if read.count("n_shared_experts", at_least=0):
-        owners.append(("mlp.shared_experts", 1, 1))
-    if index >= read.count("num_hash_layers", at_least=0):
-        vectors["mlp.gate.e_score_correction_bias"] = (count,)  # learned routers balance the load
-    return [
-        *(
-            Matrix(name=f"{owner}.{name}", out_features=rows, in_features=columns, copies=copies, active=active)
-            for owner, copies, active in owners
-            for name, rows, columns in (
-                ("gate_proj", width, hidden),
-                ("up_proj", width, hidden),
-                ("down_proj", hidden, width),
-            )
-        ),
-        Matrix(name="mlp.gate", out_features=count, in_features=hidden, quantizable=False),
-    ]
-
-
 FAMILY = Family(
+    experts=SHARED_EXPERTS,
     linear_sets=tuple(group for group in Family(experts=SHARED_EXPERTS).sets if "experts" in group.linears[0]),
     defaults={
         "q_lora_rank": 1024,

@@ -2,9 +2,4 @@
 
 from quantkit.models.family import BALANCED_EXPERTS, Family, QueryKeyNorm
 
-FAMILY = Family(
-    hf_names=("Dots1ForCausalLM",),
-    experts=BALANCED_EXPERTS,
-    native=False,
-    qk_norm=QueryKeyNorm(),
-)
+FAMILY = Family(hf_names=("Dots1ForCausalLM",), native=False, experts=BALANCED_EXPERTS, qk_norm=QueryKeyNorm())

@@ -2,9 +2,6 @@
 
 from quantkit.models.family import Biases, Family
 
-FAMILY = Family(
-    hf_names=("Ernie4_5ForCausalLM",),
-    native=False,
-    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
-    defaults={"tie_word_embeddings": True},
-)
+_BIASES = Biases(qkv="use_bias", output="use_bias", mlp="use_bias")
+
+FAMILY = Family(hf_names=("Ernie4_5ForCausalLM",), native=False, biases=_BIASES, defaults={"tie_word_embeddings": True})

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import BALANCED_EXPERTS, Biases, Family
+from quantkit.models.families.ernie4_5 import FAMILY as ERNIE
+from quantkit.models.family import BALANCED_EXPERTS
 
-FAMILY = Family(
+FAMILY = replace(
+    ERNIE,
     hf_names=("Ernie4_5_MoeForCausalLM",),
     experts=replace(BALANCED_EXPERTS, balance="mlp.moe_statics.e_score_correction_bias"),
-    biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
     keys={
         "num_experts": "moe_num_experts",
         "num_experts_per_tok": "moe_k",
@@ -15,7 +16,5 @@ FAMILY = Family(
         "first_k_dense_replace": "moe_layer_start_index",
         "decoder_sparse_step": "moe_layer_interval",
     },
-    defaults={"tie_word_embeddings": True},
     stored_modules={"mlp.gate.moe_statics": "mlp.moe_statics"},
-    native=False,
 )

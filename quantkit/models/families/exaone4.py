@@ -1,12 +1,8 @@
-"""EXAONE 4: norms only behind attention and MLP, and on each query and key head."""
+"""EXAONE 4: OLMo 2 with norms on each query and key head, and a window in three layers of four."""
 
-from quantkit.models.families.olmo2 import FAMILY as OLMO2
-from quantkit.models.family import Family, QueryKeyNorm, Window
+from dataclasses import replace
 
-FAMILY = Family(
-    hf_names=("Exaone4ForCausalLM",),
-    parts=OLMO2.parts,
-    qk_norm=QueryKeyNorm(),
-    window=Window(rule="pattern", pattern=4),
-    native=False,
-)
+from quantkit.models.families.olmo3 import FAMILY as OLMO3
+from quantkit.models.family import QueryKeyNorm
+
+FAMILY = replace(OLMO3, hf_names=("Exaone4ForCausalLM",), qk_norm=QueryKeyNorm())

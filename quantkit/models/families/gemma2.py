@@ -2,15 +2,18 @@
 
 from quantkit.models.family import GGUF_NUMBERS, Family, GGUFNames, Multipliers, Parts, Window
 
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GGUF = GGUFNames(
     name="gemma2",
-    numbers={
-        **GGUF_NUMBERS,
-        "attention.sliding_window": "sliding_window",
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
+    numbers={**GGUF_NUMBERS, "attention.sliding_window": "sliding_window", **{name: name for name in _SOFTCAPS}},
 )
+DEFAULTS = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 
 FAMILY = Family(
     hf_names=("Gemma2ForCausalLM",),
@@ -27,15 +30,7 @@ FAMILY = Family(
         attention_softcap="attn_logit_softcapping",
         logits_softcap="final_logit_softcapping",
     ),
-    defaults={
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-    },
+    defaults={**DEFAULTS, **_SOFTCAPS},
     not_native=("use_bidirectional_attention",),
     gguf=GGUF,
 )

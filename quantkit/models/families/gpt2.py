@@ -1,17 +1,16 @@
 """GPT-2: learned positions, layer norms, biases everywhere; its linears are stored transposed."""
 
-from quantkit.models.family import Biases, Family, GGUFNames, Parts
+from quantkit.models.family import GGUF_NUMBERS, Biases, Family, GGUFNames, Parts, inside
+
+_NUMBERS = {
+    key.replace("layer_norm_rms", "layer_norm"): entry
+    for key, entry in GGUF_NUMBERS.items()
+    if entry != "num_key_value_heads"
+}
 
 FAMILY = Family(
     hf_names=("GPT2LMHeadModel",),
-    backbone="transformer",
-    layers="transformer.h",
-    embedding="transformer.wte",
-    final_norm="transformer.ln_f",
-    transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-    native=False,
-    norm="layer",
-    defaults={"tie_word_embeddings": True},
+    **inside("transformer", layers="h", embedding="wte", final_norm="ln_f"),
     parts=Parts(
         input_norm="ln_1",
         mlp_norm="ln_2",
@@ -21,20 +20,12 @@ FAMILY = Family(
         gated=False,
         down="mlp.c_proj",
     ),
+    transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    native=False,
+    norm="layer",
+    defaults={"tie_word_embeddings": True},
     biases=Biases(qkv=True, output=True, mlp=True),
     outside={"transformer.wpe.weight": ("max_position_embeddings", "hidden_size")},
     mlp_ratio=4,
-    gguf=GGUFNames(
-        name="gpt2",
-        numbers={
-            "context_length": "max_position_embeddings",
-            "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
-            "feed_forward_length": "intermediate_size",
-            "attention.head_count": "num_attention_heads",
-            "attention.layer_norm_epsilon": "rms_norm_eps",
-            "vocab_size": "vocab_size",
-        },
-        rotary=False,
-    ),
+    gguf=GGUFNames(name="gpt2", numbers=_NUMBERS, rotary=False),
 )

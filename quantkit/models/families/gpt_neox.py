@@ -1,13 +1,10 @@
 """GPT-NeoX and Pythia: layer norms, parallel residual with two norms, q, k and v interleaved head by head."""
 
-from quantkit.models.family import Biases, Family, Parts, Rope
+from quantkit.models.family import Biases, Family, Parts, Rope, inside
 
 FAMILY = Family(
     hf_names=("GPTNeoXForCausalLM",),
-    backbone="gpt_neox",
-    layers="gpt_neox.layers",
-    embedding="gpt_neox.embed_in",
-    final_norm="gpt_neox.final_layer_norm",
+    **inside("gpt_neox", layers="layers", embedding="embed_in", final_norm="final_layer_norm"),
     stored_head="embed_out",
     parts=Parts(
         qkv=("attention.query_key_value",),

@@ -1,13 +1,10 @@
 """GPT-J: attention and MLP side by side behind one layer norm."""
 
-from quantkit.models.family import Biases, Family, Parts
+from quantkit.models.family import Biases, Family, Parts, inside
 
 FAMILY = Family(
     hf_names=("GPTJForCausalLM",),
-    backbone="transformer",
-    layers="transformer.h",
-    embedding="transformer.wte",
-    final_norm="transformer.ln_f",
+    **inside("transformer", layers="h", embedding="wte", final_norm="ln_f"),
     native=False,
     norm="layer",
     parallel=True,

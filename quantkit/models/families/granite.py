@@ -10,10 +10,7 @@ FAMILY = Family(
         attention="attention_multiplier",
         logits_divisor="logits_scaling",
     ),
-    defaults={
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
+    defaults=dict.fromkeys(
+        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+    ),
 )

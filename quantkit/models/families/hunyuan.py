@@ -2,9 +2,6 @@
 
 from quantkit.models.family import Family, QueryKeyNorm
 
-FAMILY = Family(
-    hf_names=("HunYuanDenseV1ForCausalLM",),
-    native=False,
-    model_types=("hunyuan_v1_dense",),
-    qk_norm=QueryKeyNorm(query="self_attn.query_layernorm", key="self_attn.key_layernorm"),
-)
+_NORM = QueryKeyNorm(query="self_attn.query_layernorm", key="self_attn.key_layernorm")
+
+FAMILY = Family(hf_names=("HunYuanDenseV1ForCausalLM",), model_types=("hunyuan_v1_dense",), native=False, qk_norm=_NORM)

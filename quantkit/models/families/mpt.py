@@ -1,16 +1,13 @@
 """MPT: ALiBi, layer norms without bias, q, k and v in one projection."""
 
-from quantkit.models.family import Biases, Family, Parts
+from quantkit.models.family import Biases, Family, Parts, inside
 
 FAMILY = Family(
     hf_names=("MptForCausalLM", "MPTForCausalLM"),
-    backbone="transformer",
-    layers="transformer.blocks",
-    embedding="transformer.wte",
-    final_norm="transformer.norm_f",
+    **inside("transformer", layers="blocks", embedding="wte", final_norm="norm_f"),
     native=False,
     norm="layer",
-    defaults={"tie_word_embeddings": True},
+    biases=Biases(norms=False),
     parts=Parts(
         input_norm="norm_1",
         mlp_norm="norm_2",
@@ -20,6 +17,6 @@ FAMILY = Family(
         gated=False,
         down="ffn.down_proj",
     ),
-    biases=Biases(norms=False),
+    defaults={"tie_word_embeddings": True},
     mlp_ratio=4,
 )

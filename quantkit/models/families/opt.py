@@ -1,16 +1,14 @@
 """OPT: learned positions, layer norms, biases, ReLU; the 350M model alone has its norms behind attention and MLP."""
 
-from quantkit.models.family import Biases, Family, LinearSet, Parts
+from quantkit.models.family import Biases, Family, Parts, inside
+from quantkit.models.linear_sets import LinearSet
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QKV = Parts().qkv
 _BEFORE, _RELU = (("do_layer_norm_before", True),), (("activation_function", "relu"),)
 
 FAMILY = Family(
     hf_names=("OPTForCausalLM",),
-    backbone="model.decoder",
-    layers="model.decoder.layers",
-    embedding="model.decoder.embed_tokens",
-    final_norm="model.decoder.final_layer_norm",
+    **inside("model.decoder", layers="layers", embedding="embed_tokens", final_norm="final_layer_norm"),
     linear_sets=(
         LinearSet(linears=_QKV, source="self_attn_layer_norm", parent="self_attn", when=_BEFORE),
         LinearSet(linears=_QKV, source=None, parent="self_attn"),

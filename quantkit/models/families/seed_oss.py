@@ -2,9 +2,6 @@
 
 from quantkit.models.family import Biases, Family
 
-FAMILY = Family(
-    hf_names=("SeedOssForCausalLM",),
-    native=False,
-    biases=Biases(output="attention_out_bias"),
-    defaults={"attention_bias": True},
-)
+_BIASES = Biases(output="attention_out_bias")
+
+FAMILY = Family(hf_names=("SeedOssForCausalLM",), native=False, biases=_BIASES, defaults={"attention_bias": True})

@@ -30,7 +30,7 @@ def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResu
 
 
 def _judge(report: Report, gate: Gate) -> GateResult:
-    values = METRICS[gate.metric].read(report)
+    values = METRICS[gate.metric].values(report)
     value = _pick(gate, values)
     held = value is not None and OPERATORS[gate.operator](value, gate.limit)
     if value is None:

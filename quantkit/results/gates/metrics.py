@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantkit.results import BenchmarkRun, Comparison, Report
-from quantkit.results.statistics import ALL_TASKS, ANSWER_LENGTH, median_interval
+from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH
+from quantkit.results.statistics.summary import median
 
 Values = dict[str, float]  # by subject; the first is meant when a gate names none
+Read = Callable[[Report], Mapping[str, float | None]]
 
-
+TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
 RATIO = "a ratio, 1 when equal to the original"
 SHARE = "a share between 0 and 1"
 PER_CENT = "in per cent of the original, about 100"
@@ -23,24 +25,28 @@ class Metric:
     Args:
         meaning: one line, for help and reports.
         kind: what a failed gate is about: "accuracy", "speed" or "memory".
-        read: the numbers of a report by subject, the default first; empty when not measured.
+        read: the numbers of a report by subject, the default first; None or absent when not measured.
         low, high: the plausible limits; outside them the unit was probably mistaken.
         unit: of the limit, for that message.
     """
 
     meaning: str
     kind: str
-    read: Callable[[Report], Values]
+    read: Read
     low: float = 0.0
     high: float = float("inf")
     unit: str = RATIO
+
+    def values(self, report: Report) -> Values:
+        """What was measured, by subject."""
+        return {subject: value for subject, value in self.read(report).items() if value is not None}
 
 
 def gate_numbers(report: Report) -> dict[str, float]:
     """Every number that gates can be about, by the name a gate would use; what was not measured is absent."""
     numbers = {}
     for name, metric in METRICS.items():
-        for position, (subject, value) in enumerate(metric.read(report).items()):
+        for position, (subject, value) in enumerate(metric.values(report).items()):
             if position == 0:
                 numbers[name] = value
             if subject:
@@ -48,63 +54,44 @@ def gate_numbers(report: Report) -> dict[str, float]:
     return numbers
 
 
-def _of_comparisons(
-    read: Callable[[Comparison], float | None], wanted: Callable[[str], bool], prefix: str = ""
-) -> Callable[[Report], Values]:
-    """Numbers of the comparisons whose subject is wanted, by subject."""
+def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = "") -> Read:
+    """Numbers of the comparisons whose subject begins so, by the rest of it; without a prefix those of tasks."""
 
-    def values(report: Report) -> Values:
-        read_values = ((c.subject.removeprefix(prefix), read(c)) for c in report.comparisons if wanted(c.subject))
-        return {subject: value for subject, value in read_values if value is not None}
+    def numbers(report: Report) -> dict[str, float | None]:
+        others = () if prefix else (TEXT, LENGTH)
+        chosen = [c for c in report.comparisons if c.subject.startswith(prefix) and not c.subject.startswith(others)]
+        return {c.subject.removeprefix(prefix): read(c) for c in chosen}
 
-    return values
-
-
-TEXT, LENGTH = "perplexity: ", f"{ANSWER_LENGTH}: "
-
-
-def _is_task(subject: str) -> bool:
-    return not subject.startswith((TEXT, LENGTH))
-
-
-def _of_texts(read: Callable[[Comparison], float | None]) -> Callable[[Report], Values]:
-    return _of_comparisons(read, lambda subject: subject.startswith(TEXT), TEXT)
+    return numbers
 
 
 def _ratio(comparison: Comparison) -> float | None:
-    return comparison.value / comparison.baseline if comparison.baseline else None
+    return _quotient(comparison.value, comparison.baseline)
 
 
-def _fidelity(name: str) -> Callable[[Report], Values]:
-    return lambda report: {} if report.fidelity is None else {"": getattr(report.fidelity, name)}
+def _fidelity(name: str) -> Read:
+    return lambda report: {"": getattr(report.fidelity, name, None)}
 
 
-def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Callable[[Report], Values]:
+def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
     """A number of the model's runs over that of the original's, by workload."""
 
-    def values(report: Report) -> Values:
-        ratios = {}
-        for run in report.benchmark.runs if report.benchmark else ():
-            other = report.baseline_benchmark and report.baseline_benchmark.find_run(run.workload.name)
-            value, baseline = read(run), read(other) if other else None
-            if value is not None and baseline:
-                ratios[run.workload.name] = value / baseline
-        return ratios
+    def ratios(report: Report) -> dict[str, float | None]:
+        return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
 
-    return values
+    return ratios
 
 
-def _latency_ratios(name: str) -> Callable[[Report], Values]:
+def _latency_ratios(name: str) -> Read:
     """Median of the model over median of the original."""
-
-    def median(run: BenchmarkRun) -> float | None:
-        values = getattr(run, name)
-        return median_interval(values)[0] if values else None
-
-    return _run_ratios(median)
+    return _run_ratios(lambda run: median(getattr(run, name)))
 
 
-def _memory_ratio(report: Report) -> Values:
+def _quotient(value: float | None, baseline: float | None) -> float | None:
+    return value / baseline if value is not None and baseline else None
+
+
+def _memory_ratio(report: Report) -> dict[str, float | None]:
     """Weights in memory; where they were not observed, tensor bytes on disk."""
     ours = report.benchmark and report.benchmark.memory_part("weights")
     theirs = report.baseline_benchmark and report.baseline_benchmark.memory_part("weights")
@@ -113,29 +100,26 @@ def _memory_ratio(report: Report) -> Values:
     return _size_ratio(report)
 
 
-def _size_ratio(report: Report) -> Values:
-    baseline = report.baseline_model
-    return {"": report.model.num_bytes / baseline.num_bytes} if baseline is not None and baseline.num_bytes else {}
-
-
-def _bits(report: Report) -> Values:
-    bits = report.model.bits_per_weight
-    return {} if bits is None else {"": bits}
+def _size_ratio(report: Report) -> dict[str, float | None]:
+    original = report.baseline_model
+    return {"": _quotient(report.model.num_bytes, original.num_bytes if original else None)}
 
 
 METRICS = {
     "recovery": Metric(
         f"score as per cent of the original's, [{ALL_TASKS}] or one task",
-        *("accuracy", _of_comparisons(lambda c: c.recovery, _is_task), 10, 200, PER_CENT),
+        *("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
     ),
-    "score": Metric("the score itself", "accuracy", _of_comparisons(lambda c: c.value, _is_task), unit="a score"),
+    "score": Metric("the score itself", "accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
     "perplexity": Metric(
-        "perplexity itself, worst text", "accuracy", _of_texts(lambda c: c.value), low=1, unit="at least 1"
+        "perplexity itself, worst text", "accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"
     ),
-    "perplexity_ratio": Metric("perplexity over the original's, worst text", "accuracy", _of_texts(_ratio), high=10),
+    "perplexity_ratio": Metric(
+        "perplexity over the original's, worst text", "accuracy", _of_comparisons(_ratio, TEXT), high=10
+    ),
     "length_ratio": Metric(
         "length of generated answers over the original's, worst task",
-        *("accuracy", _of_comparisons(_ratio, lambda subject: subject.startswith(LENGTH), LENGTH), 0, 10),
+        *("accuracy", _of_comparisons(_ratio, LENGTH), 0, 10),
     ),
     "kl": Metric(
         "mean KL divergence of next-token distributions, nats", "accuracy", _fidelity("mean_kl"), unit="in nats"
@@ -161,7 +145,10 @@ METRICS = {
     ),
     "memory_ratio": Metric("bytes of weights in memory over the original's", "memory", _memory_ratio, high=10),
     "size_ratio": Metric("tensor bytes on disk over the original's", "memory", _size_ratio, high=10),
-    "bits_per_weight": Metric("of the quantized linears, scales included", "memory", _bits, high=32, unit="in bits"),
+    "bits_per_weight": Metric(
+        "of the quantized linears, scales included",
+        *("memory", lambda report: {"": report.model.bits_per_weight}, 0, 32, "in bits"),
+    ),
 }
 IN_PER_CENT = ("recovery",)
 WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio")

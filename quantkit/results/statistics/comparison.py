@@ -8,8 +8,9 @@ difference within it is called noise, whatever its p-value, in both directions: 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 
 from quantkit.errors import ReportError
 from quantkit.results import Comparison, EvaluationResult, PerplexityResult, SampleRecord, TaskResult, Verdict
@@ -55,81 +56,71 @@ def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | No
     if value.metric != baseline.metric:
         raise ReportError(f"task {value.task}: metric {value.metric!r} cannot be compared with {baseline.metric!r}")
     pairs = _paired(value, baseline)
-    if pairs is None:
-        return _compare_unpaired(value, baseline)
-    floor = None if noise is None else _noise_floor([_paired(noise, baseline)])
-    return _comparison(
-        compare_pairs([pairs]), value.task, value.metric, floor=floor, higher_is_better=value.higher_is_better
-    )
+    floor = None if noise is None or pairs is None else _noise_floor([_paired(noise, baseline)])
+    result = _unpaired(value, baseline) if pairs is None else compare_pairs([pairs])
+    if not value.higher_is_better:
+        low, high = _inverse(result.ratio_high), _inverse(result.ratio_low)
+        result = replace(result, ratio=_inverse(result.ratio), ratio_low=low, ratio_high=high)
+    return _comparison(result, value.task, value.metric, floor, higher_is_better=value.higher_is_better)
 
 
 def compare_lengths(value: TaskResult, baseline: TaskResult) -> Comparison | None:
     """Length of generated answers; None where the task generates none."""
-    before, after = _by_index(baseline), _by_index(value)
-    pairs = [
-        (float(before[i].answer_tokens or 0), float(after[i].answer_tokens or 0))
-        for i in sorted(before.keys() & after.keys())
-        if before[i].answer_tokens is not None and after[i].answer_tokens is not None
+    lengths = [
+        (float(before.answer_tokens), float(after.answer_tokens))
+        for before, after in _common_samples(value, baseline)
+        if before.answer_tokens is not None and after.answer_tokens is not None
     ]
-    if not pairs:
+    if not lengths:
         return None
-    result = compare_pairs([([b for b, _ in pairs], [v for _, v in pairs])])
-    return _comparison(result, f"{ANSWER_LENGTH}: {value.task}", "tokens", floor=None, higher_is_better=True)
+    result = compare_pairs([([b for b, _ in lengths], [v for _, v in lengths])])
+    return _comparison(result, f"{ANSWER_LENGTH}: {value.task}", "tokens")
 
 
 def compare_perplexity(
     value: PerplexityResult, baseline: PerplexityResult, noise: PerplexityResult | None = None
 ) -> Comparison:
     """Perplexity of one text, window by window: Student's t on the log-ratio, carried over to the perplexities."""
-    ratio = _log_ratio(value, baseline)
+    mean, reach, p_value = _log_ratio(value, baseline)
     before, after = baseline.perplexity, value.perplexity
     floor = None
     if noise is not None:
-        own = _log_ratio(noise, baseline)
-        floor = before * math.expm1(max(abs(own.mean), own.reach))
-    low, high = (None, None) if math.isinf(ratio.reach) else (ratio.mean - ratio.reach, ratio.mean + ratio.reach)
-    return Comparison(
-        subject=f"perplexity: {value.data}" + (" (decode)" if value.through == "decode" else ""),
-        metric=f"perplexity ({value.through})",
+        shift, spread, _ = _log_ratio(noise, baseline)
+        floor = before * math.expm1(max(abs(shift), spread))
+    known = not math.isinf(reach)
+    result = PairedResult(
         baseline=before,
         value=after,
         difference=after - before,
-        low=None if low is None else before * _expm1(low),
-        high=None if high is None else before * _expm1(high),
-        p_value=ratio.p_value,
+        low=before * _expm1(mean - reach) if known else None,
+        high=before * _expm1(mean + reach) if known else None,
+        p_value=p_value,
+        ratio=math.exp(-mean),
+        ratio_low=math.exp(-(mean + reach)) if known else None,
+        ratio_high=math.exp(-(mean - reach)) if known else None,
         num_samples=len(value.window_nll),
-        verdict=_verdict(after - before, ratio.p_value, floor, higher_is_better=False),
-        recovery=100 * math.exp(-ratio.mean),
-        recovery_low=None if high is None else 100 * math.exp(-high),
-        recovery_high=None if low is None else 100 * math.exp(-low),
-        noise_floor=floor,
-        higher_is_better=False,
         method="Student's t on the log-ratio of windows",
     )
+    subject = f"perplexity: {value.data}" + (" (decode)" if value.through == "decode" else "")
+    return _comparison(result, subject, f"perplexity ({value.through})", floor, higher_is_better=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LogRatio:
-    mean: float
-    reach: float  # half the 95 % interval
-    p_value: float | None
+def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[float, float, float | None]:
+    """Difference of the nll per token, half its 95 % interval, and its p-value.
 
-
-def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> _LogRatio:
-    """Difference of the nll per token, its windows the independent units: a ratio estimator, as tokens vary."""
+    Windows are the independent units: a ratio estimator, as tokens vary.
+    """
     if value.window_tokens != baseline.window_tokens:
         raise ReportError(f"perplexity of {value.data}: the two models read different windows")
     tokens, count = value.num_tokens, len(value.window_tokens)
     mean = (value.nll - baseline.nll) / tokens
     if count < 2:
-        return _LogRatio(mean=mean, reach=math.inf, p_value=None)
+        return mean, math.inf, None
     rows = zip(value.window_nll, baseline.window_nll, value.window_tokens, strict=True)
     squares = math.fsum((after - before - mean * n) ** 2 for after, before, n in rows)
     error = math.sqrt(squares * count / (count - 1)) / tokens
     tail = student_cdf(-abs(mean) / error, count - 1) if error > 0 else (0.5 if mean == 0 else 0.0)
-    return _LogRatio(
-        mean=mean, reach=error * student_quantile(0.5 + CONFIDENCE / 2, count - 1), p_value=min(1.0, 2 * tail)
-    )
+    return mean, error * student_quantile(0.5 + CONFIDENCE / 2, count - 1), min(1.0, 2 * tail)
 
 
 def _expm1(x: float) -> float:
@@ -138,30 +129,27 @@ def _expm1(x: float) -> float:
 
 def _find_text(evaluation: EvaluationResult, text: PerplexityResult) -> PerplexityResult | None:
     """The same text, read the same way."""
-    keys = ("data", "window", "stride", "through")
-    wanted = [getattr(text, key) for key in keys]
-    return next((p for p in evaluation.perplexity if [getattr(p, key) for key in keys] == wanted), None)
+    same = operator.attrgetter("data", "window", "stride", "through")
+    return next((other for other in evaluation.perplexity if same(other) == same(text)), None)
 
 
-def _by_index(result: TaskResult) -> dict[int, SampleRecord]:
-    return {sample.index: sample for sample in result.samples}
+def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[SampleRecord, SampleRecord]]:
+    """The items that both answered, original first, in order."""
+    before, after = ({sample.index: sample for sample in result.samples} for result in (baseline, value))
+    pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
+    for one, other in pairs:
+        if one.item_hash and other.item_hash and one.item_hash != other.item_hash:
+            raise ReportError(
+                f"task {value.task}: item {one.index} differs between the two evaluations ({one.item_hash[:12]} and "
+                f"{other.item_hash[:12]}); evaluate both with the same data, seed and limit"
+            )
+    return pairs
 
 
 def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
     """Scores of the items that both answered, original first; None when samples were not kept."""
-    before, after = _by_index(baseline), _by_index(value)
-    common = sorted(before.keys() & after.keys())
-    for index in common:
-        hashes = before[index].item_hash, after[index].item_hash
-        if all(hashes) and hashes[0] != hashes[1]:
-            raise ReportError(
-                f"task {value.task}: item {index} differs between the two evaluations ({hashes[0][:12]} and "
-                f"{hashes[1][:12]}); evaluate both with the same data, seed and limit"
-            )
-    if not common:
-        return None
-    metric = value.metric
-    return [before[i].scores[metric] for i in common], [after[i].scores[metric] for i in common]
+    common, metric = _common_samples(value, baseline), value.metric
+    return ([b.scores[metric] for b, _ in common], [v.scores[metric] for _, v in common]) if common else None
 
 
 def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
@@ -183,46 +171,42 @@ def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | N
     noise = [None if other is None else _paired(other, baseline) for _, baseline, other in triples]
     metrics = {value.metric for value, _, _ in triples}
     name = metrics.pop() if len(metrics) == 1 else "main metric"
-    return _comparison(compare_pairs(pairs), ALL_TASKS, name, floor=_noise_floor(noise), higher_is_better=True)
+    return _comparison(compare_pairs(pairs), ALL_TASKS, name, _noise_floor(noise))
 
 
 def _comparison(
-    result: PairedResult, subject: str, metric: str, *, floor: float | None, higher_is_better: bool
+    result: PairedResult, subject: str, metric: str, floor: float | None = None, *, higher_is_better: bool = True
 ) -> Comparison:
-    ratios = result.ratio, result.ratio_low, result.ratio_high
-    if not higher_is_better:
-        ratios = _upside_down(result.ratio), _upside_down(result.ratio_high), _upside_down(result.ratio_low)
-    shared = {name: getattr(result, name) for name in _SHARED}
+    """The record of a result whose ratio says how much of the original is left, more being better."""
+    numbers = asdict(result)
+    recovery, low, high = (numbers.pop(name) for name in ("ratio", "ratio_low", "ratio_high"))
     return Comparison(
         subject=subject,
         metric=metric,
         verdict=_verdict(result.difference, result.p_value, floor, higher_is_better=higher_is_better),
-        recovery=_percent(ratios[0]),
-        recovery_low=_percent(ratios[1]),
-        recovery_high=_percent(ratios[2]),
+        recovery=_percent(recovery),
+        recovery_low=_percent(low),
+        recovery_high=_percent(high),
         noise_floor=floor,
         higher_is_better=higher_is_better,
-        **shared,
+        **numbers,
     )
-
-
-_SHARED = ("baseline", "value", "difference", "low", "high", "p_value", "num_samples", "method")
 
 
 def _percent(ratio: float | None) -> float | None:
     return None if ratio is None else 100 * ratio
 
 
-def _upside_down(ratio: float | None) -> float | None:
+def _inverse(ratio: float | None) -> float | None:
     return 1 / ratio if ratio else None
 
 
-def _compare_unpaired(value: TaskResult, baseline: TaskResult) -> Comparison:
+def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
     """Without samples the two are treated as independent, which is less sure than pairing."""
     difference = value.value - baseline.value
     error = None if None in (value.stderr, baseline.stderr) else math.hypot(value.stderr or 0, baseline.stderr or 0)
     reach = None if error is None else error * NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)
-    result = PairedResult(
+    return PairedResult(
         baseline=baseline.value,
         value=value.value,
         difference=difference,
@@ -235,7 +219,6 @@ def _compare_unpaired(value: TaskResult, baseline: TaskResult) -> Comparison:
         num_samples=min(value.num_samples, baseline.num_samples),
         method="standard errors, unpaired: samples were not kept",
     )
-    return _comparison(result, value.task, value.metric, floor=None, higher_is_better=value.higher_is_better)
 
 
 def _verdict(difference: float, p_value: float | None, floor: float | None, *, higher_is_better: bool) -> Verdict:

@@ -35,25 +35,25 @@ class PairedResult:
     """What a paired comparison says.
 
     Args:
+        method: names of interval and test.
+        num_samples: pairs.
         baseline, value: means over items (and then over tasks).
         difference, low, high: value - baseline and its 95 % interval.
-        p_value: two-sided, of no difference; like the interval None where no error is known.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None when baseline is 0.
-        num_samples: pairs.
-        method: names of interval and test.
+        p_value: two-sided, of no difference; like the interval None where no error is known.
     """
 
+    method: str
+    num_samples: int
     baseline: float
     value: float
     difference: float
     low: float | None
     high: float | None
-    p_value: float | None
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
-    num_samples: int
-    method: str
+    p_value: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +70,49 @@ class Counts:
         """All pairs."""
         return self.both + self.lost + self.won + self.neither
 
+    @property
+    def means(self) -> tuple[float, float]:
+        """Shares of right answers, the original's first."""
+        return (self.both + self.lost) / self.total, (self.both + self.won) / self.total
+
+    def difference_variance(self, difference: float) -> float:
+        """Variance of the mean difference at the likeliest shares, if `difference` were true."""
+        n, won, lost = self.total, self.won, self.lost
+        # The likeliest share q of lost items solves 2n q^2 + linear q + constant = 0; that of won is q + difference.
+        linear = -won - lost + (2 * n - won + lost) * difference
+        constant = -lost * difference * (1 - difference)
+        share = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
+        return max(0.0, 2 * share + difference * (1 - difference)) / n
+
+    def ratio_variance(self, ratio: float) -> float:
+        """Variance of value - ratio * baseline, if `ratio` were true."""
+        n = self.total
+        won, lost, neither = self.won / n, self.lost / n, self.neither / n
+        before, after = self.means
+        root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
+        top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
+        likely_lost = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
+        likely_won = ratio * likely_lost - (ratio - 1) * (1 - neither)
+        return max(0.0, ratio * (likely_won + likely_lost)) / n
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
     """Pairs of any scores: means, variances and covariance (divided by total - 1)."""
 
-    baseline: float
-    value: float
-    baseline_variance: float
-    value_variance: float
+    means: tuple[float, float]
+    variances: tuple[float, float]
     covariance: float
     total: int
+
+    def difference_variance(self, _difference: float) -> float:
+        """Variance of the mean difference, whatever it is."""
+        return self.ratio_variance(1.0)
+
+    def ratio_variance(self, ratio: float) -> float:
+        """Variance of value - ratio * baseline."""
+        baseline, value = self.variances
+        return max(0.0, value + ratio**2 * baseline - 2 * ratio * self.covariance) / self.total
 
 
 Pairs = tuple[Sequence[float], Sequence[float]]
@@ -94,18 +126,22 @@ def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
     Raises:
         ValueError: a task has no pairs, or lists of different length.
     """
-    strata = [_stratum(*pairs) for pairs in tasks]
+    return compare_strata([_stratum(*pairs) for pairs in tasks])
+
+
+def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
+    """`compare_pairs` of tasks whose pairs are counted or summed up."""
     count = len(strata)
-    baseline = math.fsum(_means(s)[0] for s in strata) / count
-    value = math.fsum(_means(s)[1] for s in strata) / count
+    baseline = math.fsum(s.means[0] for s in strata) / count
+    value = math.fsum(s.means[1] for s in strata) / count
     critical = student_quantile(0.5 + CONFIDENCE / 2, _freedom(strata))
 
     def gap(difference: float) -> float:
-        variance = math.fsum(_difference_variance(s, difference) for s in strata) / count**2
+        variance = math.fsum(s.difference_variance(difference) for s in strata) / count**2
         return _studentize(value - baseline - difference, variance)
 
     def ratio_gap(ratio: float) -> float:
-        variance = math.fsum(_ratio_variance(s, ratio) for s in strata) / count**2
+        variance = math.fsum(s.ratio_variance(ratio) for s in strata) / count**2
         return _studentize(value - ratio * baseline, variance)
 
     low, high = _interval(gap, value - baseline, critical, *_difference_range(strata))
@@ -145,67 +181,21 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * binomial_cdf(fewer, total) - binomial_pmf(fewer, total))
 
 
-def difference_interval(counts: Counts) -> tuple[float, float]:
-    """Tango's 95 % score interval of the difference of two paired shares."""
-    critical = NORMAL.inv_cdf(0.5 + CONFIDENCE / 2)
-    estimate = (counts.won - counts.lost) / counts.total
-
-    def gap(difference: float) -> float:
-        return _studentize(estimate - difference, _difference_variance(counts, difference))
-
-    return _interval(gap, estimate, critical, -1.0, 1.0)
-
-
 def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Moments:
     if len(baseline) != len(value) or not baseline:
         raise ValueError(f"pairs need as many scores on both sides, at least one: {len(baseline)} and {len(value)}")
     if {*baseline, *value} <= {0.0, 1.0}:
         return count_pairs(baseline, value)
     total = len(baseline)
-    mean_b, mean_v = math.fsum(baseline) / total, math.fsum(value) / total
     free = max(1, total - 1)
+    means = math.fsum(baseline) / total, math.fsum(value) / total
+    around_b, around_v = ([x - mean for x in scores] for scores, mean in zip((baseline, value), means, strict=True))
     return Moments(
-        baseline=mean_b,
-        value=mean_v,
-        baseline_variance=math.fsum((x - mean_b) ** 2 for x in baseline) / free,
-        value_variance=math.fsum((y - mean_v) ** 2 for y in value) / free,
-        covariance=math.fsum((x - mean_b) * (y - mean_v) for x, y in zip(baseline, value, strict=True)) / free,
+        means=means,
+        variances=(math.fsum(x * x for x in around_b) / free, math.fsum(y * y for y in around_v) / free),
+        covariance=math.fsum(x * y for x, y in zip(around_b, around_v, strict=True)) / free,
         total=total,
     )
-
-
-def _means(stratum: Counts | Moments) -> tuple[float, float]:
-    if isinstance(stratum, Moments):
-        return stratum.baseline, stratum.value
-    return (stratum.both + stratum.lost) / stratum.total, (stratum.both + stratum.won) / stratum.total
-
-
-def _difference_variance(stratum: Counts | Moments, difference: float) -> float:
-    """Variance of the mean difference, if `difference` were true (for counts: at the likeliest shares under it)."""
-    if isinstance(stratum, Moments):
-        spread = stratum.baseline_variance + stratum.value_variance - 2 * stratum.covariance
-        return max(0.0, spread) / stratum.total
-    n, won, lost = stratum.total, stratum.won, stratum.lost
-    # The likeliest share of lost items solves 2n q^2 + linear q + constant = 0; that of won items is q + difference.
-    linear = -won - lost + (2 * n - won + lost) * difference
-    constant = -lost * difference * (1 - difference)
-    share = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
-    return max(0.0, 2 * share + difference * (1 - difference)) / n
-
-
-def _ratio_variance(stratum: Counts | Moments, ratio: float) -> float:
-    """Variance of value - ratio * baseline, if `ratio` were true."""
-    if isinstance(stratum, Moments):
-        spread = stratum.value_variance + ratio**2 * stratum.baseline_variance - 2 * ratio * stratum.covariance
-        return max(0.0, spread) / stratum.total
-    n = stratum.total
-    won, lost, neither = stratum.won / n, stratum.lost / n, stratum.neither / n
-    before, after = _means(stratum)
-    root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
-    top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
-    likely_lost = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
-    likely_won = ratio * likely_lost - (ratio - 1) * (1 - neither)
-    return max(0.0, ratio * (likely_won + likely_lost)) / n
 
 
 def _studentize(gap: float, variance: float) -> float:
@@ -232,8 +222,8 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
     """Differences to search: all there are for shares, far beyond the plausible for other scores."""
     if all(isinstance(s, Counts) for s in strata):
         return -1.0, 1.0
-    centre = math.fsum(after - before for before, after in map(_means, strata)) / len(strata)
-    reach = 1.0 + 1e3 * math.sqrt(math.fsum(_difference_variance(s, 0.0) for s in strata))
+    centre = math.fsum(after - before for before, after in (s.means for s in strata)) / len(strata)
+    reach = 1.0 + 1e3 * math.sqrt(math.fsum(s.difference_variance(0.0) for s in strata))
     return centre - reach, centre + reach
 
 

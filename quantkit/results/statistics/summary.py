@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantkit.results import BenchmarkRun
 from quantkit.results.statistics.distributions import binomial_pmf
 
 OUTLIER_DEVIATIONS = 5.0  # residuals beyond this many robust deviations are stalls, not the cost of a step
@@ -50,6 +51,11 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
         return None
     p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
     return Quantiles(p50=p50, p90=p90, p99=p99, mean=math.fsum(values) / len(values), count=len(values))
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return statistics.median(values) if values else None
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -116,6 +122,12 @@ def fit_polynomial(
     if len(kept) == len(x) or len(kept) < degree + 2 or len(set(chosen)) < degree + 1:
         return first
     return _least_squares(chosen, [y[i] for i in kept], degree, num_dropped=len(x) - len(kept))
+
+
+def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
+    """ITL = a + b * context of one run, see `fit_polynomial`."""
+    points = run.context_gaps
+    return fit_polynomial([context for context, _ in points], [gap for _, gap in points])
 
 
 def _least_squares(x: Sequence[float], y: Sequence[float], degree: int, *, num_dropped: int = 0) -> PolynomialFit:

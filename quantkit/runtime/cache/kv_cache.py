@@ -56,20 +56,20 @@ class KVCache:
         self.max_sequences = max_sequences
         self.device = torch.device(device)
         try:
-            self._pools = [self._pool(layout) for layout in self.layouts]
+            self._pools = [
+                torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
+                for layout in self.layouts
+            ]
             self._residuals = [self._residual(layout) for layout in self.layouts]
         except RuntimeError as error:
-            wanted = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
+            needed = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
             raise ResourceError(
-                f"a KV cache of {num_pages} pages needs {wanted / 2**20:.0f} MiB on {self.device}, which are not free; "
+                f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
         parts = zip(self.layouts, self._pools, self._residuals, strict=True)
         self._views = [layout.views(pool, residual) for layout, pool, residual in parts]
         self._attention = [paged_attention(views) for views in self._views]
-
-    def _pool(self, layout: KVLayout) -> Tensor:
-        return torch.empty(self.num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
 
     def _residual(self, layout: KVLayout) -> Tensor | None:
         if not layout.has_residual:

@@ -1,8 +1,9 @@
-"""How many pages the KV pool has, decided before it is allocated."""
+"""How many pages the KV pool has, decided before it is allocated, and how many tokens a sequence may have then."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,26 +17,24 @@ _SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unaske
 _STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
 
 
-def size_pool(layouts: Sequence[KVLayout], config: EngineConfig, max_length: int, device: torch.device) -> int:
+def size_pool(layouts: Sequence[KVLayout], config: EngineConfig, model_length: int, device: torch.device) -> int:
     """Pages of the pool: as asked, as the budget allows, or enough for everybody as far as memory is free.
 
     Args:
         layouts: of all layers, a draft model's too; none when the model keeps its own keys and values.
         config: settings; its num_pages wins over its memory, which is for the pool and the residual windows.
-        max_length: tokens of one sequence, whether asked for or the model's.
+        model_length: tokens of one sequence, as far as the model can.
         device: where it will be.
     Raises:
         RequestError: no page, or not one sequence of the length asked for, fits; the message has the numbers.
     """
-    wanted = config.max_sequences * config.pages_for(max_length)
-    if not layouts:
-        return config.num_pages or min(wanted, _STATELESS_TOKENS // config.page_size)
-    if config.num_pages is not None:
-        return config.num_pages
+    num_pages = config.max_sequences * config.pages_for(config.context_length(model_length))
+    if config.num_pages is not None or not layouts:
+        return config.num_pages or min(num_pages, _STATELESS_TOKENS // config.page_size)
     budget = config.memory_bytes
     if budget is None:
         budget = int(free_bytes(device) * _SHARE.get(device.type, 0.5))
-    num_pages = min(wanted, pages_for_budget(layouts, config.max_sequences, budget))
+    num_pages = min(num_pages, pages_for_budget(layouts, config.max_sequences, budget))
     least = 1 if config.max_length is None else config.pages_for(config.max_length)
     if num_pages < least:
         needed = least * page_bytes(layouts) + residual_bytes(layouts, config.max_sequences)
@@ -46,3 +45,47 @@ def size_pool(layouts: Sequence[KVLayout], config: EngineConfig, max_length: int
             "give more memory, a smaller max_length or max_sequences, or a smaller KV type"
         )
     return num_pages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """Tokens that fit.
+
+    Args:
+        num_tokens: of one sequence in the KV pool and in the context.
+        max_length: the context alone.
+    """
+
+    num_tokens: int
+    max_length: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_length: int, num_pages: int) -> Capacity:
+        """What a model of this context length and a pool of so many pages hold."""
+        length = config.context_length(model_length)
+        return cls(num_tokens=min(length, num_pages * config.page_size), max_length=length)
+
+    def check(self, num_prompt: int, max_tokens: int | None) -> None:
+        """Refuse a request that can never fit.
+
+        Args:
+            num_prompt: its tokens.
+            max_tokens: new tokens asked for; None = as many as fit, one at least.
+        Raises:
+            RequestError: the message has the number that would fit.
+        """
+        if not num_prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        pooled = self.num_tokens < self.max_length
+        where = f"the KV pool holds {self.num_tokens} tokens" if pooled else f"the context is {self.num_tokens} tokens"
+        left, least = self.num_tokens - num_prompt, 0 if max_tokens == 0 else 1
+        if left < least:
+            beside = " beside a new token" if least else ""
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and {where}; at most {self.num_tokens - least} fit{beside}"
+            )
+        if max_tokens is not None and max_tokens > left:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} need {num_prompt + max_tokens},"
+                f" but {where}; max_tokens can be {left} at most"
+            )

@@ -1,22 +1,71 @@
-"""Puts an engine together from a loaded model: layouts, pool size, caches, proposer. No files are read here."""
+"""An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
-from quantkit.kernels.layouts import KVLayout, kv_dtype
+from quantkit.kernels.layouts import KVLayout, kv_scheme
+from quantkit.models.config import NotNative
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.sizing import size_pool
+from quantkit.runtime.cache.sizing import Capacity, size_pool
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.capacity import context_length
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from quantkit.runtime.engine.speculation_controller import SpeculationController
-from quantkit.runtime.model.model import Model
+from quantkit.runtime.model.cache_schemes import read_stored_cache
+from quantkit.runtime.model.config import ModelConfig, read_config
+from quantkit.runtime.model.loader import find_format, find_native, pick_dtype
+from quantkit.runtime.model.model import Model, config_layouts
+
+
+def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
+    """Tokens of one sequence, as the engine will have them; only headers are read.
+
+    Args:
+        path: model directory.
+        draft: directory of the draft model, whose cache shares the memory; None = there is none.
+        config: settings.
+        device: that they name.
+    Returns:
+        None for a model that only transformers can tell about.
+    Raises:
+        SchemeError: an unknown KV type.
+        RequestError: the pool, the context or the vocabularies do not allow what was asked for.
+        ModelError, CheckpointError: there is no such model.
+    """
+    kv_scheme(config.kv_cache)  # refuses an unknown name, whatever runs the model
+    if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
+        return None
+    model, layouts = read
+    drafting = None if draft is None else _read(draft, None, config, device)
+    if drafting is not None:
+        if drafting[0].vocab_size != model.vocab_size:
+            raise RequestError(
+                f"the draft model {draft} knows {drafting[0].vocab_size} tokens, the model {model.vocab_size}; "
+                "a draft needs the same vocabulary"
+            )
+        layouts += drafting[1]
+    return Capacity.of(config, model.max_length, size_pool(layouts, config, model.max_length, device))
+
+
+def _read(
+    path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device
+) -> tuple[ModelConfig, list[KVLayout]] | None:
+    """A model's config and how its layers will keep keys and values; None when it does not run natively."""
+    reader = CheckpointReader(path)
+    try:
+        model = read_config(reader.config, find_native(reader))
+        find_format(reader)
+    except NotNative:
+        return None
+    dtype, _ = pick_dtype(config.dtype, reader, model, device)
+    return model, config_layouts(model, read_stored_cache(reader, model), kv_cache, config.page_size, dtype)
 
 
 def build_engine(
@@ -45,11 +94,9 @@ def build_engine(
     """
     if not model.paged and config.kv_cache != "auto":
         raise RequestError(f"kv_cache {config.kv_cache!r} is only for models that run natively; leave it out")
-    length = context_length(config, model.max_length)
-    caches = model.stored_cache.choose(config.kv_cache)
-    layouts = model.layouts(caches, config.page_size, kv_dtype(config.kv_cache, model.dtype))
+    layouts = model.layouts(config.kv_cache, config.page_size)
     draft_layouts = [] if draft is None else draft.layouts(None, config.page_size)
-    num_pages = size_pool([*layouts, *draft_layouts], config, length, model.device)
+    num_pages = size_pool([*layouts, *draft_layouts], config, model.max_length, model.device)
 
     def cache(layouts: Sequence[KVLayout], device: torch.device) -> KVCache | None:
         """None for a model that keeps its own keys and values and so has no layouts."""

@@ -81,67 +81,65 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         """The batch of these chunks; valid until the next call."""
-        total = sum(len(chunk.tokens) for chunk in chunks)
+        query_lengths = tuple([len(chunk.tokens) for chunk in chunks])
+        context_lengths = tuple([chunk.start + len(chunk.tokens) for chunk in chunks])
+        total, count = sum(query_lengths), len(chunks)
         if total > len(self._tokens.array):
             self._reserve(2 * total)
         starts, rows, logits = self._starts.array, self._rows.array, self._logits.array
         at = num_logits = 0
-        longest = 1
         for index, chunk in enumerate(chunks):
-            holder, count = chunk.holder, len(chunk.tokens)
+            holder = chunk.holder
             if holder.num_table_entries != len(holder.pages):
                 self._tabulate(holder)
             self._fill(chunk, at)
-            starts[index] = at
-            rows[index] = holder.row
-            at += count
-            longest = max(longest, chunk.start + count)
+            starts[index], rows[index] = at, holder.row
+            at += query_lengths[index]
             for row in range(at - chunk.num_logits, at):
                 logits[num_logits] = row
                 num_logits += 1
-        starts[len(chunks)] = at
-        tokens, positions, slots, residual_rows, wanted, begins, table = self._send(
-            (self._tokens, at),
-            (self._positions, at),
-            (self._slots, at),
-            (self._rows, len(chunks)),
+        starts[count] = total
+        parts = (
+            (self._tokens, total),
+            (self._positions, total),
+            (self._slots, total),
+            (self._rows, count),
             (self._logits, num_logits),
-            (self._starts, len(chunks) + 1),
-            table=self._rows_of(chunks, -(-longest // self._page_size)),
+            (self._starts, count + 1),
         )
+        table = self._rows_of(chunks, -(-max(context_lengths) // self._page_size))
+        if self._device.type == "cpu":  # views, the same ones as long as the sizes are
+            tensors = (*[buffer.first(size) for buffer, size in parts], torch.from_numpy(table))
+        else:
+            tensors = send(self._device, *[buffer.array[:size] for buffer, size in parts], table)
+        token_ids, positions, slots, residual_rows, logit_rows, query_starts, page_table = tensors
         return ForwardBatch(
-            token_ids=tokens,
+            token_ids=token_ids,
             positions=positions,
-            query_starts=begins,
-            page_table=table,
+            query_starts=query_starts,
+            page_table=page_table,
             slots=slots,
             residual_rows=residual_rows,
-            logit_rows=wanted,
-            query_lengths=tuple([len(chunk.tokens) for chunk in chunks]),
-            context_lengths=tuple([chunk.start + len(chunk.tokens) for chunk in chunks]),
+            logit_rows=logit_rows,
+            query_lengths=query_lengths,
+            context_lengths=context_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),
         )
 
-    def _send(self, *parts: tuple[_Buffer, int], table: Array) -> tuple[Tensor, ...]:
-        """The first entries of buffers, and a page table, on the device: views on the CPU, else one copy."""
-        if self._device.type == "cpu":
-            return (*[buffer.first(count) for buffer, count in parts], torch.from_numpy(table))
-        return send(self._device, *[buffer.array[:count] for buffer, count in parts], table)
-
     def _fill(self, chunk: ScheduledChunk, at: int) -> None:
         """Write tokens, positions and slots of one chunk."""
-        pages, start, size = chunk.holder.pages, chunk.start, self._page_size
-        if len(chunk.tokens) == 1:
-            self._tokens.array[at] = chunk.tokens[0]
+        holder, tokens, start, _ = chunk
+        size, count = self._page_size, len(tokens)
+        if count == 1:
+            self._tokens.array[at] = tokens[0]
             self._positions.array[at] = start
-            self._slots.array[at] = pages[start // size] * size + start % size
+            self._slots.array[at] = holder.pages[start // size] * size + start % size
             return
-        end = at + len(chunk.tokens)
-        positions = np.arange(start, start + len(chunk.tokens))
-        self._tokens.array[at:end] = chunk.tokens
-        self._positions.array[at:end] = positions
-        page = self._table[chunk.holder.row, positions // size].astype(np.int64)
-        self._slots.array[at:end] = page * size + positions % size
+        positions = np.arange(start, start + count)
+        self._tokens.array[at : at + count] = tokens
+        self._positions.array[at : at + count] = positions
+        page = self._table[holder.row, positions // size].astype(np.int64)
+        self._slots.array[at : at + count] = page * size + positions % size
 
     def _tabulate(self, holder: PageHolder) -> None:
         """Bring the holder's row of the page table up to date; a row just given out still shows its last owner."""

@@ -19,10 +19,10 @@ from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.cache.sizing import Capacity
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.detokenizer import TextStream, decoder
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
-from quantkit.runtime.engine.capacity import Capacity
 from quantkit.runtime.engine.overlap import InFlightStep, Overlap
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work
@@ -185,11 +185,8 @@ class Engine:
             self._commit(launched, outputs)
             return
         chunks = [_chunk(sequence, count) for sequence, count in work]
-        drafts = [len(sequence.drafts) for sequence, _ in work if sequence.drafts]
-        logits = self.runner.step(chunks)
-        if any(sequence.scores is not None for sequence, _ in work):
-            collect_scores(logits.values, ((s, chunk) for (s, _), chunk in zip(work, chunks, strict=True)))
-        num_drawn = self._accept(work, chunks, logits, outputs)
+        drafts = [] if self.controller is None else [len(sequence.drafts) for sequence, _ in work if sequence.drafts]
+        num_drawn = self._accept(work, chunks, self.runner.step(chunks), outputs)
         # Only steps without prompt tokens tell what drafts are worth.
         if self.controller is not None and (drafts or not asked) and num_drawn == sum(count for _, count in work):
             self.controller.timed(len(work), time.perf_counter() - began, drafts)
@@ -205,18 +202,23 @@ class Engine:
         return count
 
     def _accept(self, work: Work, chunks: list[ScheduledChunk], logits: Logits, outputs: list[StepOutput]) -> int:
-        """Choose tokens and give each sequence its own; how many were chosen."""
-        counts = [_num_drawn(sequence, count) for sequence, count in work]
+        """Score prompts, choose tokens and give each sequence its own; how many were chosen."""
+        counts: list[int] = []
         rows: Rows = []
-        for (sequence, _), num_drawn in zip(work, counts, strict=True):
-            if num_drawn == 1:
-                rows.append((sequence, 0))
-            else:
-                rows.extend((sequence, ahead) for ahead in range(num_drawn))
-        if 0 < len(rows) < sum([chunk.num_logits for chunk in chunks]):  # others were only scored
-            logits = select_rows(logits, _last_rows(chunks, counts))
+        is_scored = False
+        for sequence, count in work:
+            # None while more of a prompt is known, else one more than drafts.
+            ends = sequence.num_computed + count >= len(sequence.ids) < sequence.limit
+            counts.append(1 + len(sequence.drafts) if ends else 0)
+            for ahead in range(counts[-1]):
+                rows.append((sequence, ahead))
+            is_scored |= sequence.scores is not None
+        if is_scored:
+            collect_scores(logits.values, ((s, chunk) for (s, _), chunk in zip(work, chunks, strict=True)))
+            if 0 < len(rows) < len(logits.values):
+                logits = select_rows(logits, _last_rows(chunks, counts))
         tokens = sample(logits, rows) if rows else []
-        logprobs = log_probabilities(logits.values, rows, tokens) if rows else []
+        logprobs = log_probabilities(logits.values, rows, tokens)
         now = time.perf_counter()
         at = 0
         for (sequence, count), num_drawn in zip(work, counts, strict=True):
@@ -230,18 +232,18 @@ class Engine:
             if num_drawn > 1:
                 chosen = self._verified(sequence, chosen)
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
-            outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn]))
+            outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn] if logprobs else None))
             at += num_drawn
         return len(rows)
 
     def _commit(self, step: InFlightStep, outputs: list[StepOutput]) -> None:
         """Give each sequence of a step that was launched before its token; those that have ended since want none."""
-        tokens = step.copy.read()
+        tokens = step.read()
         now = time.perf_counter()
         for sequence, token in zip(step.sequences, tokens, strict=True):
             if sequence.id in self._requests:
                 sequence.num_computed = len(sequence.ids)
-                outputs.append(self._append(sequence, [token], now, [None]))
+                outputs.append(self._append(sequence, [token], now))
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """The chosen tokens up to the first that a draft did not foresee: that one is right too, the rest is not."""
@@ -256,17 +258,17 @@ class Engine:
         return chosen[: accepted + 1]
 
     def _append(
-        self, sequence: Sequence, tokens: list[int], now: float, logprobs: list[TokenLogprob | None]
+        self, sequence: Sequence, tokens: list[int], now: float, logprobs: list[TokenLogprob | None] | None = None
     ) -> StepOutput:
         """Add tokens until one ends the request; the news."""
         reason: FinishReason | None = None
         text, stopped, first = "", False, len(sequence.ids)
-        for token, logprob in zip(tokens, logprobs, strict=False):  # no log-probabilities of rejected drafts
+        for number, token in enumerate(tokens):
             sequence.ids.append(token)
             sequence.token_times.append(now)
             if sequence.history is not None:
                 sequence.history.add(token)
-            if logprob is not None:
+            if logprobs is not None and (logprob := logprobs[number]) is not None:
                 sequence.logprobs.append(logprob)
             if token in sequence.stop_ids:
                 reason = "stop"
@@ -277,7 +279,8 @@ class Engine:
             if stopped or len(sequence.ids) >= sequence.limit:
                 reason = "stop" if stopped else "length"
                 break
-        sequence.num_computed = min(sequence.num_computed, len(sequence.ids))
+        if reason is not None:  # what followed the end was computed in vain
+            sequence.num_computed = min(sequence.num_computed, len(sequence.ids))
         self.prefix.publish(sequence)
         added = tuple(sequence.ids[first:])
         if reason is not None:
@@ -317,12 +320,6 @@ class Engine:
             self._proposer.check_integrity(alive)
 
 
-def _num_drawn(sequence: Sequence, count: int) -> int:
-    """Tokens to choose in a step that feeds so many: none while more is known, else one more than drafts."""
-    ends = sequence.num_computed + count >= len(sequence.ids) < sequence.limit
-    return 1 + len(sequence.drafts) if ends else 0
-
-
 def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
     """Numbers, among the rows of all chunks, of so many last rows of each."""
     ends = accumulate(chunk.num_logits for chunk in chunks)
@@ -331,9 +328,6 @@ def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
 
 def _chunk(sequence: Sequence, count: int) -> ScheduledChunk:
     """The tokens of a sequence's next step, drafts last."""
-    start = sequence.num_computed
-    end = start + count
-    tokens = sequence.ids[start : end - len(sequence.drafts)]
-    if sequence.drafts:
-        tokens += sequence.drafts
-    return ScheduledChunk(sequence, tokens, start, max(0, end - max(start, sequence.first_row)))
+    start, end = sequence.num_computed, sequence.num_computed + count
+    num_logits = end - max(start, sequence.first_row)
+    return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))

@@ -13,7 +13,6 @@ Then the engine goes on as without it. The tokens are the same either way.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,15 +24,16 @@ from quantkit.runtime.sampling.sampler import choose
 from quantkit.runtime.sequence import Sequence
 
 
-class AsyncCopy:
-    """Tokens on their way to the host: `read` waits for them, and for nothing that was launched later.
+class InFlightStep:
+    """A decode step that has been launched and whose tokens have not been read; they are on their way to the host.
 
     Args:
+        sequences: one new token each.
         tokens: (R,) int64, on any device.
     """
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
+    def __init__(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        self.sequences, self.tokens = sequences, tokens
         self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
         self._host.copy_(tokens, non_blocking=True)  # the next step may write over them
         self._arrived = None
@@ -42,26 +42,11 @@ class AsyncCopy:
             self._arrived.record()
 
     def read(self) -> list[int]:
-        """The tokens."""
+        """The tokens; waits for them, and for nothing that was launched later."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens: list[int] = self._host.tolist()
         return tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InFlightStep:
-    """A decode step that has been launched and whose tokens have not been read.
-
-    Args:
-        sequences: one new token each.
-        starts: its position in each.
-        copy: brings the tokens to the host.
-    """
-
-    sequences: tuple[Sequence, ...]
-    starts: tuple[int, ...]
-    copy: AsyncCopy
 
 
 class Overlap:
@@ -86,9 +71,7 @@ class Overlap:
             params = sequence.params
             if sequence.history is not None or params.logprobs is not None or params.scoring is not None:
                 return False
-        sequences = tuple(sequence for sequence, _ in work)
-        starts = tuple(sequence.num_computed for sequence in sequences)
-        self._in_flight = self._start(sequences, starts, None)
+        self._in_flight = self._start([sequence for sequence, _ in work], None)
         return True
 
     def next(self, alive: Container[int]) -> InFlightStep | None:
@@ -114,21 +97,20 @@ class Overlap:
         for sequence in step.sequences:
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:
                 return None
-        starts = tuple(start + 1 for start in step.starts)
-        if len(self._scheduler.running) != len(starts) or self._scheduler.waiting:
+        if len(self._scheduler.running) != len(step.sequences) or self._scheduler.waiting:
             return None
-        if not self._scheduler.reserve((s, start + 1) for s, start in zip(step.sequences, starts, strict=True)):
+        if not self._scheduler.reserve((sequence, sequence.num_computed + 2) for sequence in step.sequences):
             return None
         self.num_followed += 1
-        return self._start(step.sequences, starts, step.copy.tokens)
+        return self._start(step.sequences, step.tokens)
 
-    def _start(self, sequences: tuple[Sequence, ...], starts: tuple[int, ...], tokens: Tensor | None) -> InFlightStep:
+    def _start(self, sequences: list[Sequence], tokens: Tensor | None) -> InFlightStep:
         """Run a step: on these tokens of the device, if the host does not know them yet."""
-        chunks = [
+        ahead = 0 if tokens is None else 1  # steps of which nothing has been committed
+        chunks = []
+        for sequence in sequences:
+            start = sequence.num_computed + ahead
             # What the host does not know is read from the device instead.
-            ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1)
-            for sequence, start in zip(sequences, starts, strict=True)
-        ]
+            chunks.append(ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1))
         logits = self._runner.step(chunks, tokens)
-        chosen = choose(logits, [(sequence, 0 if tokens is None else 1) for sequence in sequences])
-        return InFlightStep(sequences=sequences, starts=starts, copy=AsyncCopy(chosen))
+        return InFlightStep(sequences, choose(logits, [(sequence, ahead) for sequence in sequences]))

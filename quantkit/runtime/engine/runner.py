@@ -37,7 +37,8 @@ class Runner:
         self._no_graphs: str | None = None
         if model.device.type != "cuda" or not isinstance(model, NativeModel) or cache is None:
             return
-        self._no_graphs = _switched_off() or why_not(model, cache, max_pages * size)
+        off = os.environ.get("QUANTKIT_CUDA_GRAPHS", "1") == "0"
+        self._no_graphs = "QUANTKIT_CUDA_GRAPHS=0" if off else why_not(model, cache, max_pages * size)
         if self._no_graphs is None:
             self._graphs = DecodeGraphs(model, cache, self._builder, max_sequences=rows, max_pages=max_pages)
 
@@ -65,7 +66,3 @@ class Runner:
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
         return self.model.forward(batch, self.cache)
-
-
-def _switched_off() -> str | None:
-    return "QUANTKIT_CUDA_GRAPHS=0" if os.environ.get("QUANTKIT_CUDA_GRAPHS", "1") == "0" else None

@@ -55,7 +55,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._pool = pool
         self._prefix = prefix
-        self._config = config
+        self._config, self._page_size = config, config.page_size  # read for each sequence of each step
         self._on_preempt = on_preempt
         self._fixed_chunks = fixed_chunks
         self._rows = list(range(config.max_sequences - 1, -1, -1))
@@ -110,20 +110,20 @@ class Scheduler:
                 prefills.append(sequence)
                 sequence.drafts = []
             elif self._take_pages(sequence, sequence.num_computed + 1):
-                spare -= self._keep_drafts(sequence, spare)
+                if sequence.drafts:
+                    self._cut_drafts(sequence, spare)
+                spare -= len(sequence.drafts)
                 work.append((sequence, 1 + len(sequence.drafts)))
             else:  # it waits for pages; the next step's drafts are not to be added to these
                 sequence.drafts = []
         # Every running sequence was charged one token above; prompts are not decodes.
         return work, [s for s in prefills if s.row >= 0], spare + len(self.running) - len(work)
 
-    def _keep_drafts(self, sequence: Sequence, spare: int) -> int:
-        """Cut the drafts to what budget and free pages allow; how many are left. Nobody is preempted for drafts."""
-        if sequence.drafts:
-            del sequence.drafts[max(0, spare) :]
-            if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
-                sequence.drafts = []
-        return len(sequence.drafts)
+    def _cut_drafts(self, sequence: Sequence, spare: int) -> None:
+        """Leave the drafts that budget and free pages allow. Nobody is preempted for drafts."""
+        del sequence.drafts[max(0, spare) :]
+        if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
+            sequence.drafts = []
 
     def _admit(self, prefills: list[Sequence], budget: int) -> list[Sequence]:
         """Let waiting sequences run while there are rows, pages and tokens for them; those that now do."""
@@ -171,7 +171,7 @@ class Scheduler:
 
     def _first_chunk(self, sequence: Sequence) -> int:
         count, is_whole = self._next_chunk(sequence)
-        return count if is_whole or sequence.params.scoring else min(count, self._config.page_size)
+        return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
     def _next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
         """Tokens that a prompt would like to have computed in its next step, and whether it is all of them or none.
@@ -185,7 +185,7 @@ class Scheduler:
         if not self._fixed_chunks:
             return min(left, scoring.chunk_size or left), False
         first, done = sequence.first_row, sequence.num_computed
-        ends = (first - first % self._config.page_size, first, len(sequence.ids))
+        ends = (first - first % self._page_size, first, len(sequence.ids))
         limit = min(scoring.chunk_size or left, self._config.token_budget)
         return min(next(end for end in ends if end > done) - done, limit), True
 
@@ -195,7 +195,7 @@ class Scheduler:
             if count <= 0 or sequence.row < 0:
                 continue
             if not self._take_pages(sequence, sequence.num_computed + count):
-                fitting = (len(sequence.pages) + self._pool.num_free) * self._config.page_size
+                fitting = (len(sequence.pages) + self._pool.num_free) * self._page_size
                 count = min(count, fitting - sequence.num_computed)
                 if count <= 0 or is_whole:
                     continue
@@ -210,7 +210,7 @@ class Scheduler:
         left under-filled. A chunk that must be whole is beyond the budget if it is the first: it would never fit else.
         """
         chunks = [self._next_chunk(sequence) for sequence in prefills]
-        size, left, shares = self._config.page_size, budget, list[int]()
+        size, left, shares = self._page_size, budget, list[int]()
         num_behind = sum(sequence.draws for sequence in prefills)
         for sequence, (need, is_whole) in zip(prefills, chunks, strict=True):
             num_behind -= sequence.draws
@@ -235,11 +235,12 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for so many tokens from what is free; whether there are enough."""
+        if num_tokens <= len(sequence.pages) * self._page_size:  # as in nearly every decode step
+            return True
         missing = self._missing(sequence, num_tokens)
         if missing > self._pool.num_free:
             return False
-        if missing > 0:
-            sequence.pages.extend(self._pool.allocate(missing))
+        sequence.pages.extend(self._pool.allocate(missing))
         return True
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -281,7 +282,7 @@ class Scheduler:
         rows = [sequence.row for sequence in self.running]
         assert sorted([*rows, *self._rows]) == list(range(self._config.max_sequences)), f"rows lost or doubled: {rows}"
         for sequence in self.running:
-            held = len(sequence.pages) * self._config.page_size
+            held = len(sequence.pages) * self._page_size
             assert sequence.num_computed <= held, f"request {sequence.id}: {sequence.num_computed} tokens in {held}"
             assert sequence.num_computed < len(sequence.ids) <= sequence.limit, f"request {sequence.id}: lengths"
         for sequence in self.waiting:

@@ -16,6 +16,7 @@ is judged with fresher neighbours than it would have had alone, and the texts ma
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -59,13 +60,11 @@ class NgramProposer:
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._ngrams: dict[int, _Ngrams] = {}
+        self._ngrams: defaultdict[int, _Ngrams] = defaultdict(_Ngrams)
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
         for sequence in sequences:
-            ngrams = self._ngrams.get(sequence.id)
-            if ngrams is None:
-                ngrams = self._ngrams[sequence.id] = _Ngrams()
+            ngrams = self._ngrams[sequence.id]
             ngrams.read(sequence.ids, self._sizes)
             sequence.drafts = ngrams.continuation(sequence.ids, self._sizes, _useful(sequence, count))
 

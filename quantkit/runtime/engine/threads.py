@@ -96,9 +96,9 @@ def thread_limit() -> int:
     quota = cgroup_quota(Path("/sys/fs/cgroup"))
     if quota is not None:
         limits.append(quota)
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if wanted.isdigit():
-        limits.append(int(wanted))
+    openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if openmp.isdigit():
+        limits.append(int(openmp))
     return max(1, min(limits))
 
 

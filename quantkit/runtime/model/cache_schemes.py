@@ -32,16 +32,16 @@ class StoredCache:
     scales: tuple[tuple[Scales, Scales] | None, ...] = ()
     note: str = ""
 
-    def choose(self, name: str) -> tuple[LayerCache, ...]:
+    def choose(self, name: str | None) -> tuple[LayerCache, ...]:
         """The cache of each layer under a short name; see `layouts.kv_scheme`.
 
         Args:
             name: `auto` follows the checkpoint. `fp8` takes its scales where it has them for every layer, else 1.0.
-                The others are what they are without a checkpoint.
+                The others are what they are without a checkpoint; None = as computed.
         Raises:
             SchemeError: no such name.
         """
-        preset = kv_scheme(name)
+        preset = None if name is None else kv_scheme(name)
         if name == "auto" and self.schemes is not None:
             return tuple(map(_with_scales, self.schemes, self.scales))
         if name == "fp8" and preset is not None and self.scales and None not in self.scales:
@@ -73,9 +73,9 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         if schemes is not None:
             raise
         scales, note = (None,) * count, note or f"scales of the KV cache, which config.json does not announce: {error}"
-    for index, found in enumerate(scales):
-        wanted = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
-        if wanted and found is None and config.layers[index].window is None:
+    for index, pair in enumerate(scales):
+        is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
+        if is_announced and pair is None and config.layers[index].window is None:
             raise CheckpointError(
                 f"{reader.path}: config.json announces fixed scales of the KV cache, but {names[index]}.k_scale and "
                 "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"

@@ -15,7 +15,7 @@ import torch
 from quantkit.kernels.reference.block import ACTIVATIONS
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.description import ModelDescription, description_fields
-from quantkit.models.families import Family
+from quantkit.models.family import Family
 from quantkit.models.layer_types import positions_by_layer
 from quantkit.models.rope import RopeConfig, read_rope
 

@@ -23,8 +23,8 @@ from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
-from quantkit.runtime.model.memory import check_memory
-from quantkit.runtime.model.model import Caches
+from quantkit.runtime.model.manifest import check_memory
+from quantkit.runtime.model.model import Model
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -38,8 +38,8 @@ class _State:
     token_ids: list[int] = field(default_factory=list)
 
 
-class TransformersModel:
-    """A transformers model; see `runtime.model.Model`.
+class TransformersModel(Model):
+    """A transformers model.
 
     Args:
         model: loaded, in evaluation mode.
@@ -49,48 +49,50 @@ class TransformersModel:
     """
 
     paged = False
-    stored_cache = StoredCache(num_layers=0)
 
     def __init__(self, model: Any, max_length: int, eos_ids: tuple[int, ...], notes: tuple[str, ...]) -> None:
-        self.max_length, self.eos_ids, self.notes = max_length, eos_ids, notes
-        parameters = list({id(p): p for p in (*model.parameters(), *model.buffers())}.values())
-        self.num_bytes = sum(parameter.nbytes for parameter in parameters)
-        table = model.get_input_embeddings().weight
-        head = model.get_output_embeddings()
-        shared = head is not None and head.weight is table
-        self.stored_bytes = self.num_bytes if shared else self.num_bytes - table.nbytes
-        self.vocab_size: int = table.shape[0] if head is None else head.weight.shape[0]
-        self.dtype: torch.dtype = table.dtype
-        self.device: torch.device = table.device
-        self._model = model
         accepted = inspect.signature(model.forward).parameters
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
         self._has_cache = "past_key_values" in accepted
         self._keeps_rows = "logits_to_keep" in accepted
         if not self._has_cache:
-            self.notes = (
-                *notes,
-                "this model keeps its state in a way of its own: every step computes all tokens again",
-            )
+            notes = (*notes, "this model keeps its state in a way of its own: every step computes all tokens again")
+        parameters = list({id(p): p for p in (*model.parameters(), *model.buffers())}.values())
+        num_bytes = sum(parameter.nbytes for parameter in parameters)
+        table = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        shared = head is not None and head.weight is table
+        super().__init__(
+            vocab_size=table.shape[0] if head is None else head.weight.shape[0],
+            max_length=max_length,
+            eos_ids=eos_ids,
+            stored_bytes=num_bytes if shared else num_bytes - table.nbytes,
+            num_bytes=num_bytes,
+            dtype=table.dtype,
+            device=table.device,
+            notes=notes,
+            stored_cache=StoredCache(num_layers=0),
+        )
+        self._model = model
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
         self._states: dict[int, _State] = {}
 
-    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
         return []
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
         """See `Model`; no KV cache is used."""
-        wanted, rows = batch.logit_rows.tolist(), []
+        logit_rows, rows = batch.logit_rows.tolist(), []
         start = 0
         for sequence_id, count, context in zip(
             batch.sequence_ids, batch.query_lengths, batch.context_lengths, strict=True
         ):
-            local = sorted(row - start for row in wanted if start <= row < start + count)
+            local = sorted(row - start for row in logit_rows if start <= row < start + count)
             tokens = batch.token_ids[start : start + count]
             rows.append(self._advance(sequence_id, tokens, context - count, local))
             start += count
-        return Logits(torch.cat(rows)[_ranks(wanted)])
+        return Logits(torch.cat(rows)[_ranks(logit_rows)])
 
     def forget(self, sequence_id: int) -> None:
         """Drop the sequence's cache."""

@@ -7,37 +7,23 @@ business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, overload
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels import ops
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.ops.linear import activation_quantization_of, multiply
-from quantkit.kernels.types import (
-    ActivationQuantization,
-    Angles,
-    AttentionOptions,
-    HeadNorms,
-    Linear,
-    QuantizedActivations,
-)
+from quantkit.kernels.types import ActivationQuantization, Angles, AttentionOptions, HeadNorms, Linear, LinearFacts
 from quantkit.runtime.cache.kv_cache import KVCache
-
-Rows = Tensor | QuantizedActivations
 
 
 class Norm(Protocol):
     """A norm over the last dimension."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normed x, same shape and dtype."""
-        ...
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed sum of x and residual, and the sum itself."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Normed sum of x and residual, as x, and the sum itself; x where there is no residual."""
         ...
 
 
@@ -48,53 +34,33 @@ class RMSNorm:
     Args:
         weight: (H,).
         eps, offset: see `ops.rms_norm`.
+        quantization: of what it gives, where all that read it want the same; they get `QuantizedActivations` then.
     """
 
     weight: Tensor
     eps: float
     offset: float
+    quantization: ActivationQuantization | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm(x, self.weight, self.eps, self.offset, residual, self.quantization)
 
 
-@dataclass(slots=True, eq=False)
-class QuantizingNorm:
-    """An RMS norm before linears that all quantize their inputs alike: it does that for them, in the same launch.
-
-    Args:
-        norm: of the stream.
-        quantization: of what linears read.
-    """
-
-    norm: RMSNorm
-    quantization: ActivationQuantization
-
-    def __call__(self, x: Tensor) -> Rows:
-        """Normed x, quantized where there is a kernel for it."""
-        return self.add(x, None)[0]
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
-        """Likewise the normed sum of x and residual, and the sum itself."""
-        norm = self.norm
-        return ops.quantized_rms_norm(
-            x, residual, norm.weight, norm.eps, offset=norm.offset, quantization=self.quantization
-        )
-
-
-def norm_for(norm: Norm | QuantizingNorm | None, readers: Sequence[object]) -> Norm | QuantizingNorm | None:
-    """The norm itself, or one that quantizes for its readers.
+def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
+    """The norm itself, or one that quantizes for its readers in the same launch.
 
     Args:
         norm: None = none.
         readers: all that read what it gives.
     """
-    wanted = {activation_quantization_of(reader) for reader in readers}
-    quantization = wanted.pop() if len(wanted) == 1 else None
-    return QuantizingNorm(norm, quantization) if isinstance(norm, RMSNorm) and quantization is not None else norm
+    quantization = _common_quantization(readers)
+    return replace(norm, quantization=quantization) if isinstance(norm, RMSNorm) and quantization is not None else norm
+
+
+def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | None:
+    """How all of these quantize their inputs, if they do and alike; see `types.Linear`."""
+    quantizations = {getattr(reader, "activation_quantization", None) for reader in readers}
+    return quantizations.pop() if len(quantizations) == 1 else None
 
 
 @dataclass(slots=True, eq=False)
@@ -111,17 +77,14 @@ class LayerNorm:
     bias: Tensor | None
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
         if self.weight.dim() > 1:
-            return (ops.layer_norm(x.float(), None, None, self.eps) * self.weight).to(x.dtype)
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self(total), total
+            return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
+        return ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 
-class SideBySide:
+class SideBySide(LinearFacts):
     """Linears that read the same input but cannot be one product, because they are stored differently.
 
     Args:
@@ -129,17 +92,15 @@ class SideBySide:
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
+        shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
+        num_bytes = sum(linear.stored_bytes for linear in linears)
+        super().__init__(shape, num_bytes, " | ".join(linear.description for linear in linears))
         self.linears = tuple(linears)
-        self.in_features = self.linears[0].in_features
-        self.out_features = sum(linear.out_features for linear in self.linears)
-        self.stored_bytes = sum(linear.stored_bytes for linear in self.linears)
-        self.description = " | ".join(linear.description for linear in self.linears)
-        wanted = {activation_quantization_of(linear) for linear in self.linears}
-        self.activation_quantization = wanted.pop() if len(wanted) == 1 else None
+        self.activation_quantization = _common_quantization(linears)
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, sum of N)."""
-        return torch.cat([multiply(linear, x) for linear in self.linears], dim=1)
+        return torch.cat([linear(x) for linear in self.linears], dim=1)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -172,26 +133,26 @@ class Attention:
         self._key_start = self.num_heads * self.head_dim
         self._value_start = self._key_start + self.num_kv_heads * self.head_dim
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
         """Attend.
 
         Args:
-            x: (T, H); quantized only where `qkv` wants it.
+            x: (T, H); `QuantizedActivations` only where `qkv` takes them.
             batch: this step.
             cache: read and written.
             angles: cosine and sine (T, R/2) of the new tokens; None = no positions.
         Returns:
             (T, H).
         """
-        qkv, norms, layer = multiply(self.qkv, x), self.norms, self.layer
+        qkv, norms = self.qkv(x), self.norms
         query, key = qkv[:, : self._key_start], qkv[:, self._key_start : self._value_start]
         if norms is not None and self.norm_flat:
-            query, key = norms[0](query), norms[1](key)
+            query, key = norms[0](query)[0], norms[1](key)[0]
         shape = (len(x), -1, self.head_dim)
         query, key, value = query.view(shape), key.view(shape), qkv[:, self._value_start :].view(shape)
         if norms is not None and not self.norm_flat:
-            query, key = norms[0](query), norms[1](key)
-        attended = cache.attend(layer, query, key, value, batch, self.options, angles)
+            query, key = norms[0](query)[0], norms[1](key)[0]
+        attended = cache.attend(self.layer, query, key, value, batch, self.options, angles)
         return self.output(attended.reshape(len(x), -1))
 
 
@@ -220,24 +181,18 @@ class MLP:
     down: Linear
     activation: str
     gated: bool
-    _quantization: ActivationQuantization | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._quantization = activation_quantization_of(self.down)
 
     @property
     def activation_quantization(self) -> ActivationQuantization | None:
-        """How `up` rounds its inputs, if it does; see `ops.linear.activation_quantization_of`."""
-        return activation_quantization_of(self.up)
+        """How `up` quantizes its inputs."""
+        return self.up.activation_quantization
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
-        opened = multiply(self.up, x)
+        opened = self.up(x)
         if not self.gated:
             return self.down(ops.activate(opened, self.activation))
-        if self._quantization is None:
-            return self.down(ops.gated(opened, self.activation))
-        return multiply(self.down, ops.quantized_gated(opened, self.activation, self._quantization))
+        return self.down(ops.gated(opened, self.activation, self.down.activation_quantization))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -255,10 +210,10 @@ class Block:
     """
 
     attention: Attention
-    mlp: Callable[[Tensor], Tensor] | MLP
-    input_norm: Norm | QuantizingNorm | None
+    mlp: Callable[[Tensor], Tensor]
+    input_norm: Norm | None
     attention_norm: Norm | None
-    mlp_norm: Norm | QuantizingNorm | None
+    mlp_norm: Norm | None
     output_norm: Norm | None
     parallel: bool
     scale: float
@@ -284,32 +239,22 @@ class Block:
         entered, x = enter(self.input_norm, x, pending)
         attended = self.attention(entered, batch, cache, angles)
         if self.attention_norm is not None:
-            attended = self.attention_norm(attended)
+            attended, _ = self.attention_norm(attended)
         if self.scale != 1.0:
             attended = attended * self.scale
         if self.parallel:
-            entered = entered if self.mlp_norm is None else self.mlp_norm(x)
+            entered = entered if self.mlp_norm is None else self.mlp_norm(x)[0]
         else:
             entered, x = enter(self.mlp_norm, x, attended)
-        added = self.mlp(entered)  # type: ignore[arg-type]  # quantized only where it wants that
+        added = self.mlp(entered)
         if self.output_norm is not None:
-            added = self.output_norm(added)
+            added, _ = self.output_norm(added)
         if self.scale != 1.0:
             added = added * self.scale
         return x, (attended + added if self.parallel else added)
 
 
-@overload
 def enter(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of a norm that does not quantize."""
-
-
-@overload
-def enter(norm: Norm | QuantizingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
-    """Of one that may."""
-
-
-def enter(norm: Norm | QuantizingNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Rows, Tensor]:
     """Add what is pending to the residual stream and norm the sum.
 
     Args:
@@ -319,9 +264,7 @@ def enter(norm: Norm | QuantizingNorm | None, x: Tensor, pending: Tensor | None)
     Returns:
         the normed stream, and the stream.
     """
-    if pending is None:
-        return (x if norm is None else norm(x)), x
     if norm is not None:
-        return norm.add(pending, x)
-    total = x + pending
+        return norm(x) if pending is None else norm(pending, x)
+    total = x if pending is None else x + pending
     return total, total

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import InputError, ModelError, SchemeError
-from quantkit.formats import REGISTRY as FORMATS
+from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
+from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import NotNative
-from quantkit.models.families import Family, find, supported
+from quantkit.models.families import find, supported
+from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_tensors, head_name, manifest_of
-from quantkit.runtime.model.memory import check_memory
+from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
-from quantkit.untrusted import read_json
+from quantkit.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
@@ -106,9 +106,7 @@ def load_native(
         CheckpointError, ResourceError: see `load_model`.
     """
     format_, scheme = find_format(reader)
-    manifest = manifest_of(config, reader)
-    tied = head_name(config.family, reader) if config.tied else None
-    check_tensors(manifest, reader, scheme, tied)
+    check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device)
@@ -126,6 +124,8 @@ def load_native(
     release_freed_memory()
     return NativeModel(
         config=config,
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
         embedding=table,
         blocks=blocks,
         ropes=ropes,
@@ -147,18 +147,10 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
     Raises:
         ModelError: they are in a format that is not decoded here.
     """
-    described = reader.config.get("quantization_config")
-    if not described:
-        return None, None
-    method = described.get("quant_method") if isinstance(described, dict) else described
     try:
-        for known in FORMATS.all().values():
-            scheme = known.recognise(reader.config)
-            if scheme is not None:
-                return known, scheme
-    except SchemeError as error:
-        raise NotNative(f"quantization by {method!r} of this kind ({error})") from error
-    raise NotNative(f"quantization by {method!r}")
+        return recognise(reader.config, "config.json") or (None, None)
+    except (SchemeError, CheckpointError) as error:
+        raise NotNative(f"quantization of this kind ({error})") from error
 
 
 def pick_dtype(
@@ -195,7 +187,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     value: Any = None
     path = reader.path / "generation_config.json"
     if path.is_file():
-        value = read_json(path, ModelError, "delete it or copy it again").get("eos_token_id")
+        value = read_object(path, ModelError, "delete it or copy it again").get("eos_token_id")
     value = reader.config.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
@@ -204,19 +196,16 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
 
 
 def find_native(reader: CheckpointReader) -> Family:
-    """The data of a family that runs natively.
+    """The data of a family, which may run natively: `read_config` says.
 
     Raises:
-        NotNative: no file describes the family, or it is only compressed here.
+        NotNative: no file describes the family.
         ModelError: config.json names none.
     """
     names = reader.config.get("architectures")
     if isinstance(names, list) and names and not any(name in supported() for name in names):
         raise NotNative(f"architecture {names[0]!r}")
-    family = find(reader.config)
-    if not family.native:
-        raise NotNative(f"architecture {family.hf_names[0]!r}")
-    return family
+    return find(reader.config)
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Which tensors a model of this config has, and whether a checkpoint has exactly those; no tensor is read.
+"""Which tensors a model of this config has, whether a checkpoint has exactly those, and whether they fit; none is read.
 
 Shapes of quantized linears follow from their scheme and are checked when they are decoded; here their number of rows
 and columns is, as far as headers and `weight_shape` tell.
@@ -6,18 +6,24 @@ and columns is, as far as headers and `weight_shape` tell.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, ResourceError
 from quantkit.models.description import ModelDescription
 from quantkit.models.family import Family
 from quantkit.models.layer_tensors import outer_tensors
 from quantkit.models.linear_sets import EXPERT
 from quantkit.numerics.scheme import Scheme
+from quantkit.quantities import byte_size
+from quantkit.runtime.devices import free_bytes
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that old checkpoints carry, and scales of a KV cache, which belong to no weight.
 _IGNORED = re.compile(
     r".*(rotary_emb\.inv_freq|\.attention\.(masked_)?bias|\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point)"
@@ -87,18 +93,22 @@ def _add_vectors(manifest: Manifest, vectors: Mapping[str, tuple[int, ...]], pre
         known[prefix + name] = shape
 
 
-def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme | None, tied_head: str | None) -> None:
-    """A checkpoint has what the manifest says, in the right shapes, and nothing else.
+def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Scheme | None) -> None:
+    """A checkpoint has what the model's manifest says, in the right shapes, and nothing else.
+
+    An output head may be stored although the embedding takes its place.
 
     Args:
-        manifest: of the model.
+        model: what its config.json says.
         reader: of the checkpoint; only headers are read, and shapes that are stored as tensors.
         scheme: of its quantized linears; None = it has none.
-        tied_head: an output head that may be stored although the embedding takes its place.
     Raises:
         CheckpointError: names the tensor, what was found and what was expected.
     """
-    known = set(manifest.tensors) | set(manifest.optional)
+    manifest = manifest_of(model, reader)
+    known = {*manifest.tensors, *manifest.optional}
+    if model.tied:
+        known.add(f"{head_name(model.family, reader)}.weight")
     for name, shape in manifest.tensors.items():
         _check(reader, name, shape, required=True)
     for name, shape in manifest.optional.items():
@@ -118,7 +128,7 @@ def check_tensors(manifest: Manifest, reader: CheckpointReader, scheme: Scheme |
                 )
             _check(reader, f"{name}.weight", (rows, width), required=True)
     for name in reader.names:
-        if name not in known and not _IGNORED.fullmatch(name) and name != f"{tied_head}.weight":
+        if name not in known and not _IGNORED.fullmatch(name):
             raise CheckpointError(
                 f"{reader.path}: tensor {name} {reader.info(name).shape} has no place in the model that config.json "
                 "describes; config.json and weights are not of one model"
@@ -148,23 +158,43 @@ def _check(reader: CheckpointReader, name: str, shape: tuple[int, ...], *, requi
                 "is of another model"
             )
         return
-    found = tuple(reader.info(name).shape)
-    if found != shape:
-        raise CheckpointError(f"{reader.path}: tensor {name} has shape {found}, config.json says {shape}")
+    stored = tuple(reader.info(name).shape)
+    if stored != shape:
+        raise CheckpointError(f"{reader.path}: tensor {name} has shape {stored}, config.json says {shape}")
 
 
 def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]) -> None:
     """As far as can be told without unpacking."""
-    found = _stored_shape(reader, name)
-    for have in found:
-        if have != shape:
-            raise CheckpointError(
-                f"{reader.path}: the quantized weight {name} has shape {have}, config.json says {shape}"
-            )
-
-
-def _stored_shape(reader: CheckpointReader, name: str) -> Iterator[tuple[int, ...]]:
     if f"{name}.weight_shape" in reader:
-        yield tuple(reader.tensor(f"{name}.weight_shape").tolist())
+        stored = tuple(reader.tensor(f"{name}.weight_shape").tolist())
     elif f"{name}.weight" in reader:
-        yield tuple(reader.info(f"{name}.weight").shape)
+        stored = tuple(reader.info(f"{name}.weight").shape)
+    else:
+        return
+    if stored != shape:
+        raise CheckpointError(
+            f"{reader.path}: the quantized weight {name} has shape {stored}, config.json says {shape}"
+        )
+
+
+def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
+    """The weights fit, with their largest tensor twice, before any of them is read.
+
+    Args:
+        reader: of the checkpoint.
+        dtype: floats are converted to.
+        device: where they go.
+    Raises:
+        ResourceError: gives both figures.
+    """
+    sizes = []
+    for name in reader.names:
+        info = reader.info(name)
+        converted = info.dtype in _FLOATS
+        sizes.append(math.prod(info.shape) * dtype.itemsize if converted else info.num_bytes)
+    needed, available = sum(sizes) + max(sizes, default=0), free_bytes(device)
+    if needed > available:
+        raise ResourceError(
+            f"{reader.path}: loading needs {byte_size(needed)} on {device}, {byte_size(available)} are available; "
+            "use a smaller or more strongly quantized model, or free memory"
+        )

@@ -5,78 +5,75 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout, layer_layout
+from quantkit.kernels.layouts import KVLayout, kv_dtype, layer_layout
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.types import Linear, Logits
 from quantkit.models.rope import RopeConfig
-from quantkit.numerics.kv_cache import LayerCache
-from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, enter
 from quantkit.runtime.model.rope import RopeTable
 
-Caches = KVScheme | Sequence[LayerCache] | None
 
-
-class Model(Protocol):
+@dataclass(kw_only=True, eq=False)
+class Model(ABC):
     """What the engine runs.
 
-    Attributes:
+    Args:
         vocab_size, max_length: of the logits, and tokens of a sequence.
         eos_ids: tokens that end a sequence.
         stored_bytes: of the weights that one decode step reads; num_bytes: of all weights.
-        paged: whether keys and values live in the engine's `KVCache`. False: the model keeps its own state by
-            sequence id, so there is no prefix cache and no KV quantization.
         dtype: of the computation.
         device: where it runs.
         notes: what was decided at load and a user should know.
         stored_cache: what the checkpoint says about its KV cache.
+    Attributes:
+        paged: whether keys and values live in the engine's `KVCache`. False: the model keeps its own state by
+            sequence id, so there is no prefix cache and no KV quantization.
     """
 
+    paged: ClassVar[bool] = True
     vocab_size: int
     max_length: int
     eos_ids: tuple[int, ...]
     stored_bytes: int
     num_bytes: int
-    paged: bool
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]
     stored_cache: StoredCache
 
-    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
+    @abstractmethod
+    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
         """How each layer keeps keys and values.
 
         Args:
-            kv: number types, for all layers or for each; None = as computed.
+            kv_cache: short name of their number type, see `StoredCache.choose`; None = as computed.
             page_size: tokens per page.
-            dtype: of what is not quantized; None = the model's.
         """
-        ...
 
+    @abstractmethod
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
         """One step: (R, V) float32 logits after `batch.logit_rows`, and on a GPU the likeliest tokens."""
-        ...
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence_id: int) -> None:  # noqa: B027 - most models have nothing to drop
         """Drop what is kept for a sequence; nothing where the model is paged."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)
-class NativeModel:
-    """A model built from its family's data; see `Model`. Weights are laid out already; `loader` makes it.
+class NativeModel(Model):
+    """A model built from its family's data. Weights are laid out already; `loader` makes it.
 
     Args:
         config: what it computes.
@@ -85,35 +82,24 @@ class NativeModel:
         ropes: rotary embeddings that the blocks refer to.
         final_norm: before the head.
         head: (R, H) -> (R, V).
-        num_bytes, stored_bytes: see `Model`.
-        eos_ids, dtype, device, notes, stored_cache: see `Model`.
     """
 
-    paged: bool = field(default=True, init=False)
     config: ModelConfig
     embedding: Tensor
     blocks: Sequence[Block]
     ropes: Sequence[RopeConfig]
     final_norm: Norm
     head: Linear
-    num_bytes: int
-    stored_bytes: int
-    eos_ids: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    notes: tuple[str, ...]
-    stored_cache: StoredCache
 
     def __post_init__(self) -> None:
-        self.vocab_size, self.max_length = self.config.vocab_size, self.config.max_length
         self._tables = [RopeTable(rope, self.device) for rope in self.ropes]
         self._embedding_scale = self.config.embedding_scale
         if self.config.family.multipliers.root_embedding:
             # Gemma was trained with the root of its width rounded to the model's dtype.
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=self.dtype).item()
 
-    def layouts(self, kv: Caches, page_size: int, dtype: torch.dtype | None = None) -> list[KVLayout]:
-        return config_layouts(self.config, kv, page_size, dtype or self.dtype)
+    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
+        return config_layouts(self.config, self.stored_cache, kv_cache, page_size, self.dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
@@ -127,9 +113,6 @@ class NativeModel:
         for block in self.blocks:
             x, pending = block(x, pending, batch, cache, None if block.rope is None else angles[block.rope])
         return self._logits(x, pending, batch.logit_rows)
-
-    def forget(self, sequence_id: int) -> None:
-        """Nothing: the cache's pages are all there is."""
 
     def reserve(self, length: int) -> None:
         """Compute now what depends on positions up to this length, so that it stays where it is in memory."""
@@ -157,24 +140,25 @@ class NativeModel:
         return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)
 
 
-def config_layouts(config: ModelConfig, kv: Caches, page_size: int, dtype: torch.dtype) -> list[KVLayout]:
+def config_layouts(
+    config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
+) -> list[KVLayout]:
     """How each layer of a model keeps keys and values.
 
     Args:
         config: of the model.
-        kv: number types, for all layers or for each; None = as computed.
-        page_size: tokens per page.
-        dtype: of what is not quantized.
+        stored: what its checkpoint says.
+        kv_cache, page_size: see `Model.layouts`.
+        dtype: of the computation.
     """
-    caches = kv if isinstance(kv, Sequence) else [LayerCache(scheme=kv or KVScheme())] * len(config.layers)
     return [
         layer_layout(
             num_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,
-            dtype=dtype,
+            dtype=kv_dtype(kv_cache or "auto", dtype),
             cache=cache,
             window=layer.window,
         )
-        for layer, cache in zip(config.layers, caches, strict=True)
+        for layer, cache in zip(config.layers, stored.choose(kv_cache), strict=True)
     ]

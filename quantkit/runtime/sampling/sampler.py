@@ -3,7 +3,7 @@
 The choice itself is in `kernels.ops.sampling`; here a row gets its key, a function of (seed, position). So a request
 gives the same tokens alone or in a batch, in any chunks, preempted or not, on any device. And because a draft model
 draws with the same variates, a speculative step accepts a draft exactly when it is the token that would have been drawn
-anyway: see `speculative`.
+anyway: see `engine.speculation`.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ def derived_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None]:
-    """Log-probabilities of the rows whose request wants them, by the model itself.
+def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None] | None:
+    """Log-probabilities of the rows whose request wants them, by the model itself; None where none does.
 
     Args:
         logits: (R, V) float32.
         rows: what each row belongs to.
         tokens: chosen for each row.
     """
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
     if not counts:
-        return logprobs
-    wanted, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
-    table = logits[wanted].log_softmax(-1)  # (W, V)
+        return None
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
+    asked, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
+    table = logits[asked].log_softmax(-1)  # (W, V)
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
     read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
     for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):

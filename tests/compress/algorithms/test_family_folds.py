@@ -13,18 +13,8 @@ from quantkit.compress.calibration.activations import ActivationStore
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_state import LayerData
 from quantkit.models.families import find
-from tests.helpers import (
-    COMPRESSED_ONLY,
-    EXPERT_FAMILIES,
-    FAMILIES,
-    MORE_FAMILIES,
-    known_to_transformers,
-    make_model,
-)
+from tests.helpers import EVERY_FAMILY, make_model
 
-EVERY = [
-    name for name in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *COMPRESSED_ONLY) if known_to_transformers(name)
-]
 # Sets of the last layer that can be smoothed; a family with fewer has lost one.
 COUNTS = {
     "llama": 4,
@@ -70,7 +60,7 @@ def check_folds(layer, hidden):
     return count
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_a_folded_layer_computes_the_same(tmp_path, family):
     folder, hidden = make_model(tmp_path / "model", family, num_hidden_layers=2), torch.randn(2, 12, 64)
     with torch.inference_mode():

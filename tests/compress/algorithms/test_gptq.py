@@ -28,13 +28,13 @@ def textbook(weight, hessian, order, scale, zero, group):
     matrix = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(order))
     upper = torch.linalg.cholesky(torch.linalg.inv(matrix[order][:, order]), upper=True)
     open_, codes = weight.double()[:, order].clone(), torch.empty_like(weight)
-    for place, column in enumerate(order.tolist()):
+    for position, column in enumerate(order.tolist()):
         step = scale[:, column // group].double()
         offset = 0 if zero is None else zero[:, column // group].double()
-        code = (open_[:, place] / step + offset).round().clamp(-8, 7)
+        code = (open_[:, position] / step + offset).round().clamp(-8, 7)
         codes[:, column] = code.float()
-        error = (open_[:, place] - (code - offset) * step) / upper[place, place]
-        open_[:, place + 1 :] -= error[:, None] * upper[place, place + 1 :]
+        error = (open_[:, position] - (code - offset) * step) / upper[position, position]
+        open_[:, position + 1 :] -= error[:, None] * upper[position, position + 1 :]
     return codes
 
 
@@ -47,23 +47,23 @@ def test_equals_the_textbook(symmetric, block_size, shuffled):
     scheme = WeightScheme(dtype=INT4, group_size=12, symmetric=symmetric)
     scale, zero = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     expected = textbook(weight, hessian, order, scale, zero, 12)
-    factor, raised = cholesky_factor(hessian.clone(), order, 0.01)
+    factor = cholesky_factor(hessian.clone(), order, 0.01)
     # Two weights with the same inputs go through the loop together.
     parts, ranges = [weight[:4], weight[4:]], [(scale[:4], zero if zero is None else zero[:4])]
     ranges.append((scale[4:], zero if zero is None else zero[4:]))
-    codes = torch.cat(settle_columns(parts, factor, order, torch.arange(48) // 12, ranges, scheme, block_size))
-    assert raised == 0
+    codes = torch.cat(settle_columns(parts, factor, torch.arange(48) // 12, ranges, scheme, block_size))
+    assert factor.raised == 0
     assert (codes.float() == expected).float().mean() > 0.995  # float32 against float64 may flip a tie
 
 
 def test_cholesky_factor_factors_the_damped_hessian():
     _, hessian = problem()
     order = torch.randperm(48)
-    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    lower, backwards, _ = cholesky_factor(hessian.clone(), order, 0.01)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)
-    backwards = order.flip(0)
-    torch.testing.assert_close(factor @ factor.T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
-    assert torch.equal(factor, factor.tril())
+    assert torch.equal(backwards, order.flip(0))
+    torch.testing.assert_close(lower @ lower.T, damped[backwards][:, backwards], rtol=1e-4, atol=1e-3)
+    assert torch.equal(lower, lower.tril())
 
 
 def test_a_singular_hessian_raises_the_damping_and_says_so(make_layer):
@@ -83,9 +83,9 @@ def test_dead_inputs_are_rounded_on_their_own():
     scheme = WeightScheme(dtype=INT4)
     scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(48)
-    factor, _ = cholesky_factor(hessian, order, 0.01)
+    factor = cholesky_factor(hessian, order, 0.01)
     groups = torch.zeros(48, dtype=torch.int64)
-    (codes,) = settle_columns([weight], factor, order, groups, [(scale, None)], scheme)
+    (codes,) = settle_columns([weight], factor, groups, [(scale, None)], scheme, 128)
     assert torch.equal(codes[:, 3].float(), (weight[:, 3] / scale[:, 0]).round().clamp(-8, 7))
 
 
@@ -132,9 +132,9 @@ def test_fitted_scales_are_the_least_squares_solution(group, symmetric, monkeypa
     order, index = torch.randperm(48), torch.arange(48) // group
     scheme = WeightScheme(dtype=INT4, group_size=group, symmetric=symmetric)
     ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
-    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
-    (codes,) = settle_columns([weight], factor, order, index, [ranges], scheme)
-    fitted = fit_scales(weight, codes, ranges, factor, order, index, torch.float32)
+    factor = cholesky_factor(hessian.clone(), order, 0.01)
+    (codes,) = settle_columns([weight], factor, index, [ranges], scheme, 128)
+    fitted = fit_scales(weight, codes, ranges, factor, index, torch.float32)
     root = torch.linalg.cholesky((hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double())
     for row in range(len(weight)):
         values = codes[row].double() - (0 if ranges[1] is None else ranges[1][row, index].double())
@@ -149,10 +149,10 @@ def test_fitting_scales_costs_no_more_for_many_groups_than_a_run_of_the_loop():
     weight, hessian = problem(width=256, rows=8)
     scheme, order = WeightScheme(dtype=INT4, group_size=16), torch.arange(256)
     ranges = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
-    factor = cholesky_factor(hessian, order, 0.01)[0]
+    factor = cholesky_factor(hessian, order, 0.01)
     codes = torch.randint(-8, 8, weight.shape, dtype=torch.int8)
     with FlopCounterMode(display=False) as counter:
-        fit_scales(weight, codes, ranges, factor, order, order // 16, torch.float32)
+        fit_scales(weight, codes, ranges, factor, order // 16, torch.float32)
     products = 2 * weight.shape[0] * 256 * 256
     assert counter.get_total_flops() < 4 * products
 
@@ -161,11 +161,11 @@ def test_the_corrected_target_is_the_least_squares_solution():
     weight, hessian = problem()
     torch.manual_seed(1)
     order, error = torch.randperm(48), torch.randn(48, 48) * 0.1
-    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    factor = cholesky_factor(hessian.clone(), order, 0.01)
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(48)).double()
     expected = weight.double() + 0.5 * weight.double() @ error.double() @ torch.linalg.inv(damped)
-    found = corrected(weight, error, factor, order, 0.5)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    actual = corrected(weight, error, factor, 0.5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def gptaq(weight, hessian, error, scale):
@@ -191,17 +191,17 @@ def test_correction_comes_nearer_to_the_original_outputs_than_gptq_and_than_gpta
     hessian, error = inputs.T @ inputs / 4000, (original - inputs).T @ inputs / 4000
     scale, _ = minmax_parameters(weight, WeightGrid(scheme, torch.float32))
     order = torch.arange(32)
-    factor, _ = cholesky_factor(hessian.clone(), order, 0.01)
+    factor = cholesky_factor(hessian.clone(), order, 0.01)
 
     def distance(decoded):
         return (inputs @ decoded.T - original @ weight.T).square().mean().item()
 
     def loop(target):
         ranges = minmax_parameters(target, WeightGrid(scheme, torch.float32))
-        (codes,) = settle_columns([target], factor, order, torch.zeros(32, dtype=torch.int64), [ranges], scheme)
+        (codes,) = settle_columns([target], factor, torch.zeros(32, dtype=torch.int64), [ranges], scheme, 128)
         return distance(codes * ranges[0])
 
-    ours = loop(corrected(weight, error, factor, order, 1.0))
+    ours = loop(corrected(weight, error, factor, 1.0))
     assert ours < distance(gptaq(weight, hessian, error, scale)) < loop(weight)
 
 
@@ -218,12 +218,12 @@ def with_original(layer, noise):
 def test_upstream_errors_are_made_up_for(make_layer, options):
     def run(asymmetric_calibration):
         layer = with_original(make_layer(), noise=0.2)
-        wanted = [layer.original_forward(hidden) for hidden in layer.data.original_store]
+        targets = [layer.original_forward(hidden) for hidden in layer.data.original_store]
         with torch.inference_mode():
             GptqStep(asymmetric_calibration=asymmetric_calibration, **options).apply(layer)
-        found = [layer.forward(hidden) for hidden in layer.data.store]
+        actual = [layer.forward(hidden) for hidden in layer.data.store]
         # The residual stream carries the error on; the layer can only mend what it adds.
-        added = zip(found, layer.data.store, wanted, layer.data.original_store, strict=True)
+        added = zip(actual, layer.data.store, targets, layer.data.original_store, strict=True)
         return sum(((f - s) - (w - o)).square().sum().item() for f, s, w, o in added)
 
     assert run(1.0) < 0.8 * run(0.0)

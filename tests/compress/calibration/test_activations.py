@@ -21,8 +21,8 @@ def test_advance_replaces_every_batch(tmp_path, mode):
     store.advance(lambda hidden: hidden * 2)
     store.forget_previous()
     assert len(store) == 2
-    for found, batch in zip(store, batches, strict=True):
-        assert torch.equal(found, batch * 2)
+    for states, batch in zip(store, batches, strict=True):
+        assert torch.equal(states, batch * 2)
     assert not (tmp_path / "0").exists()
 
 

@@ -16,17 +16,17 @@ def static(dtype) -> ActivationScheme:
 
 
 def seen(*batches: torch.Tensor) -> InputRange:
-    found = InputRange(keep=True)
+    observer = InputRange(keep=True)
     for batch in batches:
-        found.update(batch)
-    return found
+        observer.update(batch)
+    return observer
 
 
 def test_the_largest_of_all_batches_counts():
-    found = seen(torch.tensor([[1.0, -3.0]]), torch.zeros(0, 2), torch.tensor([[2.0, 0.5]]).bfloat16())
-    assert found.largest == 3
+    observer = seen(torch.tensor([[1.0, -3.0]]), torch.zeros(0, 2), torch.tensor([[2.0, 0.5]]).bfloat16())
+    assert observer.largest == 3
     assert seen().largest == 0
-    assert _choose(found, static(FP8), "absmax") == 3
+    assert _choose(observer, static(FP8), "absmax") == 3
 
 
 def test_kept_rows_hold_every_channel():
@@ -40,8 +40,8 @@ def test_mse_cuts_off_what_is_rare_and_only_that():
     values = torch.randn(2000, 64, generator=generator)
     assert _choose(seen(values), static(FP8), "mse") == pytest.approx(values.abs().max().item(), rel=0.5)
     values[1000, 3] = 40
-    found = seen(values)
-    chosen = _choose(found, static(INT8), "mse")
+    observer = seen(values)
+    chosen = _choose(observer, static(INT8), "mse")
     assert chosen < 35
 
     def error(largest: float) -> float:

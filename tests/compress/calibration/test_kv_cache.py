@@ -37,22 +37,22 @@ def states(*, outlier: float = 1.0, heads=2, tokens=128, width=64, seed=0) -> to
 
 
 def seen(keys: torch.Tensor, rotate=False) -> CacheStatistics:
-    found = CacheStatistics(rotate=rotate)
-    found.update(keys[:2], 2 * keys[:2])
-    found.update(keys[2:], 2 * keys[2:])
-    return found
+    statistics = CacheStatistics(rotate=rotate)
+    statistics.update(keys[:2], 2 * keys[:2])
+    statistics.update(keys[2:], 2 * keys[2:])
+    return statistics
 
 
 def test_statistics_are_what_they_are_called():
     keys = states(outlier=9)
-    found = seen(keys).keys
-    assert found.num_tokens == 3 * 128
-    assert torch.equal(found.peak, keys.abs().amax((0, 2, 3)))
-    assert torch.equal(found.channel_peak, keys.abs().amax((0, 2)))
-    torch.testing.assert_close(found.mean_square(), keys.double().square().mean((0, 2)))
+    statistics = seen(keys).keys
+    assert statistics.num_tokens == 3 * 128
+    assert torch.equal(statistics.peak, keys.abs().amax((0, 2, 3)))
+    assert torch.equal(statistics.channel_peak, keys.abs().amax((0, 2)))
+    torch.testing.assert_close(statistics.mean_square(), keys.double().square().mean((0, 2)))
     ranges = (keys.amax(-1) - keys.amin(-1)).double().square().mean((0, 2))
-    torch.testing.assert_close(found.mean_square_range(), ranges)
-    torch.testing.assert_close(found.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
+    torch.testing.assert_close(statistics.mean_square_range(), ranges)
+    torch.testing.assert_close(statistics.mean_square_peak(), keys.abs().amax(-1).double().square().mean((0, 2)))
 
 
 @pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TOKEN, FP8_TENSOR], ids=str)
@@ -69,12 +69,12 @@ def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier)
 
 def test_rotated_noise_is_that_of_rotated_keys():
     keys = states(outlier=20)
-    found = seen(keys, rotate=True)
+    statistics = seen(keys, rotate=True)
     turned = keys @ hadamard(64)
     decoded = dequantize(*quantize(turned, INT4_TOKEN), INT4_TOKEN, torch.float32) @ hadamard(64)
     wrong = (decoded - keys).square().mean((0, 2)) / keys.square().mean((0, 2))
-    assert noise(found, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
-    assert noise(found, INT4_TOKEN) < noise(found, INT4_TOKEN, rotated=False) / 3
+    assert noise(statistics, INT4_TOKEN) == pytest.approx(wrong.median(1).values.max().item(), rel=0.25)
+    assert noise(statistics, INT4_TOKEN) < noise(statistics, INT4_TOKEN, rotated=False) / 3
 
 
 REMEDIES = [
@@ -95,11 +95,11 @@ REMEDIES = [
 @pytest.mark.parametrize(("asked", "remedy", "outlier", "expected"), REMEDIES)
 def test_the_first_remedy_that_helps(asked, remedy, outlier, expected):
     goal = CacheGoal(scheme=KVScheme(key=asked, value=INT8_TOKEN), remedy=remedy)
-    found = seen(states(outlier=outlier))
-    scheme = choose_scheme(found, goal)
+    statistics = seen(states(outlier=outlier))
+    scheme = choose_scheme(statistics, goal)
     assert scheme == KVScheme(key=expected, value=INT8_TOKEN)
-    assert noise(found, scheme.key) <= MOST_NOISE
-    assert choose_scheme(found, dataclasses.replace(goal, outliers=False)).key == asked
+    assert noise(statistics, scheme.key) <= MOST_NOISE
+    assert choose_scheme(statistics, dataclasses.replace(goal, outliers=False)).key == asked
 
 
 def test_a_remedy_takes_the_rotation_away():
@@ -147,13 +147,13 @@ HIDDEN = torch.rand(3, 20, 128, generator=torch.Generator().manual_seed(3)) - 0.
 def test_fixed_scales_are_the_largest_number_over_448():
     hidden = HIDDEN.clone()
     hidden[2, 11, 70] = -7.0  # in head 1
-    found = calibrate_cache(layer(hidden), FP8).cache
-    assert found.key_scale == pytest.approx(35.0 / 448)
-    assert found.value_scale == pytest.approx(3 * hidden[..., :64].abs().max().item() / 448)
+    cache, _ = calibrate_cache(layer(hidden), FP8)
+    assert cache.key_scale == pytest.approx(35.0 / 448)
+    assert cache.value_scale == pytest.approx(3 * hidden[..., :64].abs().max().item() / 448)
     heads = CacheGoal(scheme=KVScheme(key=FP8_HEAD, value=INT8_TOKEN))
-    found = calibrate_cache(layer(hidden), heads).cache
-    assert found.key_scale == pytest.approx((5 * hidden[..., :64].abs().max().item() / 448, 35.0 / 448))
-    assert found.value_scale == 1.0  # not stored: each token has its own
+    cache, _ = calibrate_cache(layer(hidden), heads)
+    assert cache.key_scale == pytest.approx((5 * hidden[..., :64].abs().max().item() / 448, 35.0 / 448))
+    assert cache.value_scale == 1.0  # not stored: each token has its own
 
 
 def test_what_has_no_scale_is_refused():
@@ -172,8 +172,8 @@ def test_clipping_by_error_never_does_worse():
     """One number far above the rest: to cover it pushes the rest among the subnormal codes."""
     hidden = HIDDEN.clone() * 1e-4
     hidden[0, 0, 0] = 0.3
-    clipped = calibrate_cache(layer(hidden), dataclasses.replace(FP8, clip="mse")).cache.key_scale
-    covering = calibrate_cache(layer(hidden), FP8).cache.key_scale
+    clipped = calibrate_cache(layer(hidden), dataclasses.replace(FP8, clip="mse"))[0].key_scale
+    covering = calibrate_cache(layer(hidden), FP8)[0].key_scale
     keys = 5 * hidden[:1].flatten()
 
     def error(scale):
@@ -185,5 +185,6 @@ def test_clipping_by_error_never_does_worse():
 def test_no_data_is_looked_at_where_none_is_needed(monkeypatch):
     monkeypatch.setattr(kv_cache, "observe_cache", None)
     goal = CacheGoal(scheme=KVScheme(key=INT8_TOKEN, value=INT8_TOKEN), outliers=False)
-    found = calibrate_cache(layer(HIDDEN), goal)
-    assert (found.cache.scheme, found.note) == (goal.scheme, None)
+    context = layer(HIDDEN)
+    cache, _ = calibrate_cache(context, goal)
+    assert (cache.scheme, context.chosen.notes) == (goal.scheme, [])

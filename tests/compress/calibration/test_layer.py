@@ -97,12 +97,12 @@ def test_forward_quantizes_the_inputs_of_committed_linears(make_layer):
     layer = make_layer(dtype="int8", group_size=None, activation=scheme)
     layer.finish()
     hidden = layer.data.store[0]
-    found = layer.forward(hidden)
+    actual = layer.forward(hidden)
     for name in layer.schemes:
         layer.linear(name).register_forward_pre_hook(lambda module, args: (fake_quantize_inputs(args[0], scheme),))
     with torch.no_grad():
         by_hand = layer.block(hidden, **layer.arguments(hidden))
-    assert torch.equal(found, by_hand)
+    assert torch.equal(actual, by_hand)
 
 
 def test_relative_error_and_signal_to_noise():

@@ -23,9 +23,9 @@ def test_gram_is_the_mean_outer_product(batches, panel, tokens, monkeypatch, dev
     for batch in batches:
         gram.update(batch.to(device))
     everything = torch.cat(batches).double()
-    found = gram.finish()
-    torch.testing.assert_close(found.cpu().double(), everything.T @ everything / 46, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found, found.T)
+    mean = gram.finish()
+    torch.testing.assert_close(mean.cpu().double(), everything.T @ everything / 46, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mean, mean.T)
 
 
 def test_cross_gram_is_the_mean_product_of_errors_and_inputs(batches, monkeypatch, device):

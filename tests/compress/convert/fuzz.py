@@ -139,9 +139,9 @@ def read_file(path: Path) -> None:
 def mutate_json(data: Any, rng: random.Random) -> Any:
     """A copy with one place changed, removed or repeated."""
     data = copy.deepcopy(data)
-    places = list(_places(data))
+    entries = list(_entries(data))
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        parent, key = rng.choice(places)
+        parent, key = rng.choice(entries)
         action = rng.random()
         if isinstance(parent, dict) and action < 0.15:
             parent.pop(key, None)
@@ -152,11 +152,11 @@ def mutate_json(data: Any, rng: random.Random) -> Any:
     return data
 
 
-def _places(value: Any) -> Any:
+def _entries(value: Any) -> Any:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in list(items):
         yield value, key
-        yield from _places(item)
+        yield from _entries(item)
 
 
 def mutate_bytes(data: bytes, rng: random.Random, head: int) -> bytes:
@@ -167,11 +167,11 @@ def mutate_bytes(data: bytes, rng: random.Random, head: int) -> bytes:
     if action < 0.15:
         return data + bytes(rng.randrange(100))
     for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(min(head, len(data) - 8))
+        offset = rng.randrange(min(head, len(data) - 8))
         if action < 0.4:
-            changed[place : place + 8] = rng.choice((0, 1, 2**31, 2**62, 2**64 - 1)).to_bytes(8, "little")
+            changed[offset : offset + 8] = rng.choice((0, 1, 2**31, 2**62, 2**64 - 1)).to_bytes(8, "little")
         else:
-            changed[place] = rng.randrange(256)
+            changed[offset] = rng.randrange(256)
     return bytes(changed)
 
 

@@ -200,8 +200,8 @@ def test_fused_linears_need_one_scheme(tmp_path):
 
 def test_differences_between_two_checkpoints(made, model, tmp_path):
     convert(made / "sym", "compressed-tensors", tmp_path / "ct")
-    found = compare(made / "sym", tmp_path / "ct")
-    assert ("format", "gptq", "compressed-tensors") in found.facts
+    comparison = compare(made / "sym", tmp_path / "ct")
+    assert ("format", "gptq", "compressed-tensors") in comparison.facts
     assert compare(model, model).is_empty
     edit_config(tmp_path / "ct", rms_norm_eps=0.5)
     convert(made / "sym", "compressed-tensors", tmp_path / "other")

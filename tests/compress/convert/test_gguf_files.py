@@ -68,8 +68,8 @@ def test_quantize_writes_the_file(model, tmp_path):
 def test_an_ordinary_model_rounded_to_a_type(model, tmp_path, type_name):
     convert(model, "gguf", tmp_path / "a.gguf", type_name=type_name)
     expected = load_tensors(model)["model.layers.0.mlp.down_proj.weight"].float()
-    found = values(tmp_path / "a.gguf", "blk.0.ffn_down.weight").float()
-    error = float((found - expected).norm() / expected.norm())
+    actual = values(tmp_path / "a.gguf", "blk.0.ffn_down.weight").float()
+    error = float((actual - expected).norm() / expected.norm())
     assert error < {"f32": 1e-9, "bf16": 1e-9, "q8_0": 0.01, "q4_0": 0.15, "q4_k": 0.08}[type_name]
 
 
@@ -144,9 +144,9 @@ def test_llama_cpp_computes_the_same(family, tmp_path):
     loaded.eval(ids)
     with torch.no_grad():
         expected = reference(input_ids=torch.tensor([ids])).logits[0]
-    found = torch.tensor(loaded.scores[: len(ids)])
+    actual = torch.tensor(loaded.scores[: len(ids)])
     # llama.cpp keeps keys and values in float16 and takes activations through tables of float16.
-    assert (found - expected).abs().max() < 0.02 * expected.std()
+    assert (actual - expected).abs().max() < 0.02 * expected.std()
 
 
 @pytest.mark.parametrize("family", [family for family in BUILT if family != "gpt2"])
@@ -156,8 +156,8 @@ def test_every_tensor_of_a_family_has_a_place(family, tmp_path):
     file, tensors = read_gguf(tmp_path / "m.gguf"), load_tensors(tmp_path / "m")
     assert len(file.tensors) == len(tensors)
     total = sum(tensor.double().sum() for name, tensor in tensors.items() if "norm" not in name)
-    found = sum(values(tmp_path / "m.gguf", name).double().sum() for name in file.tensors if "norm" not in name)
-    assert found == pytest.approx(float(total), abs=1e-3)
+    actual = sum(values(tmp_path / "m.gguf", name).double().sum() for name in file.tensors if "norm" not in name)
+    assert actual == pytest.approx(float(total), abs=1e-3)
 
 
 def test_text_becomes_the_same_tokens_in_llama_cpp(tmp_path):
@@ -191,15 +191,15 @@ def byte_fallback(folder):
 
 def test_byte_fallback_becomes_scores(tmp_path):
     byte_fallback(tmp_path)
-    found = read_vocab(tmp_path, {"eos_token_id": [5, 6]}, 9)
-    assert found["tokenizer.ggml.model"] == "llama"
-    assert found["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 5]
-    scores = found["tokenizer.ggml.scores"]
+    actual = read_vocab(tmp_path, {"eos_token_id": [5, 6]}, 9)
+    assert actual["tokenizer.ggml.model"] == "llama"
+    assert actual["tokenizer.ggml.token_type"] == [2, 3, 6, 1, 1, 1, 1, 1, 5]
+    scores = actual["tokenizer.ggml.scores"]
     assert scores[6] > scores[7] > max(scores[2:6])
-    assert found["tokenizer.ggml.add_space_prefix"] is True
-    assert found["tokenizer.ggml.add_bos_token"] is True
-    assert found["tokenizer.ggml.eos_token_id"] == 5
-    assert found["tokenizer.chat_template"] == "{{x}}"
+    assert actual["tokenizer.ggml.add_space_prefix"] is True
+    assert actual["tokenizer.ggml.add_bos_token"] is True
+    assert actual["tokenizer.ggml.eos_token_id"] == 5
+    assert actual["tokenizer.chat_template"] == "{{x}}"
 
 
 def change_tokenizer(folder, **changes):

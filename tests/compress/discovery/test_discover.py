@@ -34,12 +34,12 @@ def comparable(sets):
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_what_is_found_is_what_the_file_says(tmp_path, family):
     reader = CheckpointReader(make_model(tmp_path, family))
-    described, found = find(reader.config), discover(reader).family
+    described, discovered = find(reader.config), discover(reader).family
     for part in ("backbone", "layers", "embedding", "final_norm", "head"):
-        assert getattr(found, part) == getattr(described, part)
+        assert getattr(discovered, part) == getattr(described, part)
     skeleton = Skeleton(reader, described, torch.float32, torch.device("cpu"))
     for index in range(skeleton.num_layers):
-        assert comparable(found.layer_sets[index]) == comparable(skeleton.linear_sets(index))
+        assert comparable(discovered.layer_sets[index]) == comparable(skeleton.linear_sets(index))
 
 
 @pytest.fixture(scope="session", params=sorted(UNDESCRIBED))
@@ -85,11 +85,11 @@ def test_every_pair_that_was_found_holds(undescribed):
 @pytest.mark.parametrize("family", sorted(filter(known_to_transformers, MIXTURES)))
 def test_experts_have_linears_of_their_own(tmp_path, family):
     """Also where transformers keeps them in one tensor: under the names of the files, the router beside them."""
-    found = discover(CheckpointReader(make_undescribed(tmp_path, family)))
-    names = {name for group in found.family.layer_sets[-1] for name in group.linears if ".experts." in name}
+    discovered = discover(CheckpointReader(make_undescribed(tmp_path, family)))
+    names = {name for group in discovered.family.layer_sets[-1] for name in group.linears if ".experts." in name}
     assert len(names) == 3 * 4
     assert all(f"model.layers.1.{name}.weight" in CheckpointReader(tmp_path) for name in names)
-    ups = next(group for group in found.family.layer_sets[-1] if len(group.linears) > 4)
+    ups = next(group for group in discovered.family.layer_sets[-1] if len(group.linears) > 4)
     assert ups.beside in (("mlp.gate",), ("feed_forward.gate",))
 
 
@@ -100,11 +100,11 @@ def test_two_runs_find_the_same(undescribed):
 
 
 def test_what_does_not_hold_is_dropped_and_said(tmp_path):
-    found = discover(CheckpointReader(make_undescribed(tmp_path, "diffllama")))
+    discovered = discover(CheckpointReader(make_undescribed(tmp_path, "diffllama")))
     # Its heads are subtracted from each other in pairs after the values: no scale of a value head comes out whole.
-    assert "self_attn.v_proj -> self_attn.o_proj would change the output" in found.summary
-    assert "found 2 layers at model.layers, 7 linears each, 3 of 4 smoothing pairs verified" in found.summary
-    assert all(group.source is None for group in found.family.linear_sets if "self_attn.o_proj" in group.linears)
+    assert "self_attn.v_proj -> self_attn.o_proj would change the output" in discovered.summary
+    assert "found 2 layers at model.layers, 7 linears each, 3 of 4 smoothing pairs verified" in discovered.summary
+    assert all(group.source is None for group in discovered.family.linear_sets if "self_attn.o_proj" in group.linears)
 
 
 class Norm(nn.Module):
@@ -144,7 +144,7 @@ class Layer(nn.Module):
         return (output, x) if self.trap == "second output" else output
 
 
-def look(layer, hidden=None, experts=frozenset()):
+def survey_of(layer, hidden=None, experts=frozenset()):
     torch.manual_seed(0)
     layer = layer.eval()
     for parameter in layer.parameters():
@@ -173,11 +173,11 @@ def look(layer, hidden=None, experts=frozenset()):
     ],
 )
 def test_planted_traps_are_found(trap, norm_holds, up_holds):
-    found = look(Layer(trap))
-    sources = {group.linears: group.source for group in found.sets}
+    discovered = survey_of(Layer(trap))
+    sources = {group.linears: group.source for group in discovered.sets}
     assert sources == {("up", "gate"): "norm" if norm_holds else None, ("down",): "up" if up_holds else None}
-    assert len(found.dropped) == 2 - norm_holds - up_holds
-    assert found.pairs == 2
+    assert len(discovered.dropped) == 2 - norm_holds - up_holds
+    assert discovered.pairs == 2
 
 
 class Expert(nn.Module):
@@ -206,17 +206,17 @@ class Mixture(nn.Module):
         weights, chosen = scores.topk(2, dim=-1)
         output = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
-            tokens, places = torch.where(chosen == number)
+            tokens, slots = torch.where(chosen == number)
             if len(tokens):
-                output.index_add_(0, tokens, expert(flat[tokens]) * weights[tokens, places, None])
+                output.index_add_(0, tokens, expert(flat[tokens]) * weights[tokens, slots, None])
         output = output + self.shared(flat) * torch.sigmoid(self.shared_gate(flat))
         return hidden + output.view_as(hidden)
 
 
 @pytest.mark.parametrize("choose", [lambda x: x.softmax(-1), torch.sigmoid], ids=["softmax", "sigmoid"])
 def test_experts_are_one_set_and_their_router_is_ignored(choose):
-    found = look(Mixture(choose), torch.randn(4, 24, 32), experts=frozenset({16}))
-    ups, *downs = found.sets
+    discovered = survey_of(Mixture(choose), torch.randn(4, 24, 32), experts=frozenset({16}))
+    ups, *downs = discovered.sets
     assert {name.partition(".")[0] for name in ups.linears} == {"experts", "shared"}
     assert len(ups.linears) == 2 * 16 + 2
     assert set(ups.beside) == {"router", "shared_gate"}
@@ -225,8 +225,8 @@ def test_experts_are_one_set_and_their_router_is_ignored(choose):
         **{(f"experts.{e}.down_proj",): f"experts.{e}.up_proj" for e in range(16)},
         ("shared.down_proj",): "shared.up_proj",
     }
-    assert found.ignored == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
-    assert found.dropped == ()
+    assert discovered.ignored == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
+    assert discovered.dropped == ()
 
 
 def save(config, folder, name=None):

@@ -1,4 +1,7 @@
-"""A compression that kills itself at its n-th rename, before or after it: every commit point of a run is one."""
+"""Compressions that are killed: after their first layer, or at their n-th rename, before or after it.
+
+Every commit point of a run is a rename.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,20 @@ import signal
 from pathlib import Path
 
 import quantkit
+
+
+class Killed(Exception):
+    """Raised by `KillAfterFirst`."""
+
+
+class KillAfterFirst:
+    """A listener that dies once the first layer is on disk."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+    def layer_finished(self, record):
+        raise Killed
 
 
 class Renames:

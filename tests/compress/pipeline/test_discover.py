@@ -10,11 +10,10 @@ from transformers import AutoModelForImageTextToText
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline.model import find_model
+from quantkit.compress.pipeline.plan import find_model
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.numerics.inputs import fake_quantize_inputs
-from tests.compress.pipeline.test_quantize import IDS, run
+from tests.compress.pipeline.test_quantize import IDS, decode_linears, run
 from tests.helpers import edit_config, known_to_transformers, load_tensors, make_model, one_of_each, transformers_logits
 from tests.undescribed import IMAGE_TOKEN, MIXTURES, UNDESCRIBED, WRAPPERS, make_undescribed, make_wrapper
 
@@ -37,17 +36,7 @@ def decode_into(model, source, output):
     reader = ModelReader(output, family)
     format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
     scheme = format_.recognise(reader.config)
-    for name, module in model.named_modules():
-        linear = scheme.find(name) if isinstance(module, torch.nn.Linear) else None
-        if linear is not None:
-            local = {n.removeprefix(f"{name}."): reader.tensor(n) for n in reader.names if n.startswith(f"{name}.")}
-            decoded = format_.decode(local, linear)
-            asked = torch.float32 if linear.weight.symmetric else decoded.scale.dtype
-            module.weight.data = decoded.dequantize(asked).float()
-            if linear.activation is not None:
-                module.register_forward_pre_hook(
-                    lambda module, args, scheme=linear.activation: (fake_quantize_inputs(args[0], scheme),)
-                )
+    decode_linears(model, reader, format_, scheme)
     for name, parameter in model.named_parameters():  # norms and biases that took a scale
         quantized = scheme.find(name.removesuffix(".weight")) is not None and parameter.dim() == 2
         if name in reader and name.startswith(f"{family.layers}.") and not quantized:
@@ -63,10 +52,10 @@ def test_undescribed_models_load_in_transformers(undescribed, tmp_path, text_fil
     expected = AutoModelForCausalLM.from_pretrained(undescribed, dtype=torch.float32)
     with torch.no_grad():
         logits = decode_into(expected, undescribed, tmp_path / "out")(input_ids=IDS).logits
-    found = transformers_logits(tmp_path / "out", IDS)
-    torch.testing.assert_close(found, logits, rtol=0, atol=1e-4)
+    actual = transformers_logits(tmp_path / "out", IDS)
+    torch.testing.assert_close(actual, logits, rtol=0, atol=1e-4)
     original = transformers_logits(undescribed, IDS)
-    assert 0 < (found - original).norm() / original.norm() < 0.6
+    assert 0 < (actual - original).norm() / original.norm() < 0.6
     assert result.warnings[0].startswith("no description of ")
     assert all(layer.linears for layer in result.layers)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
@@ -114,8 +103,8 @@ def test_experts_that_no_file_describes_load_in_transformers(tmp_path, family):
     model = make_undescribed(tmp_path / "model", family)
     result = run(model, "rtn-int8", tmp_path / "out")
     assert sum(".experts." in linear.name for linear in result.layers[-1].linears) == 12
-    found, original = (transformers_logits(folder, IDS) for folder in (tmp_path / "out", model))
-    assert 0 < (found - original).norm() / original.norm() < 0.1
+    actual, original = (transformers_logits(folder, IDS) for folder in (tmp_path / "out", model))
+    assert 0 < (actual - original).norm() / original.norm() < 0.1
 
 
 def test_two_schemes_in_a_wrapper_are_found_by_module_and_by_file_names(tmp_path):
@@ -171,10 +160,10 @@ def image_features(model):
 @pytest.mark.parametrize(("wrapper", "recipe"), one_of_each(sorted(WRAPPERS), RECIPES), indirect=["wrapper"])
 def test_the_language_model_in_a_wrapper_is_quantized_and_the_rest_is_as_it_was(wrapper, tmp_path, text_file, recipe):
     run(wrapper, recipe, tmp_path / "out", text_file)
-    source, found = load_wrapper(wrapper), load_wrapper(tmp_path / "out")
-    assert torch.equal(image_features(found), image_features(source))
+    source, actual = load_wrapper(wrapper), load_wrapper(tmp_path / "out")
+    assert torch.equal(image_features(actual), image_features(source))
     with torch.no_grad():
-        logits = found(input_ids=IDS).logits
+        logits = actual(input_ids=IDS).logits
         original = source(input_ids=IDS).logits
         expected = decode_into(source, wrapper, tmp_path / "out")(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

@@ -163,14 +163,14 @@ def test_each_expert_has_its_own_scales(mixtral, tmp_path, text_file):
 def test_a_killed_run_resumes_bit_for_bit(mixtral, tmp_path, text_file, monkeypatch, recipe):
     changes = {**SMALL, "weights.symmetric": True}
     whole = run(mixtral, recipe, tmp_path / "whole", text_file, overrides=changes)
-    layer = _Run._layer
+    layer = _Run.layer
 
     def killed(self, index):
         if index == 1:
             raise KeyboardInterrupt
         layer(self, index)
 
-    monkeypatch.setattr(_Run, "_layer", killed)
+    monkeypatch.setattr(_Run, "layer", killed)
     with pytest.raises(KeyboardInterrupt):
         run(mixtral, recipe, tmp_path / "resumed", text_file, overrides=changes)
     monkeypatch.undo()

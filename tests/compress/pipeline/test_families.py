@@ -18,21 +18,9 @@ from quantkit.formats.base import by_module
 from quantkit.models.families import find
 from quantkit.numerics.inputs import fake_quantize_inputs
 from tests.compress.pipeline.test_quantize import IDS, run
-from tests.helpers import (
-    COMPRESSED_ONLY,
-    EXPERT_FAMILIES,
-    FAMILIES,
-    MORE_FAMILIES,
-    known_to_transformers,
-    make_model,
-    one_of_each,
-    transformers_logits,
-)
+from tests.helpers import EVERY_FAMILY, EXPERT_FAMILIES, make_model, one_of_each, transformers_logits
 
 RECIPES = ("gptq-int4", "awq-int4", "rtn-int8", "fp8-dynamic")
-EVERY = [
-    name for name in (*FAMILIES, *MORE_FAMILIES, *EXPERT_FAMILIES, *COMPRESSED_ONLY) if known_to_transformers(name)
-]
 WITH_EXPERTS = [*EXPERT_FAMILIES, "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss"]
 # What transformers itself cannot load as codes: no reader of compressed-tensors there knows a Conv1D, or experts that
 # are stored transposed.
@@ -95,18 +83,18 @@ def expected_logits(folder, scheme, quantize_inputs):
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(("family", "recipe"), one_of_each([n for n in EVERY if n not in NOT_LOADED], RECIPES))
+@pytest.mark.parametrize(("family", "recipe"), one_of_each([n for n in EVERY_FAMILY if n not in NOT_LOADED], RECIPES))
 def test_every_family_comes_back_through_transformers(models, tmp_path, text_file, family, recipe):
     changes = {"weights.symmetric": True} if recipe == "awq-int4" and family in WITH_EXPERTS else {}
     model = models(family)
     result = run(model, recipe, tmp_path / "out", text_file, overrides=changes)
     assert all(layer.linears for layer in result.layers)
-    found = transformers_logits(tmp_path / "out", IDS)
+    actual = transformers_logits(tmp_path / "out", IDS)
     folder, scheme = decoded_copy(model, tmp_path / "out", tmp_path / "decoded")
     expected = expected_logits(folder, scheme, quantize_inputs=family not in DECODED_AT_LOAD)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     original = transformers_logits(model, IDS)
-    assert 0 < (found - original).norm() / original.norm() < 0.7
+    assert 0 < (actual - original).norm() / original.norm() < 0.7
 
 
 @pytest.mark.parametrize("recipe", ["gptq-int4", "awq-int4", "rtn-int8"])

@@ -37,10 +37,10 @@ def cached_by_transformers(model, text_file, samples=6):
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = load_samples(text_file, tokenizer, samples=samples, sequence_length=48, vocab_size=260, seed=0)
+    actual = load_samples(text_file, tokenizer, samples=samples, sequence_length=48, vocab_size=260, seed=0)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     peaks = None
-    for sample in found.token_ids:
+    for sample in actual.token_ids:
         cache = DynamicCache()
         with torch.no_grad():
             network(torch.tensor([sample]), past_key_values=cache, use_cache=True)
@@ -68,8 +68,8 @@ def test_the_scales_in_the_checkpoint_are_the_calibrated_ones(tmp_path, text_fil
                 scale = tensors[f"{attention.format(index)}.{name}_scale"]
                 assert scale.dtype == torch.float32
                 assert scale.shape == ((1,) if granularity == "tensor" else (len(peak), 1, 1))
-                wanted = peak.max().reshape(1) if granularity == "tensor" else peak.view(-1, 1, 1)
-                torch.testing.assert_close(scale, wanted / 448, rtol=1e-5, atol=0)
+                largest = peak.max().reshape(1) if granularity == "tensor" else peak.view(-1, 1, 1)
+                torch.testing.assert_close(scale, largest / 448, rtol=1e-5, atol=0)
                 recorded = getattr(result.layers[index].kv_cache, {"k": "key_scale", "v": "value_scale"}[name])
                 assert scale.flatten().tolist() == list(recorded)
 
@@ -122,10 +122,10 @@ def test_keys_are_observed_with_the_weights_as_they_are_written(tiny_llama, tmp_
     pipeline_run.quantize(str(tiny_llama), plain, tmp_path / "dense")
     expected = cached_by_transformers(tmp_path / "dense", text_file)
     tensors = load_tensors(tmp_path / "codes")
-    found = torch.stack([tensors[f"model.layers.{index}.self_attn.k_scale"][0] for index in (0, 1)])
-    torch.testing.assert_close(found, expected[:, 0].amax(1) / 448, rtol=1e-4, atol=0)
+    actual = torch.stack([tensors[f"model.layers.{index}.self_attn.k_scale"][0] for index in (0, 1)])
+    torch.testing.assert_close(actual, expected[:, 0].amax(1) / 448, rtol=1e-4, atol=0)
     before = cached_by_transformers(tiny_llama, text_file)[:, 0].amax(1) / 448
-    assert ((found - before).abs() / before).max() > 1e-3  # the test sees the difference
+    assert ((actual - before).abs() / before).max() > 1e-3  # the test sees the difference
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tiny_llama, tmp_path, text_file, monkeypatch):
@@ -191,7 +191,7 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
     exact = perplexity(LLM(planted, dtype="float32", kv_cache="fp32", threads=1))
     unplanted = perplexity(LLM(None, dtype="float32", kv_cache="fp32", threads=1))
     assert exact == pytest.approx(unplanted, rel=1e-3)
-    found = {}
+    actual = {}
     for name, section in {
         "naive": {"outliers": "off"},
         "detected": {},
@@ -200,7 +200,7 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
         recipe = cache_recipe(dtype="int4", granularity="token", **section)
         result = pipeline_run.quantize(str(planted), recipe, tmp_path / name)
         llm = LLM(tmp_path / name, dtype="float32", threads=1)
-        found[name] = perplexity(llm)
+        actual[name] = perplexity(llm)
         kept = [layout.scheme.key.describe() for layout in llm.engine.runner.cache.layouts]
         ours = [layer.index for layer in result.layers if any("have outlier channels" in note for note in layer.notes)]
         if name == "naive":
@@ -211,9 +211,9 @@ def test_planted_outliers_are_found_and_int4_survives_them(planted, tmp_path):
             assert [kind == remedy for kind in kept] == [index in ours for index in range(4)]
             assert "bias of the key projection up to 128" in result.layers[1].notes[0]
             assert json.loads((tmp_path / name / "quantkit.json").read_text())["result"]["layers"][1]["notes"]
-    assert found["naive"] > 1.3 * exact
-    assert found["detected"] < 1.02 * exact
-    assert found["fp8"] < 1.02 * exact
+    assert actual["naive"] > 1.3 * exact
+    assert actual["detected"] < 1.02 * exact
+    assert actual["fp8"] < 1.02 * exact
 
 
 def test_a_cache_described_by_the_source_is_replaced(tmp_path, text_file):

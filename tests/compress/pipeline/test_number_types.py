@@ -99,10 +99,10 @@ def test_transformers_and_the_runtime_compute_the_same(model, tmp_path, name):
             assert torch.equal(weight.bfloat16(), values.bfloat16()), linear  # the dtype of the checkpoint
             weight.data = values
         expected = nn.Module.float(loaded)(TOKENS).logits[0]
-    found = run(load_model(tmp_path / "out", dtype="float32"), [TOKENS[0].tolist()])[0]
+    actual = run(load_model(tmp_path / "out", dtype="float32"), [TOKENS[0].tolist()])[0]
     # A value between two codes may be rounded either way; the next layers then see another input.
     tolerance = 1e-4 if scheme_of(tmp_path / "out").default.activation is None else 0.05
-    assert (found - expected).std() <= tolerance * expected.std()
+    assert (actual - expected).std() <= tolerance * expected.std()
 
 
 def test_scales_of_inputs_are_those_of_the_data(model, tmp_path):

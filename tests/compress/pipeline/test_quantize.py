@@ -33,14 +33,8 @@ def run(model, recipe, output, text_file=None, **options):
     return quantkit.quantize(model, recipe, output, **{**options, "overrides": {**changes, **options["overrides"]}})
 
 
-def decoded_logits(source, output):
-    """Logits of the source model with every quantized weight replaced by what we decode from the output."""
-    from transformers import AutoModelForCausalLM
-
-    reader = CheckpointReader(output)
-    format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
-    scheme = format_.recognise(reader.config)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+def decode_linears(model, reader, format_, scheme):
+    """Give linears of a model the weights that we decode from a checkpoint, and inputs quantized by their scheme."""
     names = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for name, module in names.items():
         linear = scheme.find(name)
@@ -57,6 +51,17 @@ def decoded_logits(source, output):
                     fake_quantize_inputs(args[0], scheme, scale),
                 )
             )
+
+
+def decoded_logits(source, output):
+    """Logits of the source model with every quantized weight replaced by what we decode from the output."""
+    from transformers import AutoModelForCausalLM
+
+    reader = CheckpointReader(output)
+    format_ = next(f for f in FORMATS.all().values() if f.recognise(reader.config))
+    scheme = format_.recognise(reader.config)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    decode_linears(model, reader, format_, scheme)
     for name, parameter in model.named_parameters():
         if name in reader and not name.endswith("proj.weight"):
             parameter.data = reader.tensor(name).float()
@@ -74,12 +79,12 @@ def loads_in_float32(name: str) -> bool:
 def test_every_shipped_recipe_loads_in_transformers(tiny_llama, tmp_path, text_file, recipe):
     changes = {"steps.autoround.iterations": 20} if recipe == "autoround-int4" else {}
     result = run(tiny_llama, recipe, tmp_path / "out", text_file, overrides=changes)
-    found = transformers_logits(tmp_path / "out", IDS)
-    torch.testing.assert_close(found, decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4)
+    actual = transformers_logits(tmp_path / "out", IDS)
+    torch.testing.assert_close(actual, decoded_logits(tiny_llama, tmp_path / "out"), rtol=0, atol=1e-4)
     assert result.num_quantized == 14
     assert result.output_bytes < result.source_bytes
     original = transformers_logits(tiny_llama, IDS)
-    assert 0 < (found - original).norm() / original.norm() < 0.6
+    assert 0 < (actual - original).norm() / original.norm() < 0.6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

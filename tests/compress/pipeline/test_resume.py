@@ -16,7 +16,7 @@ from quantkit.checkpoints.staging import open_stage
 from quantkit.checkpoints.work_folder import work_folder
 from quantkit.errors import InputError, OutputError, ResumeError
 from tests import forked
-from tests.compress.pipeline.killer import compress, renames_file
+from tests.compress.pipeline.killer import KillAfterFirst, Killed, compress, renames_file
 from tests.helpers import edit_tensors, load_tensors, make_model
 
 
@@ -48,11 +48,11 @@ def undisturbed(tiny_llama, tmp_path_factory, text_file):
     return hashes(output), int(renames_file(output).read_text())
 
 
-@pytest.mark.parametrize("place", range(10))
-def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, place):
+@pytest.mark.parametrize("tenth", range(10))
+def test_killed_at_a_commit_point(tiny_llama, tmp_path, text_file, undisturbed, tenth):
     expected, renames = undisturbed
-    moment = 1 + place * (renames - 1) // 9
-    when, output = "after" if place % 2 else "before", tmp_path / "out"
+    moment = 1 + tenth * (renames - 1) // 9
+    when, output = "after" if tenth % 2 else "before", tmp_path / "out"
     assert forked.run(compress, moment, when, tiny_llama, output, text_file) == -signal.SIGKILL
     result = quantize(tiny_llama, output, text_file)
     assert hashes(output) == expected
@@ -92,19 +92,8 @@ def test_killed_by_the_clock(tmp_path, text_file):
 
 def interrupted(model, output, text, **options):
     """Leave a run behind that was killed after its first layer."""
-
-    class Stop(Exception):
-        pass
-
-    class Listener:
-        def __getattr__(self, name):
-            return lambda *args: None
-
-        def layer_finished(self, record):
-            raise Stop
-
-    with pytest.raises(Stop):
-        quantize(model, output, text, listener=Listener(), **options)
+    with pytest.raises(Killed):
+        quantize(model, output, text, listener=KillAfterFirst(), **options)
 
 
 def test_finished_layers_are_not_done_again(tiny_llama, tmp_path, text_file):

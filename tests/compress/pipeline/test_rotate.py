@@ -34,8 +34,8 @@ def test_the_compressed_model_computes_what_the_source_does(tied, tmp_path, text
     assert written.config["tie_word_embeddings"] is False and "lm_head.weight" in written
     ids = torch.randint(2, 250, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = transformers_logits(tied, ids)
-    found = transformers_logits(tmp_path / "out", ids)
-    assert (found - expected).norm() < 0.06 * expected.norm()  # 8 bits; a wrong rotation would be off by all of it
+    actual = transformers_logits(tmp_path / "out", ids)
+    assert (actual - expected).norm() < 0.06 * expected.norm()  # 8 bits; a wrong rotation would be off by all of it
     norm = load_tensors(tmp_path / "out")["model.layers.1.input_layernorm.weight"]
     assert torch.equal(norm, torch.ones_like(norm))
 

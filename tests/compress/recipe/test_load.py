@@ -181,6 +181,10 @@ MISTAKES = {
     INT4_G32 + "steps: [{gptq: {act_order: wieght}}]": (
         "steps[0].gptq.act_order: expected 'none', 'weight' or 'group', found 'wieght' (did you mean 'weight'?)"
     ),
+    INT4_G32 + "steps: [{gptq: {damping: 0}}]": "gptq.damping: input should be greater than 0, found 0",
+    INT4_G32 + "steps: [{gptq: {refit: -1}}]": "gptq.refit: input should be greater than or equal to 0, found -1",
+    INT4_G32 + "steps: [{awq: {grid: 0}}]": "awq.grid: input should be greater than 0, found 0",
+    INT4_G32 + "steps: [{smoothquant: {alpha: 2}}]": "alpha: input should be less than or equal to 1, found 2",
     INT4_G32 + "calibration: {samples: 3}": "calibration has no effect without steps",
     INT4_G32
     + "steps: [gptq]\ncalibration: {samples: 0}": "calibration.samples: input should be greater than 0, found 0",
@@ -191,9 +195,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text.replace(INT4_G32, "").replace("\n", "; ")[:50])
 def test_every_mistake_is_one_line_with_file_path_and_value(write, text):
-    found = message(write(text))
-    assert found.startswith("mine.yaml: ")
-    assert MISTAKES[text] in found
+    said = message(write(text))
+    assert said.startswith("mine.yaml: ")
+    assert MISTAKES[text] in said
 
 
 def test_a_file_that_is_not_text(tmp_path):

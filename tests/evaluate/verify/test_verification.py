@@ -13,19 +13,13 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal
-from quantkit.evaluate.verify import (
-    VerifyOptions,
-    check_gates,
-    check_pair,
-    set_aside,
-    verify_checkpoint,
-    verify_pair,
-    write_files,
-)
+from quantkit.evaluate.verify.files import set_aside, write_files
 from quantkit.evaluate.verify.goals import repair_goal
-from quantkit.report import read_report
+from quantkit.evaluate.verify.pair import check_gates, check_pair
+from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.report.json import read_report
 from quantkit.results import Report
-from quantkit.results.gates import evaluate_gates
+from quantkit.results.gates.judge import evaluate_gates
 from tests.helpers import make_model
 from tests.report.synthetic import make_report
 
@@ -44,7 +38,7 @@ def options(models, **changes):
 @pytest.fixture(scope="module")
 def report(models, quick_ceilings):
     gates = ("kl<=0.0001", "memory_ratio<=0.9", "itl_ratio<=99")
-    return verify_checkpoint(models / "out", gates=gates, options=options(models, bench=BENCH))
+    return verify_pair(check_pair(models / "out", None, gates), options(models, bench=BENCH))
 
 
 def test_it_finds_the_original_and_fills_the_report(report, models):
@@ -105,17 +99,17 @@ def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
 def test_without_questions_only_distributions_are_compared(models):
     pair = check_pair(models / "out", None, ["kl<=50"])
     evaluation = EvaluationOptions()
-    found = verify_pair(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
-    assert (found.evaluation, found.comparisons) == (None, ())
-    assert found.fidelity.num_tokens > 100
-    assert found.held
+    verified = verify_pair(pair, options(models, evaluation=evaluation, text=str(models / "text.txt"), noise=False))
+    assert (verified.evaluation, verified.comparisons) == (None, ())
+    assert verified.fidelity.num_tokens > 100
+    assert verified.held
 
 
 def test_without_a_text_the_shipped_one_is_used_and_said_so(models):
-    found = verify_pair(
+    verified = verify_pair(
         check_pair(models / "out", None, []), options(models, evaluation=EvaluationOptions(), noise=False)
     )
-    assert any("calibration text" in note for note in found.notes)
+    assert any("calibration text" in note for note in verified.notes)
 
 
 def test_a_quantized_cache_belongs_to_the_checkpoint_only(models):
@@ -257,8 +251,8 @@ def test_what_a_repair_has_to_reach_follows_from_the_gates_that_failed():
     assert repair_goal(judged("kl<=9", "memory_ratio<=0.01")) is None  # held, and not about accuracy
     assert repair_goal(judged("kl<=0.01")) == Goal(kl=0.01)
     assert repair_goal(judged("top1>=0.95", "kl_p99<=0.1")) == Goal(top1=0.95, kl_p99=0.1)
-    found = next(c for c in judged().comparisons if c.subject == "all tasks")
-    limit = 100 - (100 - found.recovery) / 4
+    tasks = next(c for c in judged().comparisons if c.subject == "all tasks")
+    limit = 100 - (100 - tasks.recovery) / 4
     assert repair_goal(judged(f"recovery>={limit}")).kl == pytest.approx(total / 4, rel=1e-3)
     ratio = evaluate_gates(judged(), ["perplexity_ratio<=1"])[0].value
     assert repair_goal(judged(f"perplexity_ratio<={math.sqrt(ratio)}")).kl == pytest.approx(total / 2, rel=1e-3)

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "evals" / "gpu"))
 from random_model import make_model
 from step_count import META, PAGE, StepCount, _on_meta
 
-from quantkit.kernels.layouts import kv_scheme
 from quantkit.kernels.transfer import send
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.config import EngineConfig
@@ -38,16 +37,16 @@ class NothingWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
-        places = {item.device.type for item in flat if isinstance(item, torch.Tensor)}
+        devices = {item.device.type for item in flat if isinstance(item, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            places.add(result.device.type)
-        if "meta" in places and name in WAITING:
+            devices.add(result.device.type)
+        if "meta" in devices and name in WAITING:
             raise AssertionError(f"{name} asks the device")
-        if places == {"cpu", "meta"} and name in ("to", "_to_copy", "copy_"):
+        if devices == {"cpu", "meta"} and name in ("to", "_to_copy", "copy_"):
             given = args[-1] if name == "copy_" and len(args) == 3 else (kwargs or {}).get("non_blocking", False)
             assert given, f"{name} waits for the device"
-        elif places == {"cpu", "meta"}:
+        elif devices == {"cpu", "meta"}:
             assert "scalar" in name or all(
                 item.dim() == 0 for item in flat if isinstance(item, torch.Tensor) and item.device.type == "cpu"
             ), f"{name} takes a tensor of the host"
@@ -108,7 +107,7 @@ def holder(number, pages):
 @pytest.mark.parametrize("weights", ["bf16", "w4a16 head8"])
 def test_a_step_and_its_choice_wait_for_nothing(no_wait, weights, kv, mix):
     model = make_model("tiny", weights, META)
-    cache = KVCache(model.layouts(kv_scheme(kv), PAGE), 64, 8, META)
+    cache = KVCache(model.layouts(kv, PAGE), 64, 8, META)
     runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
     pages = range(len(MIXES[mix]))
     chunks = [ScheduledChunk(holder(i, [i]), [i], 5, 1) for i in pages]
@@ -123,7 +122,7 @@ def test_a_step_and_its_choice_wait_for_nothing(no_wait, weights, kv, mix):
 def test_prompts_wait_for_nothing_either(no_wait, kv):
     """A chunk over a page's border, drafts and a decode in one step."""
     model = make_model("tiny", "w4a16 head8", META)
-    cache = KVCache(model.layouts(kv_scheme(kv), PAGE), 64, 8, META)
+    cache = KVCache(model.layouts(kv, PAGE), 64, 8, META)
     runner = Runner(model, cache, EngineConfig(max_sequences=8, page_size=PAGE), max_pages=8)
     spans = ((0, 3, PAGE + 7, 1), (1, 9, 10, 1), (2, 20, 24, 4), (3, 0, 5, 0))
     chunks = [
@@ -131,9 +130,9 @@ def test_prompts_wait_for_nothing_either(no_wait, kv):
             SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], num_table_entries=0),
             [5] * (end - start),
             start,
-            wanted,
+            num_logits,
         )
-        for i, start, end, wanted in spans
+        for i, start, end, num_logits in spans
     ]
     drafting = sequence(SamplingParams(temperature=1.0), drafts=(1, 2, 3))
     rows = [(sequence(SamplingParams()), 0)] * 2 + [(drafting, ahead) for ahead in range(4)]

@@ -25,11 +25,11 @@ from resources import Store, compile_all, default_jobs
 store, sample = Store.read(), {}
 same = store.triton == Store().triton
 for (key, target), launch in sorted(everything([90], ["bfloat16"]).items()):
-    if (key, target) in store.found:
+    if (key, target) in store.known:
         sample.setdefault(launch.name, (launch, target))
 wrong = []
 for launch, found in compile_all(list(sample.values()), default_jobs()):
-    known = store.found[launch.key, 90]
+    known = store.known[launch.key, 90]
     numbers = [(one.registers, one.shared, one.spills) for one in (found, known)]
     if found.problem or (same and numbers[0] != numbers[1]):
         wrong.append(f"{found} {found.problem}; known: {known}")

@@ -68,13 +68,13 @@ def test_linears(scheme, shape, dtype):
     linear = build_linear(weight, bias=bias, activation=activation, dtype=dtype, device=CUDA)
     for count in ROWS:
         x = torch.randn(count, shape[1]).to(dtype)
-        found = linear(x.to(CUDA))
-        assert found.dtype == dtype
-        assert found.shape == (count, shape[0])
+        actual = linear(x.to(CUDA))
+        assert actual.dtype == dtype
+        assert actual.shape == (count, shape[0])
         inputs = x.double() if activation is None else fake_quantize_inputs(x.float(), activation).double()
         expected = inputs @ decoded.T + bias.double()
         bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T + bias.abs()) / shape[1] ** 0.5 * 4
-        assert ((found.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"
+        assert ((actual.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (60, 640), (33, 70)], ids=str)
@@ -113,11 +113,11 @@ def test_norms_and_gates_round_as_a_launch_of_its_own_would(width, rounding):
 
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape, device=CUDA).bfloat16() for shape in ((5, width), (5, width), (width,)))
-    found, total = gpu_ops.quantized_rms_norm(x, residual, weight, 1e-5, 0.0, rounding)
-    normed, expected_total = gpu_ops.add_rms_norm(x, residual, weight, 1e-5, 0.0)
+    actual, total = gpu_ops.rms_norm(x, weight, 1e-5, 0.0, residual, rounding)
+    normed, expected_total = gpu_ops.rms_norm(x, weight, 1e-5, 0.0, residual)
     assert torch.equal(total, expected_total)
     gate_up = torch.cat([x, residual], dim=1)
-    pairs = [(found, normed), (gpu_ops.quantized_gated(gate_up, "silu", rounding), gpu_ops.gated(gate_up, "silu"))]
+    pairs = [(actual, normed), (gpu_ops.gated(gate_up, "silu", rounding), gpu_ops.gated(gate_up, "silu"))]
     for rows, values in pairs:
         expected = quantize_rows(values, rounding)
         assert torch.equal(rows.codes[:5], expected.codes[:5])
@@ -130,11 +130,11 @@ def test_norms(width, dtype):
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
     for offset in (0.0, 1.0):
-        found = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset=offset).cpu()
-        torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-5, offset=offset))
-        found = ops.add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5, offset=offset)
-        expected = reference.add_rms_norm(x, residual, weight, 1e-5, offset=offset)
-        for one, other in zip(found, expected, strict=True):
+        actual, _ = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset)
+        torch.testing.assert_close(actual.cpu(), reference.rms_norm(x, weight, 1e-5, offset)[0])
+        actual = ops.rms_norm(x.cuda(), weight.cuda(), 1e-5, offset, residual.cuda())
+        expected = reference.rms_norm(x, weight, 1e-5, offset, residual)
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other)
 
 
@@ -147,10 +147,10 @@ def test_rotary(rotated, interleaved, dtype):
     angles = torch.randn(3, rotated // 2)
     cos, sin = angles.cos(), angles.sin()
     results = []
-    for place in ("cpu", "cuda"):
-        states = joined.clone().to(place)
+    for device in ("cpu", "cuda"):
+        states = joined.clone().to(device)
         query, key = states[:, : 4 * 64].view(3, 4, 64), states[:, 4 * 64 :].view(3, 2, 64)
-        ops.rotary_(query, key, cos.to(place), sin.to(place), interleaved=interleaved)
+        ops.rotary_(query, key, cos.to(device), sin.to(device), interleaved=interleaved)
         results.append(states.cpu())
     torch.testing.assert_close(results[1], results[0])
 
@@ -195,16 +195,16 @@ def test_experts(scheme, dtype):
         every = [each(number) for number in range(count)]
         expected = experts.run_each(x.double(), chosen, weights, every, shared.double())
         inputs = x.to(CUDA), scores.to(CUDA), shared.to(CUDA), None
-        found = stacked(*inputs)
+        actual = stacked(*inputs)
         close = 2e-2 if dtype == torch.bfloat16 else 4e-3
-        assert (found.cpu().double() - expected).abs().max() < close * expected.abs().max(), tokens
-        assert torch.equal(stacked(*inputs), found)
+        assert (actual.cpu().double() - expected).abs().max() < close * expected.abs().max(), tokens
+        assert torch.equal(stacked(*inputs), actual)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             replayed = stacked(*inputs)
         replayed.zero_()
         graph.replay()
-        assert torch.equal(replayed, found)
+        assert torch.equal(replayed, actual)
 
 
 ATTENTION = {
@@ -227,10 +227,10 @@ def test_attention(kind, dim, dtype, option, monkeypatch):
     made.step(cache, [(0, 0, 60), (1, 0, 15), (2, 0, 290)], **options)
     steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i), (2, 290 + i, 291 + i)] for i in range(9)]
     for spans in [*steps, [(1, 24, 34), (0, 69, 70)]]:
-        for (number, start, stop), found in zip(spans, made.step(cache, spans, **options), strict=True):
+        for (number, start, stop), actual in zip(spans, made.step(cache, spans, **options), strict=True):
             expected = made.expected(number, start, stop, **options)
             close = 2e-2 if dtype == torch.bfloat16 else 4e-3
-            error = ((found.double() - expected).abs().max() / expected.abs().max()).item()
+            error = ((actual.double() - expected).abs().max() / expected.abs().max()).item()
             assert error < close, f"sequence {number} at {start}: off by {error:.2g}"
 
 
@@ -244,11 +244,11 @@ def test_drafts_after_a_long_prefix(kind, option, monkeypatch):
     made.step(cache, [(0, 0, 2900), (1, 0, 30)], **options)
     for spans in ([(0, 2900, 2905)], [(0, 2905, 2921), (1, 30, 31)], [(0, 2921, 2922)], [(0, 2922, 2924)]):
         again = [made.step(cache, spans, **options) for _ in range(3)]
-        for (number, start, stop), *found in zip(spans, *again, strict=True):
-            assert torch.equal(found[0], found[1])
-            assert torch.equal(found[0], found[2])
+        for (number, start, stop), *actual in zip(spans, *again, strict=True):
+            assert torch.equal(actual[0], actual[1])
+            assert torch.equal(actual[0], actual[2])
             expected = made.expected(number, start, stop, **options)
-            assert (found[0].double() - expected).abs().max() < 2e-2 * expected.abs().max()
+            assert (actual[0].double() - expected).abs().max() < 2e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -260,19 +260,19 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(kind, interleaved, rota
     query, key = torch.randn(2, 128).to(torch.bfloat16).unbind(0)
     turns = torch.randn(80, rotated // 2)
     outputs = []
-    for place in ("cpu", "cuda"):
-        monkeypatch.setattr(Sequences, "device", place)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(Sequences, "device", device)
         cache, options = made.cache(), {"interleaved": interleaved}
         if normed:
-            options["norms"] = HeadNorms(query=query.to(place), key=key.to(place), eps=1e-6, offset=0.0)
+            options["norms"] = HeadNorms(query=query.to(device), key=key.to(device), eps=1e-6, offset=0.0)
         steps = [[(0, 60 + i, 61 + i), (1, 15 + i, 16 + i)] for i in range(6)]
         outputs.append([])
         for spans in ([(0, 0, 60), (1, 0, 15)], *steps, [(1, 21, 31), (0, 66, 67)], [(0, 67, 68), (1, 31, 32)]):
             at = torch.cat([turns[start:stop] for _, start, stop in spans])
-            angles = {"angles": (at.cos().to(place), at.sin().to(place))} if rotated else {}
+            angles = {"angles": (at.cos().to(device), at.sin().to(device))} if rotated else {}
             outputs[-1] += made.step(cache, spans, **options, **angles)
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        assert (found.float() - expected.float()).abs().max() < 2e-2 * expected.float().abs().max()
+    for actual, expected in zip(outputs[1], outputs[0], strict=True):
+        assert (actual.float() - expected.float()).abs().max() < 2e-2 * expected.float().abs().max()
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
@@ -282,8 +282,8 @@ def test_the_engine_gives_the_cpus_text(kv_cache):
 
     prompts = ["Once upon a time", "The little dog", "One day, a girl named Lily"]
     texts = []
-    for place in ("cpu", "cuda"):
-        llm = LLM(device=place, dtype="float32", kv_cache=kv_cache, max_length=256)
+    for device in ("cpu", "cuda"):
+        llm = LLM(device=device, dtype="float32", kv_cache=kv_cache, max_length=256)
         texts.append([done.text for done in llm.generate(prompts, SamplingParams(max_tokens=60))])
         alone = [llm.generate([prompt], SamplingParams(max_tokens=60))[0].text for prompt in prompts]
         assert alone == texts[-1]
@@ -298,11 +298,11 @@ def test_arrays_sent_one_after_another_do_not_overwrite_each_other():
     for _ in range(20):
         busy = busy @ busy.T / 4096
     numbers = np.empty(100_000, dtype=np.int64)
-    found = []
+    actual = []
     for value in range(50):
         numbers.fill(value)
-        found.append(send(CUDA, numbers, numbers[:5])[0])
-    assert [(int(tensor.min()), int(tensor.max())) for tensor in found] == [(value, value) for value in range(50)]
+        actual.append(send(CUDA, numbers, numbers[:5])[0])
+    assert [(int(tensor.min()), int(tensor.max())) for tensor in actual] == [(value, value) for value in range(50)]
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
@@ -353,13 +353,13 @@ def test_draws_are_the_cpus(size):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = sampling.choose(there, draws)
+        actual = sampling.choose(there, draws)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = sampling.choose(logits, draws)
     # Sums are added in another order: at the border of top-p a token may be in here and out there.
-    assert (found.cpu() == expected).float().mean() >= 0.98
-    assert torch.equal(sampling.choose(there, draws), found)
+    assert (actual.cpu() == expected).float().mean() >= 0.98
+    assert torch.equal(sampling.choose(there, draws), actual)
     # Zeros are equal whatever their sign, and a NaN wins.
     odd = torch.full((3, size), -1.0)
     odd[0, [9, 300]], odd[1, [9, 300]] = torch.tensor([-0.0, 0.0]), torch.tensor([0.0, -0.0])
@@ -394,8 +394,8 @@ def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):
     batch.positions.copy_(later.positions)
     batch.slots.copy_(later.slots)
     graph.replay()
-    for found, other in zip(replayed.cpu(), expected, strict=True):
-        assert (found.double() - other[0]).abs().max() < 2e-2 * other.abs().max()
+    for actual, other in zip(replayed.cpu(), expected, strict=True):
+        assert (actual.double() - other[0]).abs().max() < 2e-2 * other.abs().max()
 
 
 def test_bfloat16_decodes_on_the_gpu():
@@ -410,8 +410,8 @@ def test_bfloat16_decodes_on_the_gpu():
     ids = [cpu.encode(told)]
     exact = cpu.score(ids)[0]
     for kind in KV_TYPES:
-        found = LLM(device="cuda", dtype="bfloat16", kv_cache=kind).score(ids, chunk_size=1)[0].cpu()
-        agreement = (found.argmax(-1) == exact.argmax(-1)).float().mean().item()
+        actual = LLM(device="cuda", dtype="bfloat16", kv_cache=kind).score(ids, chunk_size=1)[0].cpu()
+        agreement = (actual.argmax(-1) == exact.argmax(-1)).float().mean().item()
         assert agreement >= 0.8, f"{kind}: {agreement:.0%} of the tokens agree"
 
 
@@ -427,17 +427,17 @@ def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     chip, name = configs.capability(CUDA), torch.cuda.get_device_name()
     cases = cases_of([shapes], rows=(1, 16), batches=(2,), context=200, kv_types=("int8",), chip=chip)
     monkeypatch.setenv("QUANTKIT_TUNE_DIR", str(tmp_path))
-    found = tune(
+    actual = tune(
         cases,
         opener(CUDA, torch.bfloat16),
         tuned.Table(device=name, capability=chip, versions={}, entries=(), path=tuned.user_file(name)),
         seconds=60,
     )
-    assert found.outcomes
-    for outcome in found.outcomes:
+    assert actual.outcomes
+    for outcome in actual.outcomes:
         assert outcome.entry is not None, outcome.problem
         assert not any("else" in reason or "fails" in reason for reason in outcome.dropped), outcome.dropped
     configs.forget()
     weight = packing.pack(random_weight(512, 1024, scheme.weight, CUDA), CUDA)
-    assert configs.product(weight, 1, CUDA) == found.outcomes[0].entry.choice
+    assert configs.product(weight, 1, CUDA) == actual.outcomes[0].entry.choice
     configs.forget()

@@ -53,13 +53,13 @@ def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
         check=False,
     )
     assert said.returncode == 0, said.stderr[-3000:]
-    found = json.loads(said.stdout.splitlines()[-1])
+    result = json.loads(said.stdout.splitlines()[-1])
     for weights in ("bf16", "w4a16"):
-        share, per_layer, experts = found.pop(f"8x1B {weights}")
+        share, per_layer, experts = result.pop(f"8x1B {weights}")
         assert share == pytest.approx(1.0, abs=0.01), weights
         assert per_layer <= MOST["8x1B"], weights
         assert experts == ["expert_rows_kernel 32", "route_kernel 16"], weights  # two products and a choice per layer
-    for name, (share, per_layer, outside) in found.items():
+    for name, (share, per_layer, outside) in result.items():
         assert share == pytest.approx(1.0, abs=0.01), name
         assert per_layer <= MOST[name.rpartition(" ")[0]], name
         assert outside == OUTSIDE[name.rpartition(" ")[0]], name

@@ -87,10 +87,10 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
 
 def test_the_nearest_size_that_is_near_enough_counts():
     small, large = entry(outputs=4096, choice=ROWS), entry(outputs=16384, choice=TILE)
-    found = table(small, large)
+    pair = table(small, large)
 
     def find(rows, outputs, inputs, kind=KIND):
-        return found.find("product", kind, {"rows": rows, "outputs": outputs, "inputs": inputs})
+        return pair.find("product", kind, {"rows": rows, "outputs": outputs, "inputs": inputs})
 
     assert find(1, 4096, 4096) == ROWS
     assert find(1, 6000, 4096) == ROWS
@@ -100,7 +100,7 @@ def test_the_nearest_size_that_is_near_enough_counts():
     assert find(1, 2000, 4096) is None
     assert find(4, 4096, 4096) is None
     assert find(1, 4096, 4096, "8 bits") is None
-    assert found.find("decode", KIND, {"heads": 8}) is None
+    assert pair.find("decode", KIND, {"heads": 8}) is None
 
 
 def test_the_users_file_goes_before_the_shipped_one_and_both_before_the_default(gpu):
@@ -124,13 +124,13 @@ def test_pages_ask_the_same_files(gpu):
     kind = configs.pages_name(kv_scheme("int8"), 128, 64, 4)
     decode = Decode(tile=32, warps=2, stages=3, programs=4, least_tiles=2, most_splits=32)
     prefill = Prefill(rows=32, tile=32, warps=4, stages=1)
-    found = [
+    entries = [
         tuned.TunedChoice(
             kernel=name, kind=kind, sizes=sizes, choice=choice, microseconds=1.0, default_microseconds=1.0, ratio=1.0
         )
         for name, sizes, choice in (("decode", {"heads": 64}, decode), ("prefill", {}, prefill))
     ]
-    tuned.write(tuned.user_file(GPU), table(*found))
+    tuned.write(tuned.user_file(GPU), table(*entries))
     assert configs.decode(views(), 8, 32, CUDA) == decode
     assert configs.decode(views(), 32, 32, CUDA) == decode  # four times as many heads
     assert configs.decode(views(), 33, 32, CUDA) == choices.default_decode(128, 64, 90)

@@ -8,18 +8,15 @@ import pytest
 
 from quantkit.errors import GateError
 from quantkit.results import Diagnosis, ModelFacts, Report
-from quantkit.results.gates import METRICS, evaluate_gates, gate_numbers, parse_gate, parse_gates
+from quantkit.results.gates.judge import evaluate_gates
+from quantkit.results.gates.language import parse_gate, parse_gates
+from quantkit.results.gates.metrics import METRICS, gate_numbers
 from tests.report.synthetic import GATES, make_report
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
     return make_report()
-
-
-@pytest.fixture(scope="module")
-def broken() -> Report:
-    return make_report(broken=True)
 
 
 READ = [
@@ -64,19 +61,21 @@ def test_gates_are_judged_in_order(report):
     assert results[2].explanation == "kl is 0.0131, asked for <= 0.02"
 
 
-def test_failed_gates_name_the_modules_to_ignore(broken):
-    failed = [result for result in evaluate_gates(broken, GATES) if not result.held]
+def test_failed_gates_name_the_modules_to_ignore(broken_report):
+    failed = [result for result in evaluate_gates(broken_report, GATES) if not result.held]
     assert [result.metric for result in failed] == ["recovery", "perplexity_ratio", "kl", "top1"]
     for result in failed:
         assert result.remedy.startswith("ignore layer 23 down, layer 1 down (predicted KL")
         assert "--set 'ignore=[model.layers.23.mlp.down_proj, model.layers.1.mlp.down_proj]'" in result.remedy
 
 
-def test_without_a_proposal_the_worst_groups_are_named_then_the_worst_linears(broken):
-    no_proposal = dataclasses.replace(broken, sensitivity=dataclasses.replace(broken.sensitivity, proposal=None))
+def test_without_a_proposal_the_worst_groups_are_named_then_the_worst_linears(broken_report):
+    no_proposal = dataclasses.replace(
+        broken_report, sensitivity=dataclasses.replace(broken_report.sensitivity, proposal=None)
+    )
     assert evaluate_gates(no_proposal, ["kl<=0.02"])[0].remedy.startswith("the most sensitive parts are layer 23 down")
-    no_map = dataclasses.replace(broken, sensitivity=None)
-    worst = broken.compression.worst_linears(1)[0][0]
+    no_map = dataclasses.replace(broken_report, sensitivity=None)
+    worst = broken_report.compression.worst_linears(1)[0][0]
     assert f"the largest errors are in {worst}" in evaluate_gates(no_map, ["kl<=0.02"])[0].remedy
     nothing = dataclasses.replace(no_map, compression=None)
     assert "smaller groups" in evaluate_gates(nothing, ["kl<=0.02"])[0].remedy
@@ -92,8 +91,8 @@ def test_speed_and_memory_have_remedies_of_their_own(report):
 
 
 def test_a_limit_inside_the_interval_is_told(report):
-    found = report.find_comparison("all tasks")
-    gate = f"recovery>={(found.recovery_low + found.recovery) / 2:.2f}"
+    tasks = report.find_comparison("all tasks")
+    gate = f"recovery>={(tasks.recovery_low + tasks.recovery) / 2:.2f}"
     result = evaluate_gates(report, [gate])[0]
     assert result.held
     assert "includes the limit: more samples would tell" in result.explanation
@@ -113,7 +112,7 @@ def test_a_subject_that_does_not_exist_is_refused_with_the_nearest(report):
 
 
 def test_without_a_subject_the_worst_text_counts(report):
-    ratios = METRICS["perplexity_ratio"].read(report)
+    ratios = METRICS["perplexity_ratio"].values(report)
     assert len(ratios) == 2
     assert evaluate_gates(report, ["perplexity_ratio<=1.05"])[0].value == max(ratios.values())
 
@@ -133,17 +132,17 @@ def test_what_was_not_measured_does_not_hold():
 
 @pytest.mark.parametrize("name", METRICS)
 def test_every_number_is_read_from_a_full_report_and_missing_from_an_empty_one(name, report):
-    values = METRICS[name].read(report)
+    values = METRICS[name].values(report)
     assert values
     assert all(isinstance(value, int | float) for value in values.values())
-    assert METRICS[name].read(Report(model=ModelFacts(name="x"))) == {}
+    assert METRICS[name].values(Report(model=ModelFacts(name="x"))) == {}
 
 
 def test_all_numbers_are_listed_by_the_names_gates_use(report):
-    found = gate_numbers(report)
-    assert found["recovery"] == found["recovery[all tasks]"]
-    assert found["memory_ratio"] == pytest.approx(331 / 988)
-    for name in found:
+    numbers = gate_numbers(report)
+    assert numbers["recovery"] == numbers["recovery[all tasks]"]
+    assert numbers["memory_ratio"] == pytest.approx(331 / 988)
+    for name in numbers:
         parse_gate(f"{name}>=50" if name.startswith("recovery") else f"{name}<=1")
 
 

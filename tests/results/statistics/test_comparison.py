@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.errors import ReportError
 from quantkit.results import EvaluationResult, PerplexityResult, SampleRecord, TaskResult
-from quantkit.results.statistics import compare_evaluations, compare_perplexity, compare_task
+from quantkit.results.statistics.comparison import compare_evaluations, compare_perplexity, compare_task
 
 
 def task(scores, *, name="t", metric="acc", higher=True, lengths=None, hashes=None, stderr=None) -> TaskResult:
@@ -51,18 +51,18 @@ def flipped(lost: int, won: int) -> list[int]:
 
 
 def test_a_loss_beyond_noise_is_worse():
-    found = compare_task(task(flipped(40, 10)), task(ORIGINAL), task(flipped(2, 3)))
-    assert found.verdict == "worse"
-    assert (found.baseline, found.value, found.difference) == (0.7, 0.67, pytest.approx(-0.03))
-    assert found.recovery == pytest.approx(100 * 0.67 / 0.7)
-    assert found.recovery_low < found.recovery < found.recovery_high < 100
-    assert found.noise_floor == pytest.approx(1.96 * math.sqrt(5) / 1000, rel=1e-3)
+    result = compare_task(task(flipped(40, 10)), task(ORIGINAL), task(flipped(2, 3)))
+    assert result.verdict == "worse"
+    assert (result.baseline, result.value, result.difference) == (0.7, 0.67, pytest.approx(-0.03))
+    assert result.recovery == pytest.approx(100 * 0.67 / 0.7)
+    assert result.recovery_low < result.recovery < result.recovery_high < 100
+    assert result.noise_floor == pytest.approx(1.96 * math.sqrt(5) / 1000, rel=1e-3)
 
 
 def test_101_per_cent_is_noise_when_arithmetic_alone_does_as_much():
-    found = compare_task(task(flipped(20, 27)), task(ORIGINAL), task(flipped(12, 10)))
-    assert found.recovery == pytest.approx(101)
-    assert found.verdict == "noise"
+    result = compare_task(task(flipped(20, 27)), task(ORIGINAL), task(flipped(12, 10)))
+    assert result.recovery == pytest.approx(101)
+    assert result.verdict == "noise"
 
 
 def test_what_cannot_be_told_is_said_so():
@@ -78,8 +78,8 @@ def test_a_shift_of_the_original_itself_widens_its_floor():
 def test_items_are_paired_by_index_and_only_those_both_answered_count():
     longer = task(ORIGINAL)
     shorter = dataclasses.replace(longer, samples=longer.samples[100:500][::-1])
-    found = compare_task(shorter, longer)
-    assert (found.num_samples, found.difference) == (400, 0.0)
+    result = compare_task(shorter, longer)
+    assert (result.num_samples, result.difference) == (400, 0.0)
 
 
 def test_other_items_under_the_same_index_are_refused():
@@ -96,10 +96,10 @@ def test_without_samples_the_standard_errors_are_used_unpaired():
     def bare(value, stderr):
         return TaskResult(task="t", metric="acc", value=value, stderr=stderr, num_samples=100)
 
-    found = compare_task(bare(0.5, 0.03), bare(0.7, 0.04))
-    assert (found.low, found.high) == (pytest.approx(-0.298, abs=1e-3), pytest.approx(-0.102, abs=1e-3))
-    assert found.verdict == "worse"
-    assert "unpaired" in found.method
+    result = compare_task(bare(0.5, 0.03), bare(0.7, 0.04))
+    assert (result.low, result.high) == (pytest.approx(-0.298, abs=1e-3), pytest.approx(-0.102, abs=1e-3))
+    assert result.verdict == "worse"
+    assert "unpaired" in result.method
     unknown = compare_task(bare(0.5, None), bare(0.7, None))
     assert (unknown.low, unknown.p_value, unknown.verdict) == (None, None, "no difference seen")
 
@@ -107,23 +107,23 @@ def test_without_samples_the_standard_errors_are_used_unpaired():
 def test_where_lower_is_better_recovery_and_verdict_turn_round():
     rng = random.Random(0)
     before = [rng.uniform(1, 2) for _ in range(200)]
-    found = compare_task(
+    result = compare_task(
         task([b * 1.1 for b in before], higher=False, metric="loss"), task(before, higher=False, metric="loss")
     )
-    assert found.verdict == "worse"
-    assert found.recovery == pytest.approx(100 / 1.1)
-    assert found.recovery_low < found.recovery < found.recovery_high
+    assert result.verdict == "worse"
+    assert result.recovery == pytest.approx(100 / 1.1)
+    assert result.recovery_low < result.recovery < result.recovery_high
 
 
 def test_perplexities_are_compared_by_window():
     rng = random.Random(1)
     before = [200 + rng.gauss(0, 30) for _ in range(50)]
     after = [b + 2 + rng.gauss(0, 1) for b in before]
-    found = compare_perplexity(text(after), text(before), text([b + rng.gauss(0, 0.05) for b in before]))
-    assert found.verdict == "worse"
-    assert found.low < found.difference < found.high
-    assert found.recovery == pytest.approx(100 * found.baseline / found.value)
-    assert 0 < found.noise_floor < 0.01
+    result = compare_perplexity(text(after), text(before), text([b + rng.gauss(0, 0.05) for b in before]))
+    assert result.verdict == "worse"
+    assert result.low < result.difference < result.high
+    assert result.recovery == pytest.approx(100 * result.baseline / result.value)
+    assert 0 < result.noise_floor < 0.01
 
 
 def test_the_interval_of_a_perplexity_covers_95_per_cent():
@@ -133,14 +133,14 @@ def test_the_interval_of_a_perplexity_covers_95_per_cent():
         tokens = [rng.choice((50, 100)) for _ in range(30)]
         before = [2 * n + rng.gauss(0, 10) for n in tokens]
         after = [b + n * (0.01 + rng.gauss(0, 0.02)) for b, n in zip(before, tokens, strict=True)]
-        found = compare_perplexity(text(after, tokens=tokens), text(before, tokens=tokens))
-        covered += found.low <= found.baseline * math.expm1(0.01) <= found.high
+        result = compare_perplexity(text(after, tokens=tokens), text(before, tokens=tokens))
+        covered += result.low <= result.baseline * math.expm1(0.01) <= result.high
     assert abs(covered / 2000 - 0.95) <= 0.02
 
 
 def test_one_window_has_no_interval_and_no_verdict():
-    found = compare_perplexity(text([220.0]), text([200.0]))
-    assert (found.low, found.high, found.p_value, found.verdict) == (None, None, None, "no difference seen")
+    result = compare_perplexity(text([220.0]), text([200.0]))
+    assert (result.low, result.high, result.p_value, result.verdict) == (None, None, None, "no difference seen")
 
 
 def test_other_windows_are_refused():
@@ -149,9 +149,9 @@ def test_other_windows_are_refused():
 
 
 def test_a_model_without_hope_has_an_infinite_perplexity_and_no_crash():
-    found = compare_perplexity(text([90000.0, 90001.0]), text([200.0, 210.0]))
-    assert math.isinf(found.value)
-    assert found.recovery == pytest.approx(0)
+    result = compare_perplexity(text([90000.0, 90001.0]), text([200.0, 210.0]))
+    assert math.isinf(result.value)
+    assert result.recovery == pytest.approx(0)
 
 
 def test_everything_shared_is_compared_the_mean_first_and_lengths_last():
@@ -166,9 +166,9 @@ def test_everything_shared_is_compared_the_mean_first_and_lengths_last():
     value = evaluation(flipped(10, 2), [24] * 1000, [210.0, 190.0])
     baseline = evaluation(ORIGINAL, [20] * 1000, [200.0, 180.0])
     only_here = dataclasses.replace(value, tasks=(*value.tasks, task([1], name="new")))
-    found = compare_evaluations(only_here, baseline, baseline)
+    compared = compare_evaluations(only_here, baseline, baseline)
     subjects = ["all tasks", "a", "b", "l", "perplexity: d", "perplexity: d (decode)", "answer length: b"]
-    assert [c.subject for c in found] == subjects
-    assert found[0].num_samples == 2000  # the task where lower is better is no part of the mean
-    assert found[0].value == pytest.approx((found[1].value + found[2].value) / 2)
-    assert found[-1].recovery == pytest.approx(120)
+    assert [c.subject for c in compared] == subjects
+    assert compared[0].num_samples == 2000  # the task where lower is better is no part of the mean
+    assert compared[0].value == pytest.approx((compared[1].value + compared[2].value) / 2)
+    assert compared[-1].recovery == pytest.approx(120)

@@ -11,10 +11,8 @@ import pytest
 from quantkit.results.statistics.distributions import binomial_pmf
 from quantkit.results.statistics.paired import (
     Counts,
-    _difference_variance,
-    _ratio_variance,
     compare_pairs,
-    difference_interval,
+    compare_strata,
     mcnemar,
 )
 
@@ -29,13 +27,14 @@ def pairs_of(counts: Counts) -> tuple[list[float], list[float]]:
 
 @cache
 def interval_of(lost: int, won: int, total: int) -> tuple[float, float]:
-    return difference_interval(Counts(both=total - lost - won, lost=lost, won=won, neither=0))
+    result = compare_strata([Counts(both=total - lost - won, lost=lost, won=won, neither=0)])
+    return result.low, result.high
 
 
 @cache
 def ratio_interval_of(both: int, lost: int, won: int, neither: int) -> tuple[float, float]:
-    found = compare_pairs([pairs_of(Counts(both=both, lost=lost, won=won, neither=neither))])
-    return found.ratio_low, found.ratio_high
+    result = compare_strata([Counts(both=both, lost=lost, won=won, neither=neither)])
+    return result.ratio_low, result.ratio_high
 
 
 def draw(rng: random.Random, total: int, lost: float, won: float, right: float) -> Counts:
@@ -141,12 +140,12 @@ def test_a_loss_of_one_point_on_5000_items_is_detected_and_noise_is_not():
     rng = random.Random(1)
 
     def share_found(lost: float, won: float) -> float:
-        found = 0
+        rejected = 0
         for _ in range(DRAWS):
             differing = sum(rng.random() < lost + won for _ in range(500)) * 10  # in tens, to be quick
             worse = round(rng.gauss(differing * lost / (lost + won), math.sqrt(differing * lost * won) / (lost + won)))
-            found += mcnemar(min(max(worse, 0), differing), differing - min(max(worse, 0), differing)) < 0.05
-        return found / DRAWS
+            rejected += mcnemar(min(max(worse, 0), differing), differing - min(max(worse, 0), differing)) < 0.05
+        return rejected / DRAWS
 
     assert share_found(0.025, 0.015) > 0.9
     assert share_found(0.02, 0.02) <= 0.06
@@ -161,7 +160,7 @@ def test_mcnemar_on_small_counts_by_hand():
 
 def likeliest(counts: Counts, lost_of, steps: int = 20000) -> tuple[float, float]:
     """Shares (lost, won) of the largest likelihood on a line, found by trying."""
-    best, found = -math.inf, (0.0, 0.0)
+    best, shares = -math.inf, (0.0, 0.0)
     for i in range(1, steps):
         won = i / steps
         for lost, both, neither in lost_of(won):
@@ -172,8 +171,8 @@ def likeliest(counts: Counts, lost_of, steps: int = 20000) -> tuple[float, float
                 for n, p in ((counts.both, both), (counts.lost, lost), (counts.won, won), (counts.neither, neither))
             )
             if value > best:
-                best, found = value, (lost, won)
-    return found
+                best, shares = value, (lost, won)
+    return shares
 
 
 @pytest.mark.parametrize("difference", [-0.08, 0.0, 0.05])
@@ -187,7 +186,7 @@ def test_variances_are_those_of_the_likeliest_shares_under_the_hypothesis(differ
 
     lost, won = likeliest(counts, candidates)
     expected = (lost + won - difference**2) / 100
-    assert _difference_variance(counts, difference) == pytest.approx(expected, rel=2e-3)
+    assert counts.difference_variance(difference) == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.85, 1.0, 1.1])
@@ -202,7 +201,7 @@ def test_the_ratio_s_variance_is_that_of_the_likeliest_shares(ratio):
             yield lost, both, 1 - won - lost - both
 
     lost, won = likeliest(counts, candidates, steps=1000)
-    assert _ratio_variance(counts, ratio) == pytest.approx(ratio * (lost + won) / 100, rel=0.03)
+    assert counts.ratio_variance(ratio) == pytest.approx(ratio * (lost + won) / 100, rel=0.03)
 
 
 def test_scores_that_are_not_right_or_wrong_get_student_s_interval():
@@ -211,9 +210,9 @@ def test_scores_that_are_not_right_or_wrong_get_student_s_interval():
     for _ in range(DRAWS):
         before = [rng.uniform(0.2, 1.0) for _ in range(50)]
         after = [b + rng.gauss(-0.03, 0.1) for b in before]
-        found = compare_pairs([(before, after)])
-        covered += found.low <= -0.03 <= found.high
-        ratio += found.ratio_low <= 0.57 / 0.6 <= found.ratio_high
+        result = compare_pairs([(before, after)])
+        covered += result.low <= -0.03 <= result.high
+        ratio += result.ratio_low <= 0.57 / 0.6 <= result.ratio_high
     assert abs(covered / DRAWS - 0.95) <= 0.02
     assert abs(ratio / DRAWS - 0.95) <= 0.02
 
@@ -225,23 +224,23 @@ def test_the_mean_over_tasks_of_different_size_and_loss_is_covered():
     ratio_truth = sum(right + won - lost for _, lost, won, right in tasks) / sum(t[3] for t in tasks)
     covered = ratio = 0
     for _ in range(600):
-        found = compare_pairs([pairs_of(draw(rng, *task)) for task in tasks])
-        covered += found.low <= truth <= found.high
-        ratio += found.ratio_low <= ratio_truth <= found.ratio_high
+        result = compare_pairs([pairs_of(draw(rng, *task)) for task in tasks])
+        covered += result.low <= truth <= result.high
+        ratio += result.ratio_low <= ratio_truth <= result.ratio_high
     assert abs(covered / 600 - 0.95) <= 0.027  # three standard errors of 600 draws
     assert abs(ratio / 600 - 0.95) <= 0.027
 
 
 def test_equal_answers_give_no_difference_and_an_interval_that_still_admits_one():
-    found = compare_pairs([([1.0, 0.0] * 50, [1.0, 0.0] * 50)])
-    assert (found.difference, found.p_value, found.ratio) == (0.0, 1.0, 1.0)
-    assert -0.05 < found.low < 0 < found.high < 0.05
+    result = compare_pairs([([1.0, 0.0] * 50, [1.0, 0.0] * 50)])
+    assert (result.difference, result.p_value, result.ratio) == (0.0, 1.0, 1.0)
+    assert -0.05 < result.low < 0 < result.high < 0.05
 
 
 def test_a_baseline_of_zero_has_no_ratio():
-    found = compare_pairs([([0.0] * 20, [1.0] * 3 + [0.0] * 17)])
-    assert (found.ratio, found.ratio_low, found.ratio_high) == (None, None, None)
-    assert found.low < 0 < found.high  # three won of twenty may be chance
+    result = compare_pairs([([0.0] * 20, [1.0] * 3 + [0.0] * 17)])
+    assert (result.ratio, result.ratio_low, result.ratio_high) == (None, None, None)
+    assert result.low < 0 < result.high  # three won of twenty may be chance
 
 
 @pytest.mark.parametrize("pairs", [([], []), ([1.0], [1.0, 0.0])])

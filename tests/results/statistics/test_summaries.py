@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from quantkit.results.statistics import fit_polynomial, median_interval, percentile, quantiles
 from quantkit.results.statistics.distributions import binomial_cdf, student_cdf, student_quantile
+from quantkit.results.statistics.summary import fit_polynomial, median_interval, percentile, quantiles
 
 
 def test_percentiles_interpolate_between_order_statistics():
     values = [4.0, 1.0, 3.0, 2.0]
     assert [percentile(values, p) for p in (0, 50, 75, 100)] == [1.0, 2.5, 3.25, 4.0]
     assert percentile([7.0], 99) == 7.0
-    found = quantiles([float(i) for i in range(101)])
-    assert (found.p50, found.p90, found.p99, found.mean, found.count) == (50.0, 90.0, 99.0, 50.0, 101)
+    summary = quantiles([float(i) for i in range(101)])
+    assert (summary.p50, summary.p90, summary.p99, summary.mean, summary.count) == (50.0, 90.0, 99.0, 50.0, 101)
     assert quantiles([]) is None
 
 

@@ -17,8 +17,8 @@ def quantized(name, group, symmetric, shape):
     return round_to_nearest(values, WeightGrid(scheme, torch.float16))
 
 
-def check(found, inputs, decoded, bias=0.0):
+def check(actual, inputs, decoded, bias=0.0):
     expected = inputs.double() @ decoded.double().T + bias
-    unit = torch.finfo(found.dtype).eps
-    bound = unit * expected.abs() + 2.0**-20 * (inputs.double().abs() @ decoded.double().abs().T)
-    assert ((found.double() - expected).abs() <= bound).all()
+    ulp = torch.finfo(actual.dtype).eps
+    bound = ulp * expected.abs() + 2.0**-20 * (inputs.double().abs() @ decoded.double().abs().T)
+    assert ((actual.double() - expected).abs() <= bound).all()

@@ -44,8 +44,8 @@ def test_paged_attention(kind, option, monkeypatch):
             out += made.step(caches[-1], [(0, 14 + i, 15 + i), (1, 62 + i, 63 + i)], **options)
         out += made.step(caches[-1], [(1, 65, 66), (0, 17, 20)], **options)
         outputs.append(out + made.step(caches[-1], [(1, 66, 100)], **options))
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    for actual, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(actual, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
     assert_same_memory(*caches)
 
 
@@ -71,8 +71,8 @@ def test_whatever_is_chosen_reads_pages_alike(kind, chosen, monkeypatch):
         with configs.forced(*PAGE_CHOICES[chosen]):
             out = made.step(cache, [(0, 0, 29), (1, 0, 70)])
             outputs.append([*out, *made.step(cache, [(1, 70, 99)]), *made.step(cache, [(0, 29, 30), (1, 99, 100)])])
-    for found, expected in zip(*reversed(outputs), strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
+    for actual, expected in zip(*reversed(outputs), strict=True):
+        torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
 
 
 def assert_same_memory(first, second):
@@ -116,8 +116,8 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(case, monkeypatch):
             at = torch.cat([turns[start:stop] for _, start, stop in spans])
             angles = {"angles": (at.cos(), at.sin())} if rotated else {}
             outputs[-1] += made.step(caches[-1], spans, **options, **angles)
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
+    for actual, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(actual, expected, atol=4e-3 if dtype == torch.float16 else 4e-6, rtol=0)
     if "norms" not in options:
         assert_same_memory(*caches)
 
@@ -142,8 +142,8 @@ def test_long_prefixes_are_split(kind, option):
             [(0, 241, 250), (1, 14, 15)],
         ):
             outputs[-1] += made.step(cache, spans, **options)
-    for found, expected in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(found, expected, atol=4e-3, rtol=0)
+    for actual, expected in zip(outputs[1], outputs[0], strict=True):
+        torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
     assert splits.counters.cache_info().currsize == 1, "nothing was split"
     assert not splits.counters(CPU).any()
 
@@ -158,11 +158,11 @@ def test_bounds_of_splits():
     for first, cached, count in ((0, 0, 4), (0, 1, 4), (0, 64, 4), (17, 65, 4), (5, 1000, 8), (90, 80, 2), (0, 130, 1)):
         _, _, active = bounds(first, cached, 0, count, 16)
         assert 1 <= active <= count
-        found = [bounds(first, cached, split, count, 16)[:2] for split in range(active)]
-        assert all(begin % 16 == 0 for begin, _ in found)
-        seen = [position for begin, end in found for position in range(max(begin, first), end)]
+        actual = [bounds(first, cached, split, count, 16)[:2] for split in range(active)]
+        assert all(begin % 16 == 0 for begin, _ in actual)
+        seen = [position for begin, end in actual for position in range(max(begin, first), end)]
         assert seen == list(range(first, cached))
-        assert all(begin < end for begin, end in found) or active == 1
+        assert all(begin < end for begin, end in actual) or active == 1
 
 
 def test_what_fills_a_batch_up_is_not_stored(monkeypatch):

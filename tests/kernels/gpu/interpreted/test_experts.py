@@ -76,9 +76,9 @@ class Experts:
         return reference.run_each(x.double(), chosen.long(), weights, each_one, torch.zeros_like(x.double()))
 
     def check(self, x, chosen, weights):
-        found = self.stacked.run(x, chosen, weights)
-        assert found.dtype == x.dtype
-        torch.testing.assert_close(found.double(), self.expected(x, chosen, weights), atol=4e-3, rtol=4e-3)
+        actual = self.stacked.run(x, chosen, weights)
+        assert actual.dtype == x.dtype
+        torch.testing.assert_close(actual.double(), self.expected(x, chosen, weights), atol=4e-3, rtol=4e-3)
 
 
 def picks(tokens, count, num_chosen, seed=0):
@@ -153,8 +153,8 @@ def test_what_every_token_passes_is_added(tokens):
     weights, chosen = reference.route(scores, 2, True)
     alone = made.expected(x, chosen, weights)
     for score, expected in ((None, alone + shared), (gate, alone + shared.double() * gate.double().sigmoid())):
-        found = made.stacked(x, scores, shared, score)
-        torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)
+        actual = made.stacked(x, scores, shared, score)
+        torch.testing.assert_close(actual.double(), expected, atol=4e-3, rtol=4e-3)
     assert made.stacked(x[:0], scores[:0], None, None).shape == (0, made.hidden)
 
 
@@ -180,8 +180,8 @@ def test_whatever_the_scores_experts_exist():
     assert weights[2].tolist() == [1.0, 0.0, 0.0]
     made = Experts(None, count=6, hidden=64, width=32, num_chosen=3)
     x = rows(6, made.hidden)
-    found = made.stacked(x, torch.cat([scores, torch.zeros(2, 6)]), None, None)
-    assert found.isnan().all(1).tolist() == [True, True, False, True, False, False]
+    actual = made.stacked(x, torch.cat([scores, torch.zeros(2, 6)]), None, None)
+    assert actual.isnan().all(1).tolist() == [True, True, False, True, False, False]
 
 
 @pytest.mark.parametrize("pairs", [(3, 1), (40, 2), (1100, 2)])

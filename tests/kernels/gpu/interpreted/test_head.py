@@ -47,10 +47,10 @@ def test_logits_and_the_likeliest(monkeypatch, shape, scale, softcap):
     expected, none = logits(Known(products), torch.empty(0), scale=scale, softcap=softcap)
     assert none is None
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
-    found = on_gpu.logits(Known(products), torch.empty(0), scale, softcap)
-    assert found[0].dtype == torch.float32
-    torch.testing.assert_close(found[0], expected, atol=1e-5 * (softcap or 0), rtol=1e-6)
-    assert torch.equal(found[1], found[0].argmax(-1))
+    actual = on_gpu.logits(Known(products), torch.empty(0), scale, softcap)
+    assert actual[0].dtype == torch.float32
+    torch.testing.assert_close(actual[0], expected, atol=1e-5 * (softcap or 0), rtol=1e-6)
+    assert torch.equal(actual[1], actual[0].argmax(-1))
 
 
 def test_the_first_of_equals_and_nan():
@@ -63,9 +63,9 @@ def test_the_first_of_equals_and_nan():
     products[3, 9] = -0.0
     products[3, 10:] = -1.0
     products[4, 4999] = 1e-30
-    found = on_gpu.logits(Known(products), torch.empty(0), 1.0, None)
-    assert found[1].tolist() == [2047, 0, 4100, 0, 4999]
-    torch.testing.assert_close(found[0], products, equal_nan=True)
+    actual = on_gpu.logits(Known(products), torch.empty(0), 1.0, None)
+    assert actual[1].tolist() == [2047, 0, 4100, 0, 4999]
+    torch.testing.assert_close(actual[0], products, equal_nan=True)
 
 
 def test_many_tiles_are_compared_in_pieces(monkeypatch):
@@ -103,10 +103,10 @@ def test_packed_heads(monkeypatch, kind, rows):
     x = torch.randn(rows, shape[1])
     for scale, softcap in ((1.0, None), (0.5, 20.0)):
         expected, _ = logits(Known(head(x)), x, scale=scale, softcap=softcap)
-        found, best = on_gpu.logits(head, x, scale, softcap)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-6)
-        assert torch.equal(best, found.argmax(-1))
+        actual, best = on_gpu.logits(head, x, scale, softcap)
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-6)
+        assert torch.equal(best, actual.argmax(-1))
 
 
 def test_a_packed_head_is_not_rounded_to_16_bits_and_its_ties_go_to_the_first():

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.formats._microscaling import fp4_values
+from quantkit.formats._unpacked import fp4_values
 from quantkit.kernels.gpu import choices, configs, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.gpu.attention import TritonAttention
@@ -69,10 +69,10 @@ def test_split_products_and_in_float16(rows):
     weight = quantized("int4", 128, True, (32, 2048))
     assert splits.splits_of(2, pack(weight, CPU).num_blocks, 16) > 1
     x = torch.randn(rows, 2048).to(torch.float16)
-    found = w4a16.multiply(x, pack(weight, CPU), None)
-    assert found.dtype == torch.float16
-    check(found, x, weight.dequantize())
-    assert torch.equal(found, w4a16.multiply(x, pack(weight, CPU), None))
+    actual = w4a16.multiply(x, pack(weight, CPU), None)
+    assert actual.dtype == torch.float16
+    check(actual, x, weight.dequantize())
+    assert torch.equal(actual, w4a16.multiply(x, pack(weight, CPU), None))
 
 
 CHOICES = [
@@ -162,8 +162,8 @@ def test_every_float_code_is_decoded_exactly(kind):
     packed = pack(weight, CPU)
     assert torch.equal(w4a16.dequantize_weight(packed, torch.float32), codes.float())
     for rows in (1, 16):
-        found = torch.cat([w4a16.multiply(part, packed, None) for part in torch.eye(256)[:32].split(rows)])
-        assert torch.equal(found, codes.float().t()[:32])
+        actual = torch.cat([w4a16.multiply(part, packed, None) for part in torch.eye(256)[:32].split(rows)])
+        assert torch.equal(actual, codes.float().t()[:32])
 
 
 @pytest.mark.parametrize("group", [None, 64])

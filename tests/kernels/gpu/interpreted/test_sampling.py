@@ -46,19 +46,19 @@ def both(logits, draws):
 def test_draws_are_the_references(name, size):
     torch.manual_seed(size)
     logits = 2.5 * torch.randn(ROWS, size)
-    found, expected = both(logits, [draw(number, **SETTINGS[name]) for number in range(ROWS)])
-    assert found == expected
+    actual, expected = both(logits, [draw(number, **SETTINGS[name]) for number in range(ROWS)])
+    assert actual == expected
     if size > 50 and name not in ("cold", "one", "only the likeliest"):
-        assert found != logits.argmax(-1).tolist()
+        assert actual != logits.argmax(-1).tolist()
 
 
 def test_rows_of_all_kinds_together():
     torch.manual_seed(1)
     draws = [None, *(draw(index, **SETTINGS[kind]) for index, kind in enumerate(("hot", "few", "min-p"))), None]
     logits = 3 * torch.randn(len(draws), 1500)
-    found, expected = both(logits, draws)
-    assert found == expected
-    assert [found[0], found[-1]] == logits[[0, -1]].argmax(-1).tolist()
+    actual, expected = both(logits, draws)
+    assert actual == expected
+    assert [actual[0], actual[-1]] == logits[[0, -1]].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["one", "few", "top-p", "only the likeliest", "all"])
@@ -68,9 +68,9 @@ def test_ties(name):
     logits = torch.randint(-3, 4, (3, 1300)).float()
     logits[1:] = 0
     logits[2, 7::3] = -0.0
-    found, expected = both(logits, [draw(number, **SETTINGS[name]) for number in range(3)])
-    assert found == expected
-    assert found[1] != found[2]
+    actual, expected = both(logits, [draw(number, **SETTINGS[name]) for number in range(3)])
+    assert actual == expected
+    assert actual[1] != actual[2]
 
 
 INFINITE = {
@@ -88,8 +88,8 @@ def test_infinities_and_nan(name, kind):
     logits = torch.randn(2, 1300)
     for row in logits:
         INFINITE[name](row)
-    found, expected = both(logits, [draw(number, **SETTINGS[kind]) for number in range(2)])
-    assert found == expected
+    actual, expected = both(logits, [draw(number, **SETTINGS[kind]) for number in range(2)])
+    assert actual == expected
 
 
 def test_nothing_left_is_the_first_token_and_no_rows_are_none():
@@ -108,7 +108,7 @@ def test_rows_of_a_larger_tensor_and_which_version_is_used(monkeypatch):
     torch.manual_seed(4)
     logits = torch.randn(4, 3000)[:, 500:1700]
     draws = [draw(number, top_p=0.8) for number in range(4)]
-    found, expected = both(logits, draws)
-    assert found == expected
+    actual, expected = both(logits, draws)
+    assert actual == expected
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     assert sampling.choose(logits, draws).tolist() == expected

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the sign of times is meant
-"""What is wanted of the GPU path, least and goal, and where in the results of a run each figure is; no torch."""
+"""What the GPU path is to reach, least and goal, and where in the results of a run each figure is; no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class Figure:
     """A figure.
 
     Args:
@@ -52,24 +52,24 @@ class Found:
 
 @dataclass(frozen=True)
 class Item:
-    """One line of what is wanted.
+    """One line of the goals.
 
     Args:
         name: of the line.
-        least, goal: for `value`; the goal also as told, where it says more.
+        least, goal: for `value`; the goal also in words, where it says more.
         measure: finds the figure.
         unit: times, share or minutes.
         at_most: smaller is better.
-        told: least and goal in words, where they are about more than the value.
+        in_words: least and goal in words, where they are about more than the value.
     """
 
     name: str
     least: float
     goal: float
-    measure: Callable[[Run], Found]
+    measure: Callable[[Run], Figure]
     unit: str = "times"
     at_most: bool = False
-    told: tuple[str, str] | None = None
+    in_words: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Run:
 
     parts: dict[str, dict[str, Any]]
 
-    def rows(self, name: str, /, **wanted: Any) -> list[Row]:
+    def rows(self, name: str, /, **labels: Any) -> list[Row]:
         """Measured rows of a part that have these labels."""
         rows = self.parts.get(name, {}).get("rows", [])
         rows = [row for row in rows if "error" not in row and "absent" not in row]
-        return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        return [row for row in rows if all(row.get(key) == value for key, value in labels.items())]
 
     def meta(self, part: str) -> dict[str, Any]:
         """Machine, versions and commit of a part."""
@@ -99,16 +99,16 @@ def read_run(folder: Path) -> Run:
     return Run({name: json.loads(path.read_text()) for name in PARTS if (path := folder / f"{name}.json").exists()})
 
 
-def _linears(kind: str, rows: Callable[[int], bool], shapes: Iterable[str] = NEAR) -> Callable[[Run], Found]:
+def _linears(kind: str, rows: Callable[[int], bool], shapes: Iterable[str] = NEAR) -> Callable[[Run], Figure]:
     """The worst of a kind over shapes and rows: speedup over bf16, and over the best of others with these bits."""
 
-    def measure(run: Run) -> Found:
+    def measure(run: Run) -> Figure:
         ours = [row for row in run.rows("linears", kind=kind) if row["shape"] in shapes and rows(row["m"])]
         if not ours:
-            return Found(part="linears")
+            return Figure(part="linears")
         peers = [best / row["us"] for row in ours if (best := best_peer(run, row)) is not None]
         ceiling = "share_of_copy" if ours[0]["m"] < 256 else "share_of_gemm"
-        return Found(
+        return Figure(
             min(row["speedup"] for row in ours),
             min(peers, default=None),
             min(row[ceiling] for row in ours),
@@ -125,21 +125,21 @@ def best_peer(run: Run, row: Row) -> float | None:
     return min((other["us"] for other in others if other["kind"] in rivals), default=None)
 
 
-def _attention(kind: str, key: str, cases: Iterable[tuple[int, int]]) -> Callable[[Run], Found]:
+def _attention(kind: str, key: str, cases: Iterable[tuple[int, int]]) -> Callable[[Run], Figure]:
     """The worst of a KV type over batches and contexts."""
 
-    def measure(run: Run) -> Found:
+    def measure(run: Run) -> Figure:
         rows = [row for b, c in cases for row in run.rows("attention", kind=kind, batch=b, context=c)]
         rows = [row for row in rows if row.get(key) is not None]
         if not rows:
-            return Found(part="attention")
+            return Figure(part="attention")
         peers = []
         for row in rows:
             others = run.rows("attention", batch=row["batch"], context=row["context"])
             times = [other["us"] for other in others if not other["kind"].startswith("quantkit")]
             peers += [min(times) / row["us"]] if times else []
         ceiling = min(row["share_of_copy"] for row in rows)
-        return Found(min(row[key] for row in rows), min(peers, default=None), ceiling, "attention")
+        return Figure(min(row[key] for row in rows), min(peers, default=None), ceiling, "attention")
 
     return measure
 
@@ -152,34 +152,34 @@ def step_ms(run: Run, weights: str, kv: str, batch: int, context: int) -> tuple[
     return min(value for key, value in rows[0].items() if key in ("eager_ms", "graph_ms")), rows[0]
 
 
-def _step(weights: str, kv: str, batch: int, context: int, against_bf16: bool) -> Callable[[Run], Found]:
+def _step(weights: str, kv: str, batch: int, context: int, against_bf16: bool) -> Callable[[Run], Figure]:
     """A decode step: how many times as fast as the own one in bf16, or its share of the copy bandwidth."""
 
-    def measure(run: Run) -> Found:
+    def measure(run: Run) -> Figure:
         ours, base = step_ms(run, weights, kv, batch, context), step_ms(run, "bf16", "auto", batch, context)
         if ours is None or base is None:
-            return Found(part="end_to_end")
+            return Figure(part="end_to_end")
         peers = [row["step_ms"] for row in run.rows("peer", batch=batch, context=context)]
         peer = min(peers) / ours[0] if peers else None
         share = ours[1]["share_of_copy"]
-        return Found(base[0] / ours[0] if against_bf16 else share, peer, share, "end_to_end")
+        return Figure(base[0] / ours[0] if against_bf16 else share, peer, share, "end_to_end")
 
     return measure
 
 
-def _host(run: Run) -> Found:
+def _host(run: Run) -> Figure:
     rows = [row for row in run.rows("end_to_end", part="engine", batch=32, way="graph, overlap") if "host_share" in row]
-    return Found(max((row["host_share"] for row in rows), default=None), part="end_to_end")
+    return Figure(max((row["host_share"] for row in rows), default=None), part="end_to_end")
 
 
-def _gptq(run: Run) -> Found:
+def _gptq(run: Run) -> Figure:
     rows = run.rows("quantization")
-    return Found(rows[0]["model_minutes"] if rows else None, part="quantization")
+    return Figure(rows[0]["model_minutes"] if rows else None, part="quantization")
 
 
-def _memory(run: Run) -> Found:
+def _memory(run: Run) -> Figure:
     rows = run.rows("quantization")
-    return Found(rows[0]["peak_device_bytes"] / 1e9 if rows else None, part="quantization")
+    return Figure(rows[0]["peak_device_bytes"] / 1e9 if rows else None, part="quantization")
 
 
 W4, INT8, FP8 = "quantkit w4a16 g128", "quantkit w8a8 int8", "quantkit w8a8 fp8"
@@ -190,7 +190,7 @@ ITEMS = (
         "the same, share of copy bandwidth",
         0.45,
         0.6,
-        lambda run: Found(_linears(W4, lambda m: m == 1)(run).ceiling, part="linears"),
+        lambda run: Figure(_linears(W4, lambda m: m == 1)(run).ceiling, part="linears"),
         "share",
     ),
     Item("W4A16 g128, M = 16", 2.0, 2.4, _linears(W4, lambda m: m == 16)),

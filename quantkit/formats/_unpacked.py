@@ -1,22 +1,25 @@
-"""Tensors of weights with a scale per 16 or 32 inputs: FP4 in pairs, scales of 8 bits under a common one, exponents.
+"""Tensors of codes that are not packed into words: whole bytes with scales of any shape, FP4 in pairs.
 
-    nvfp4   weight_packed uint8 (N, K / 2), weight_scale float8_e4m3fn (N, G), weight_global_scale float32 (1,)
-    mxfp4   weight_packed uint8 (N, K / 2), weight_scale uint8 (N, G), 127 more than the exponent
-    mxfp8   weight float8_e4m3fn (N, K), weight_scale uint8 (N, G)
+    int8, fp8   weight (N, K), weight_scale (1,) for all, or (ceil(N / rows), ceil(K / g)), one per block
+    nvfp4       weight_packed uint8 (N, K / 2), weight_scale float8_e4m3fn (N, G), weight_global_scale float32 (1,)
+    mxfp4       weight_packed uint8 (N, K / 2), weight_scale uint8 (N, G), 127 more than the exponent
+    mxfp8       weight float8_e4m3fn (N, K), weight_scale uint8 (N, G)
 
-Shapes: N outputs, K inputs, G groups.
-Source: compressed-tensors `compressors/{nvfp4,mxfp4,mxfp8}`; OCP Microscaling Formats (MX) 1.0.
+Shapes: N outputs, K inputs, G groups of g inputs.
+Source: compressed-tensors `compressors/{nvfp4,mxfp4,mxfp8}`, `quantization/lifecycle/forward.py`; OCP
+Microscaling Formats (MX) 1.0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats._tensors import take, take_matrix
+from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.numerics.dtype import MXFP8
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -69,6 +72,39 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
     if not torch.equal(local.float() / weight.global_scale, weight.scale):
         raise SchemeError(f"{name} has 8-bit scales under a common one, these are others")
     return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
+
+
+def with_scales(
+    codes: Tensor, tensors: Mapping[str, Tensor], scheme: WeightScheme, scale_name: str = "weight_scale"
+) -> QuantizedTensor:
+    """A symmetric weight with one scale for all, or per block of `block_rows` x `group_size`.
+
+    Args:
+        codes: (N, K).
+        tensors: of the linear, by local name.
+        scheme: of its weight.
+        scale_name: of the scales' tensor.
+    Returns:
+        Every row has its own copy of its block's scales; where K is no multiple of g, the last group is shorter.
+    Raises:
+        CheckpointError: the scales are missing or have the wrong shape.
+    """
+    rows, width = codes.shape
+    size = scheme.group_width(width) if scheme.block_rows == 1 else scheme.group_size or width
+    if scheme.block_rows is None:
+        scale = take_one(tensors, scale_name).expand(rows, 1)
+    else:
+        scale = take(tensors, scale_name, (math.ceil(rows / scheme.block_rows), math.ceil(width / size)))
+        scale = scale.repeat_interleave(scheme.block_rows, dim=0)[:rows]
+    index = None if width % size == 0 else torch.arange(width) // size
+    return QuantizedTensor(codes=codes, scale=scale.contiguous(), zero_point=None, scheme=scheme, group_index=index)
+
+
+def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """Codes as they are, and scales that `with_scales` reads."""
+    rows = weight.scheme.block_rows
+    scale = weight.scale[:1].reshape(1) if rows is None else weight.scale[::rows].contiguous()
+    return {"weight": weight.codes.contiguous(), "weight_scale": scale}
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:

@@ -1,0 +1,12 @@
+"""Kinds of options that steps have. A recipe is refused whose value lies outside; see `recipe.steps`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
