@@ -23,6 +23,7 @@ from quantkit.errors import CheckpointError, InputError, first_line
 CHUNK_BYTES = 1 << 22
 
 MAX_YAML_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 30
 _MAX_JSON_BYTES = 1 << 26
 _AGAIN = "download or copy it again"
 _MAX_NODES = 50_000
@@ -94,8 +95,8 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
             raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
         with path.open("rb") as file:
-            data = file.read(min(limit, status.st_size) + 1)
-        if len(data) > limit:
+            data = b"" if status.st_size > limit else file.read(status.st_size + 1)
+        if status.st_size > limit or len(data) > limit:
             raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL

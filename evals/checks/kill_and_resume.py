@@ -24,7 +24,7 @@ COMMANDS = {
     "gguf": "quantize --recipe rtn-int4 --set format=gguf -o out",
     "convert": "convert ../source --to awq -o out",
     "verify": "verify ../source --suite none --no-bench --no-sensitivity --text ../text --gate kl<=1000 -o out",
-    "search": "search --recipe rtn-int4 --bits 6 --candidates int4:64,int8:64 --text ../text --tokens 64 -o out",
+    "search": "search --recipe rtn-int4 --bits 6 --candidates int4:64,int8:64 --text ../text --tokens 64 -o out.yaml",
 }
 
 
@@ -81,14 +81,18 @@ def await_work(process: subprocess.Popen[bytes], place: Path) -> None:
 def finish(command: list[str], place: Path) -> dict[str, str]:
     """Run to the end; every file, with its SHA-256 where it holds no times."""
     place.mkdir(exist_ok=True)
-    if not (place / "out").exists() or "verify" in command:  # which writes file by file into a folder of the user's
+    if not _is_finished(place) or "verify" in command:  # which writes file by file into a folder of the user's
         subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
     files = [path for path in sorted(place.rglob("*")) if path.is_file()]
     return {
         str(path.relative_to(place)): "" if path.name in TIMED else hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
-        if "out.search" not in path.parts
+        if not any(name.endswith((".search", ".partial")) for name in path.parts)
     }
+
+
+def _is_finished(place: Path) -> bool:
+    return any((place / name).exists() for name in ("out", "out.yaml"))
 
 
 def kill(command: list[str], place: Path, moment: float) -> str:
@@ -99,7 +103,7 @@ def kill(command: list[str], place: Path, moment: float) -> str:
     time.sleep(moment)
     process.kill()
     process.wait()
-    if (place / "out").exists():
+    if _is_finished(place):
         return "a finished output"
     shards = list(place.glob("out.partial/checkpoint/*.safetensors"))
     return f"{len(shards)} shards" if (place / "out.partial").exists() else "nothing"

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from quantkit.cli._errors import explain
-from quantkit.errors import CheckpointError, InputError, ModelError
+from quantkit.compress.calibration.dataset import _read_file
+from quantkit.errors import CheckpointError, DataError, InputError, ModelError
+from quantkit.evaluate.data import read_text
 from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
@@ -125,3 +127,16 @@ def test_a_message_is_one_line_of_what_can_be_printed():
     assert code == 4
     assert line.isprintable()
     assert len(line) <= 2000
+
+
+@pytest.mark.parametrize("reader", [_read_file, lambda path: read_text(str(path), ())], ids=["calibration", "text"])
+@pytest.mark.parametrize("kind", ["device", "sparse"])
+def test_a_text_without_end_is_refused_at_once(tmp_path, reader, kind):
+    path = tmp_path / "text.txt"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match=r"cannot be read|is no file"):
+        reader(path)

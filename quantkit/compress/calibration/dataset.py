@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DataError, first_line
-from quantkit.untrusted import bounded
+from quantkit.untrusted import MAX_TEXT_BYTES, bounded, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -204,12 +204,9 @@ def _content(record: Any, field: str, where: str) -> Any:
 
 
 def _read_file(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"calibration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"calibration file {path} cannot be read as UTF-8 text: {error}") from error
+    if not path.exists():
+        raise DataError(f"calibration file {path} does not exist")
+    text = read_text(path, DataError, MAX_TEXT_BYTES)
     if not text.strip():
         raise DataError(f"calibration file {path} is empty; give one with text in it")
     return text
