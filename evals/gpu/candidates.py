@@ -104,7 +104,7 @@ def launch_pages(recorder: Recorder, dtype: torch.dtype) -> None:
             for new, seeds in ((1, decodes), (512, spaces.prefills(page_size=PAGE, default=default))):
                 batch = _batch(count, new)
                 states = tuple(_meta(count * new, number, dim, dtype=dtype) for number in (4 * heads, heads, heads))
-                attend = paged_decode.attend if new == 1 else paged_prefill.attend
+                attend = paged_decode.attend_tokens if new == 1 else paged_prefill.attend_chunks
                 for choice in with_neighbours(seeds):
                     recorder.label = f"{kind} KV, {dim} channels, {tuned.to_json(choice)}"
                     with configs.forced(choice):

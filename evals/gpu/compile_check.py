@@ -106,7 +106,7 @@ def _packed(
         scale=meta(groups, rows, dtype=scale_dtype),
         zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
         shape=(rows, width),
-        packing=Packing(bits=bits, span=min(group or 64, 64), group=group, has_zero=zeros, **variant),
+        packing=Packing(bits=bits, span=min((group or 64) // 2, 32), group=group, has_zero=zeros, **variant),
         outer=outer,
     )
 
@@ -153,7 +153,7 @@ def _launch_quantization(recorder: Recorder, dtype: torch.dtype) -> None:
     for count in (16, 64, 300):
         recorder.label = f"int8 x int8, {count} rows"
         rows = quantize_rows(meta(count, width, dtype=dtype), ActivationQuantization(name="int8"))
-        int8_product.multiply(rows, meta(outputs, width, dtype=torch.int8), scale, None)
+        int8_product.multiply_int8(rows, meta(outputs, width, dtype=torch.int8), scale, None)
 
 
 def launch_heads(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -211,13 +211,13 @@ def _launch_layer(
     states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
     out = meta(count, 32, dim, dtype=dtype)
     recorder.label = f"{label}, batch {count}"
-    paged_decode.attend(states, views, _batch(count), options, out)
+    paged_decode.attend_tokens(states, views, _batch(count), options, out)
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
-    paged_prefill.attend(states, views, chunks, options, out)
+    paged_prefill.attend_chunks(states, views, chunks, options, out)
     if dim == 128 and count == 1:
         recorder.label = f"{label}, drafts"
-        paged_prefill.attend(states, views, replace(chunks, query_lengths=(5,)), options, out)
+        paged_prefill.attend_chunks(states, views, replace(chunks, query_lengths=(5,)), options, out)
     if count > 1 and options.window is None:
         _launch_entries(recorder, label, states, views)
 
@@ -258,7 +258,9 @@ def _experts_of(
     """Experts without memory."""
     _, bits, group, zeros, fields, scales = kind
     groups = 1 if group == 0 else width // group
-    packing = Packing(bits=bits, span=min(64, group or 64), group=group, has_zero=zeros, kind=fields, scales=scales)
+    packing = Packing(
+        bits=bits, span=min(32, (group or 64) // 2), group=group, has_zero=zeros, kind=fields, scales=scales
+    )
     if bits == 16:
         words = meta(count, rows, width, dtype=dtype)
         return ExpertWeights(words=words, scale=None, zero=None, shape=(rows, width), packing=packing)

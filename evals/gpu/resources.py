@@ -128,14 +128,14 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = _cuobjdump("-res-usage", file.name)
+        said = disassembled("-res-usage", file.name)
         numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
         # A stack may be there for other reasons; a spill is a store to it.
-        spills = len(re.findall(r"\bSTL\b", _cuobjdump("-sass", file.name))) if numbers.get("STACK") else 0
+        spills = len(re.findall(r"\bSTL\b", disassembled("-sass", file.name))) if numbers.get("STACK") else 0
     return numbers.get("REG", 0), spills
 
 
-def _cuobjdump(*arguments: str) -> str:
+def disassembled(*arguments: str) -> str:
     """Output of the disassembler that comes with Triton."""
     command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -40,7 +40,7 @@ from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import DEMO_MODEL, GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, RecipeError
-from quantkit.evaluate.data import read_text, speaks_demo
+from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.sensitivity import Probe, few
@@ -281,9 +281,9 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
     """Name of the text, its windows, and a note where it is one that the compression may have seen."""
     notes: tuple[str, ...] = ()
     if options.text is not None:
-        name, content = options.text, read_text(options.text, ())
+        name, content = options.text, read_named_text(options.text, ())
     elif speaks_demo(original):
-        name, content = "demo", read_text("demo", ())
+        name, content = "demo", read_named_text("demo", ())
     else:
         name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
         notes = ("Sensitivities are measured on quantkit's own calibration text; give one of yours with --text.",)

@@ -103,7 +103,7 @@ def predict(
         return None
     target = torch.device(device)
     chosen, _ = pick_dtype(dtype, reader, config, target)
-    on_cpu = target.type == "cpu" and cpu.load() is not None
+    on_cpu = target.type == "cpu" and cpu.library() is not None
     kernels = LinearKernels(device=target, dtype=chosen, native=on_cpu)
     layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
     return Prediction(

@@ -107,7 +107,7 @@ class Tuning:
         seconds: it took.
     """
 
-    table: tuned.Table
+    table: tuned.TunedTable
     outcomes: tuple[Outcome, ...]
     num_kept: int
     num_left: int
@@ -186,7 +186,7 @@ class _Search:
         return Outcome(case=self.case, entry=entry, num_tried=tried, dropped=dict(self.dropped), problem=problem)
 
 
-def search(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: False) -> Outcome:
+def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: False) -> Outcome:
     """Find the choice for one case.
 
     Args:
@@ -202,7 +202,7 @@ def search(case: Case, problem: Problem, is_over: Callable[[], bool] = lambda: F
 def tune(
     cases: Sequence[Case],
     open_problem: Open,
-    fresh: tuned.Table,
+    fresh: tuned.TunedTable,
     *,
     seconds: float,
     again: bool = False,
@@ -252,12 +252,12 @@ def _search_within(case: Case, open_problem: Open, is_over: Callable[[], bool]) 
         raise OutOfTime
     try:
         with open_problem(case) as problem:
-            return search(case, problem, is_over)
+            return search_choices(case, problem, is_over)
     except torch.OutOfMemoryError:
         return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem="does not fit the device's memory")
 
 
-def _table(fresh: tuned.Table, again: bool) -> tuned.Table:
+def _table(fresh: tuned.TunedTable, again: bool) -> tuned.TunedTable:
     """What the file holds; nothing where there is none, or where a new beginning is wanted."""
     try:
         table = tuned.read(fresh.path, fresh.device) if fresh.path.exists() else fresh

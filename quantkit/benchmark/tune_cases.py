@@ -193,7 +193,7 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
     packed = _packing(work.scheme, work.inputs, chip)
     if packed is None or (packed.unpacked and work.rows > _UNPACKED_ROWS):
         return None
-    default = choices.default_product(work.rows, packed.bits, chip, packed.span)
+    default = choices.default_product(work.rows, packed.bits, chip)
     candidates = spaces.products(work.rows, packed, chip)
     if not set(candidates) - {default}:
         return None

@@ -36,7 +36,7 @@ class TunedFile:
     path: Path
     device: str
     is_here: bool
-    table: tuned.Table | None
+    table: tuned.TunedTable | None
     problem: str = ""
 
     @property
@@ -63,7 +63,7 @@ def tune_device(
     shapes = read_shapes(options)
     name, chip = torch.cuda.get_device_name(gpu_device), gpu.capability(gpu_device)
     path = options.output or tuned.user_file(name)
-    fresh = tuned.Table(device=name, capability=chip, versions=versions(), entries=(), path=path)
+    fresh = tuned.TunedTable(device=name, capability=chip, versions=versions(), entries=(), path=path)
     cases, problems = cases_of(shapes, options, chip), opener(gpu_device, torch.bfloat16)
     with torch.inference_mode(), torch.cuda.device(gpu_device):
         tuning = tune(cases, problems, fresh, seconds=options.seconds, again=options.again, report=report)

@@ -34,7 +34,7 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
     return []
 
 
-def read_text(name: str, folders: Sequence[Path]) -> str:
+def read_named_text(name: str, folders: Sequence[Path]) -> str:
     """A text to score.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.demo import bundled_folder
 from quantkit.errors import DataError, QuantkitError, first_line
-from quantkit.evaluate.data import LEDGERS, read_text, speaks_demo
+from quantkit.evaluate.data import LEDGERS, read_named_text, speaks_demo
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import adds_bos, perplexity
@@ -49,7 +49,9 @@ def evaluate(
     asked, seed = _asked(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context):
         raise DataError("nothing to evaluate: give tasks, texts or a suite")
-    texts = [(part, read_text(part.text, options.data)) for part in asked.perplexity]  # before anything is computed
+    texts = [
+        (part, read_named_text(part.text, options.data)) for part in asked.perplexity
+    ]  # before anything is computed
     tasks = _run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:
@@ -73,7 +75,7 @@ def check_evaluation(options: EvaluationOptions) -> None:
     if options.suite is not None:
         load_suite(options.suite)
     for text in options.texts:
-        read_text(text, options.data)
+        read_named_text(text, options.data)
     check_tasks(options.tasks, options)
 
 

@@ -70,7 +70,12 @@ class ConfigReader:
         self._defaults, self._keys, self.where = defaults or {}, keys or {}, where
 
     def get(self, key: str) -> Any:
-        """The first value under one of the key's names, else the first default of them, else None."""
+        """The first value under one of the key's names, else the first default of them, else None.
+
+        What the family's own name says counts even if it is null: a stray `intermediate_size` is not GPT-2's `n_inner`.
+        """
+        if self._keys.get(key) in self.entries:
+            return self.entries[self._keys[key]]
         names = self._names(key)
         value = next((self.entries[name] for name in names if self.entries.get(name) is not None), None)
         if value is not None or any(name in self.entries for name in names):

@@ -233,7 +233,7 @@ class LLM:
 
     def describe(self) -> dict[str, str]:
         """What a user should know about how it runs, by topic."""
-        return status.describe(self.engine, self._threads)
+        return status.describe_engine(self.engine, self._threads)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else list(prompt)

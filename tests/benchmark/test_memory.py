@@ -75,7 +75,7 @@ def test_weights_of_recipes(tmp_path, text_file, recipe, dtype):
 def test_weights_without_compiled_kernels(tmp_path, text_file, monkeypatch):
     source = make_model(tmp_path / "source", dtype=torch.bfloat16, tie_word_embeddings=True)
     run(source, "rtn-int4", tmp_path / "out", text_file)
-    monkeypatch.setattr(cpu, "load", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     for folder in (source, tmp_path / "out"):
         prediction = check_weights(folder)
         assert not prediction.native

@@ -7,7 +7,7 @@ import torch
 
 from quantkit.benchmark import tune_problems as problems
 from quantkit.benchmark.options import TuneOptions
-from quantkit.benchmark.tune import search
+from quantkit.benchmark.tune import search_choices
 from quantkit.benchmark.tune_cases import (
     Shapes,
     cases_of,
@@ -17,7 +17,7 @@ from quantkit.benchmark.tune_cases import (
 )
 from quantkit.errors import InputError
 from quantkit.kernels.gpu import choices, configs, packing, tuned
-from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Tile
 from quantkit.kernels.layouts import kv_scheme, layer_layout
 from quantkit.numerics.dtype import DTYPES, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
@@ -56,7 +56,7 @@ def write(device, cases, choice_of):
         )
         for case in cases
     )
-    table = tuned.Table(device=device, capability=90, versions={}, entries=entries)
+    table = tuned.TunedTable(device=device, capability=90, versions={}, entries=entries)
     tuned.write(tuned.user_file(device), table)
 
 
@@ -84,7 +84,8 @@ def test_products_find_what_is_written_for_them(gpu, scheme):
     for count in (1, 2, 4, 5, 16, 33, 64):
         assert configs.product(packed, count, CUDA) == odd
     assert configs.product(packed, 20, CUDA) == choices.default_tile(20, 90)  # 32 rows were not measured
-    assert configs.product(packed, 65, CUDA) == Cublas()
+    assert configs.product(packed, 65, CUDA) == choices.default_tile(65, 90)
+    assert configs.product(packed, choices.TILE_LIMIT + 1, CUDA) == Cublas()
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
@@ -151,9 +152,9 @@ def test_which_weights_with_rounded_inputs_stay_as_they_are():
         return {case.kind for case in find_cases([one], chip=chip) if case.kernel == "product"}
 
     fp8 = WeightScheme(dtype=DTYPES["fp8"])
-    assert kinds(fp8, 90) == {"e4m3, per output, span 64, unpacked"}
+    assert kinds(fp8, 90) == {"e4m3, per output, span 32, unpacked"}
     assert kinds(fp8, 80) == {"e4m3, per output, span 32"}
-    assert kinds(fp8, 90, granularity="tensor", dynamic=False) == {"e4m3, per output, span 64, unpacked"}
+    assert kinds(fp8, 90, granularity="tensor", dynamic=False) == {"e4m3, per output, span 32, unpacked"}
     assert kinds(WeightScheme(dtype=INT4, group_size=32), 90) == {"4 bits, groups of 32, span 16"}
 
 
@@ -208,10 +209,10 @@ def test_a_search_from_end_to_end():
     torch.manual_seed(0)
     case = find_cases([TINY])[0]
     with problems.opener(CPU, torch.float32)(case) as problem:
-        outcome = search(case, problem)
+        outcome = search_choices(case, problem)
     assert outcome.entry.microseconds > 0
     assert outcome.dropped == {}
-    assert isinstance(outcome.entry.choice, Rows)
+    assert isinstance(outcome.entry.choice, Tile)
 
 
 def test_choices_that_spill_are_remembered_for_all_shapes_of_a_kind(monkeypatch):

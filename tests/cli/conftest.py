@@ -9,7 +9,7 @@ import pytest
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.cli import _verify, main
 from quantkit.compress import pipeline
-from quantkit.evaluate.data import read_text
+from quantkit.evaluate.data import read_named_text
 
 ONE_REQUEST = BenchmarkOptions(concurrencies=(1,), prompt_tokens=8, new_tokens=2, num_requests=1)
 
@@ -32,7 +32,7 @@ def three_items(monkeypatch, tmp_path_factory):
     """`quantize --verify` asks the quick suite; here three items, a page of text and one request stand for it."""
     options_of = _verify.verify_options
     page = tmp_path_factory.mktemp("text") / "page.txt"
-    page.write_text(read_text("demo", ())[:3000])
+    page.write_text(read_named_text("demo", ())[:3000])
 
     def small(asked, engine, **options):
         few = {**asked, "suite": "none", "tasks": ("demo_facts",), "limit": 3}

@@ -19,7 +19,7 @@ from quantkit.kernels import gpu as gpu_kernels
 from quantkit.kernels.gpu import choices, tuned
 
 ROOT = Path(__file__).parents[2]
-ROWS = choices.Rows(block_n=32, warps=2, stages=1, programs=4)
+NARROW = choices.Tile(block_m=8, block_n=32, warps=2, stages=1, programs=4)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(monkeypatch, tmp_path):
     return lambda *args: runner.invoke(main, ["tune", *args])
 
 
-def entry(outputs=4096, choice=ROWS, ratio=1.5):
+def entry(outputs=4096, choice=NARROW, ratio=1.5):
     return tuned.TunedChoice(
         kernel="product",
         kind="4 bits, groups of 128, span 64",
@@ -44,7 +44,7 @@ def entry(outputs=4096, choice=ROWS, ratio=1.5):
 
 
 def table(*entries, device="GPU"):
-    return tuned.Table(
+    return tuned.TunedTable(
         device=device, capability=90, versions={"quantkit": "1", "torch": "2", "triton": "3"}, entries=entries
     )
 
@@ -81,7 +81,7 @@ def gpu(monkeypatch):
 
 def case(one):
     label = f"int4 g128, {one.sizes['outputs']} x 4096, 1 rows"
-    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=ROWS, candidates=(), chip=90)
+    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=NARROW, candidates=(), chip=90)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -197,7 +197,7 @@ def test_a_run_from_end_to_end(run, monkeypatch, tmp_path):
             return ""
 
         def times(self, among, samples):
-            fast = {"Rows": 5.0, "Tile": 6.0}
+            fast = {"Tile": 5.0}
             return [[fast.get(type(one).__name__, 10.0) + getattr(one, "block_n", 0) / 1000] * samples for one in among]
 
     monkeypatch.setattr(tune_device, "find_gpu", lambda name: torch.device("cpu"))

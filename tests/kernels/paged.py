@@ -18,7 +18,7 @@ from quantkit.kernels import cpu
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.cpu import attention as _native_attention
 from quantkit.kernels.layouts import KVLayout, kv_scheme, layer_layout
-from quantkit.kernels.reference.kv_codes import dequantize, quantize
+from quantkit.kernels.reference.kv_codes import codes_of, states_of
 from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.kv_cache import hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -38,7 +38,7 @@ LENGTHS = (11, 31, 19)
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make caches run attention in C, in plain torch, or in plain torch on a GPU."""
-    if implementation == "native" and cpu.load() is None:
+    if implementation == "native" and cpu.library() is None:
         pytest.skip(cpu.status())
     if implementation != "native":
         monkeypatch.setattr(_native_attention, "_function", lambda: None)
@@ -140,11 +140,11 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
         turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
         if turn is not None:
             states = (states.float() @ turn).to(states.dtype)
-        decoded = dequantize(*quantize(states, scheme, fixed), scheme, shape.dtype, fixed)
+        decoded = states_of(*codes_of(states, scheme, fixed), scheme, shape.dtype, fixed)
         return decoded if turn is None else (decoded.float() @ turn).to(decoded.dtype)
     complete = length // shape.page_size * shape.page_size
     pages = states[:complete].view(-1, shape.page_size, *states.shape[1:]).transpose(1, 2)  # (P, H, S, D)
-    decoded = dequantize(*quantize(pages, scheme), scheme, shape.dtype).transpose(1, 2).reshape(-1, *states.shape[1:])
+    decoded = states_of(*codes_of(pages, scheme), scheme, shape.dtype).transpose(1, 2).reshape(-1, *states.shape[1:])
     return torch.cat([decoded, states[complete:]])
 
 

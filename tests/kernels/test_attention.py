@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels.reference.kv_codes import quantize
+from quantkit.kernels.reference.kv_codes import codes_of
 from tests.kernels.paged import IMPLEMENTATIONS, KV_TYPES, LENGTHS, STEPS, Sequences, dense, layout, use
 
 OPTIONS = {
@@ -112,5 +112,5 @@ def test_only_what_the_scheme_says_is_quantized():
     tail = cache._views[0].key_residual[sequences.rows[0]].cpu()
     assert torch.equal(tail[:, :7], sequences.key[0][:7].transpose(0, 1))
     sequences.step(cache, [(0, 7, 8)])
-    codes, _, _ = quantize(sequences.key[0].transpose(0, 1), shape.scheme.key)
+    codes, _, _ = codes_of(sequences.key[0].transpose(0, 1), shape.scheme.key)
     assert torch.equal(cache._views[0].key.codes[sequences.pages[0][0]].cpu(), codes)

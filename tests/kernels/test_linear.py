@@ -38,7 +38,7 @@ def kernels(request, monkeypatch):
     """Every test here runs with the C kernels, if this machine has them, and without."""
     if request.param == "torch":
         monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    elif cpu.load() is None:
+    elif cpu.library() is None:
         pytest.skip(cpu.status())
     return request.param
 

@@ -15,12 +15,12 @@ from quantkit.kernels.cpu import build
 
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
-needs_compiler = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
 
 
 def test_it_is_switched_off_by_the_environment(monkeypatch):
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
-    assert cpu.load() is None
+    assert cpu.library() is None
     assert cpu.function("qk_linear") is None
     assert cpu.status() == "off: QUANTKIT_NATIVE=0"
 
@@ -41,7 +41,7 @@ def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
     monkeypatch.setattr(build, name, replacement)
     monkeypatch.setattr(build, "_NEEDED_FLAGS", ("avx512f",) if name == "cpu_flags" else ())
     monkeypatch.setattr(cpu, "_state", None)
-    assert cpu.load() is None
+    assert cpu.library() is None
     assert cpu.status() == reason
 
 
@@ -144,7 +144,7 @@ def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
 @needs_compiler
 def test_there_is_one_openmp_in_the_process():
     code = (
-        "from quantkit.kernels import cpu; from pathlib import Path; assert cpu.load()\n"
+        "from quantkit.kernels import cpu; from pathlib import Path; assert cpu.library()\n"
         "names = {line.split()[-1] for line in Path('/proc/self/maps').read_text().splitlines() if 'gomp' in line}\n"
         "print(len(names))"
     )

@@ -11,7 +11,7 @@ from quantkit.kernels import cpu
 from quantkit.kernels.cpu.attention import NativeAttention
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference.attention import TorchAttention
-from quantkit.kernels.reference.kv_codes import quantize
+from quantkit.kernels.reference.kv_codes import codes_of
 from quantkit.kernels.types import AttentionOptions
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.kv_cache import LayerCache
@@ -19,7 +19,7 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
 from tests.kernels.paged import KV_TYPES, LENGTHS, STEPS, Sequences, layout, poison
 
-pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
 
 
 def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
@@ -74,7 +74,7 @@ def test_every_fp8_code_and_every_border_between_two(token, fixed):
     sequences.key[0] = sequences.value[0] = values
     cache = sequences.cache()
     sequences.step(cache, [(0, 0, len(values))])
-    expected, scale, _ = quantize(values, scheme, fixed)
+    expected, scale, _ = codes_of(values, scheme, fixed)
     page = sequences.pages[0][0]
     assert torch.equal(cache._views[0].value.codes[page], expected.transpose(0, 1))
     if token:

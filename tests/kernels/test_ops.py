@@ -22,7 +22,7 @@ def implementation(request, monkeypatch):
     """Every test runs with the C kernels and with the reference."""
     if request.param == "torch":
         monkeypatch.setattr(_native_ops, "_functions", lambda: None)
-    elif cpu.load() is None:
+    elif cpu.library() is None:
         pytest.skip(cpu.status())
 
 

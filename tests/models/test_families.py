@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.checkpoints.experts import rebuild_layer
 from quantkit.errors import ModelError
+from quantkit.models.description import describe
 from quantkit.models.families import find, supported
 from tests.helpers import COMPRESSED_ONLY, EVERY_FAMILY, EXPERT_FAMILIES, known_to_transformers, tiny_config
 
@@ -88,3 +89,12 @@ def test_every_family_here_has_a_tiny_model_in_the_tests():
             )
     missing = [name for name, data in supported().items() if id(data) not in tested]
     assert not missing or not all(known_to_transformers(name) for name in COMPRESSED_ONLY)
+
+
+def test_the_familys_own_name_wins_over_a_stray_one():
+    """transformers ignores `intermediate_size` in a config of GPT-2, whose `n_inner` says null: 4 times the width."""
+    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16}
+    config |= {"vocab_size": 32, "intermediate_size": 20}
+    family = find(config)
+    assert describe({**config, "n_inner": None}, family).width == 32
+    assert describe({**config, "n_inner": 24}, family).width == 24

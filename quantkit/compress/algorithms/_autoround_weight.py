@@ -47,7 +47,7 @@ class TunedWeight:
         self.factor = torch.ones_like(self._start)
         self.shift = torch.zeros_like(self._start)
 
-    def decode(self, out: Tensor) -> None:
+    def dequantize(self, out: Tensor) -> None:
         """Write the values of the present codes into (N, K) `out`, in its dtype."""
         for rows in self._blocks():
             scale, zero = self._parameters(rows)

@@ -80,7 +80,7 @@ class AutoRoundStep:
         examples = Examples(layer)
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
         for name, weight in block.weights.items():
-            tuned[name].decode(weight.data)
+            tuned[name].dequantize(weight.data)
         before = block.error(examples, judged)
         after = math.nan
         if self._descend(layer, block, tuned, examples):

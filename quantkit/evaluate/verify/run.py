@@ -20,7 +20,7 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, ModelError, first_line
-from quantkit.evaluate.data import read_text, speaks_demo
+from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
 from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
@@ -73,7 +73,7 @@ def check_options(options: VerifyOptions) -> None:
     """
     check_evaluation(options.evaluation)
     if options.text is not None:
-        read_text(options.text, options.evaluation.data)
+        read_named_text(options.text, options.evaluation.data)
     if options.evaluation.suite is not None or options.evaluation.tasks:
         import_language_model()
 
@@ -221,7 +221,7 @@ def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[s
     name = next((name for name in names if name), "demo" if speaks_demo(original) else None)
     if name is not None:
         try:
-            return name, read_text(name, asked.data), ()
+            return name, read_named_text(name, asked.data), ()
         except DataError:
             if name in (options.text, *asked.texts):
                 raise

@@ -27,7 +27,7 @@ _lock = threading.Lock()
 _state: tuple[ctypes.CDLL | None, str] | None = None
 
 
-def load() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
     """The library, compiled on the first call (a second or two, once per machine and version); None without one."""
     global _state
     if os.environ.get("QUANTKIT_NATIVE") == "0":
@@ -42,7 +42,7 @@ def status() -> str:
     """One line for `--stats`: what was compiled, or why torch is used instead."""
     if os.environ.get("QUANTKIT_NATIVE") == "0":
         return "off: QUANTKIT_NATIVE=0"
-    load()
+    library()
     return _state[1] if _state else ""
 
 
@@ -56,10 +56,10 @@ def function(name: str, *arguments: Any, returns: Any = None) -> Function | None
     Returns:
         None where there is no library.
     """
-    library = load()
-    if library is None:
+    loaded = library()
+    if loaded is None:
         return None
-    symbol = library[name]
+    symbol = loaded[name]
     symbol.argtypes, symbol.restype = list(arguments), returns
     return symbol
 

@@ -104,7 +104,7 @@ def _find_kernel(name: str, *arguments: Any, returns: Any = None) -> cpu.Functio
 
 def available(device: torch.device) -> bool:
     """Whether this machine has the kernels."""
-    return device.type == "cpu" and cpu.load() is not None
+    return device.type == "cpu" and cpu.library() is not None
 
 
 def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str) -> NativeLinear:

@@ -24,7 +24,7 @@ _GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu
 @functools.cache
 def _functions() -> Any:
     """The C functions by name, looked up once: asking costs as much as a small kernel. None = there is no library."""
-    if cpu.load() is None:
+    if cpu.library() is None:
         return None
     pointer, size, number = c_void_p, c_int64, c_double
     return SimpleNamespace(

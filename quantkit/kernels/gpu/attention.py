@@ -41,9 +41,9 @@ class TritonAttention:
         if len(key):
             kv_store.enter(states, views, batch, options, angles)
         if any(new == 1 for new in batch.query_lengths):
-            paged_decode.attend(states, views, batch, options, out)
+            paged_decode.attend_tokens(states, views, batch, options, out)
         if any(new > 1 for new in batch.query_lengths):
-            paged_prefill.attend(states, views, batch, options, out)
+            paged_prefill.attend_chunks(states, views, batch, options, out)
             if views.key_residual is not None:
                 store_residuals(key, views, batch, least=2)
         return out

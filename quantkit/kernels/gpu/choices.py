@@ -9,33 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROW_LIMIT = 4
-"""Rows up to which each is multiplied on its own."""
-
-TILE_LIMIT = 64
-"""Rows up to which the weight is dequantized inside the product."""
+TILE_LIMIT = 256
+"""Rows up to which the weight is dequantized inside the product, by each tile of rows anew."""
 
 ROW_BUCKETS = (1, 4, 16, 32, 64, 128, 256)
 """Numbers of rows that are measured; one between two of them counts as the higher, one above them all is not tuned."""
 
 _HOPPER = 90
 _ROOMY = (80, 87, 90, 100, 103)  # chips with more than 160 KiB of shared memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """A product in which each row of inputs is multiplied on its own.
-
-    Args:
-        block_n: outputs of a program.
-        warps, stages: of a program; stages are loads under way, 1 = none before it is needed.
-        programs: per multiprocessor, that K is split for.
-    """
-
-    block_n: int
-    warps: int
-    stages: int
-    programs: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,40 +93,37 @@ class Int8:
     stages: int
 
 
-Product = Rows | Tile | Cublas
-Choice = Rows | Tile | Cublas | Decode | Prefill
+Product = Tile | Cublas
+Choice = Tile | Cublas | Decode | Prefill
 
+# By rows; 64 of them are as many as registers hold the sums of, and those of one group beside them.
 _TILES = {
-    16: Tile(block_m=16, block_n=64, warps=4, stages=2, programs=2),
-    32: Tile(block_m=32, block_n=64, warps=4, stages=2, programs=2),
-    64: Tile(block_m=64, block_n=32, warps=8, stages=2, programs=2),
+    8: Tile(block_m=8, block_n=128, warps=4, stages=3, programs=2),
+    16: Tile(block_m=16, block_n=128, warps=4, stages=3, programs=2),
+    32: Tile(block_m=32, block_n=128, warps=8, stages=3, programs=2),
+    64: Tile(block_m=64, block_n=128, warps=8, stages=3, programs=1),
 }
-# Where the tensor cores take 64 rows at a time.
-_HOPPER_TILES = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=8, stages=2, programs=2)}
+# Where the tensor cores take their second operand from registers too.
+_TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(block_m=64, block_n=64, warps=8, stages=3, programs=2)}
+MOST_TILE_ROWS = max(_TILES)
 
 
 def default_tile(count: int, chip: int) -> Tile:
     """The tile for this many rows on a chip of this compute capability, whether or not a tile is best."""
-    tiles = _HOPPER_TILES if chip >= _HOPPER else _TILES
-    return tiles[next((size for size in tiles if count <= size), TILE_LIMIT)]
+    tiles = _TILES if chip == 0 or chip >= _HOPPER else _TILES_BEFORE_HOPPER
+    return tiles[next((size for size in tiles if count <= size), MOST_TILE_ROWS)]
 
 
-def default_product(count: int, bits: int, chip: int, span: int = 64) -> Product:
-    """How `count` rows are multiplied with a weight of so many bits, in blocks of `span` words."""
-    if count <= ROW_LIMIT:
-        # As many words under way whatever their blocks are.
-        return Rows(block_n=(512 if bits == 2 else 1024) // span, warps=4, stages=3, programs=8)
-    # The 16 fields of an INT2 word do not fit the registers of a tile.
-    if count > TILE_LIMIT or bits == 2:
-        return Cublas()
-    return default_tile(count, chip)
+def default_product(count: int, bits: int, chip: int) -> Product:
+    """How `count` rows are multiplied with a weight of so many bits."""
+    return Cublas() if count > TILE_LIMIT else default_tile(count, chip)
 
 
 def default_int8(count: int) -> Int8:
     """How `count` rows of INT8 are multiplied where cuBLAS does not."""
-    if count <= ROW_BUCKETS[2]:
+    if count <= 16:
         return Int8(block_m=16, block_n=64, block_k=128, warps=4, stages=3)
-    if count <= TILE_LIMIT:
+    if count <= 64:
         return Int8(block_m=64, block_n=64, block_k=128, warps=4, stages=3)
     return Int8(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
 

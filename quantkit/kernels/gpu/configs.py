@@ -112,7 +112,7 @@ def _product(device: torch.device, chip: int, packing: Packing, count: int, outp
     bucket = row_bucket(count)
     sizes = {"rows": bucket, "outputs": outputs, "inputs": inputs} if bucket else None
     measured = None if sizes is None else _measured(device, "product", packing.name, sizes)
-    return measured or default_product(count, packing.bits, chip, packing.span)
+    return measured or default_product(count, packing.bits, chip)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,6 +144,6 @@ def _measured(device: torch.device, kernel: str, name: str, sizes: dict[str, int
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(name: str) -> tuple[tuned.Table, ...]:
+def _tables(name: str) -> tuple[tuned.TunedTable, ...]:
     """What is known about a GPU, first come first served; files that cannot be used are named once and left out."""
     return tuned.tables_of(name)

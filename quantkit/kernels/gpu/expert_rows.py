@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Products of the rows of up to 4 tokens with the weights of the experts that they chose.
+"""Products of the rows of up to 8 tokens with the weights of the experts that they chose.
 
-The first pair of an expert multiplies all rows that chose it, one by one, so a weight is read once, and not at all
-where nobody chose it; the programs of the other pairs end at once. The program that comes last to a tile of the second
+The first pair of an expert multiplies all rows that chose it, so a weight is read once, and not at all where nobody
+chose it; the programs of the other pairs end at once. The program that comes last to a tile of the second
 product adds what the experts gave, always in the same order. Pairs, packed weights: see `expert_tiles`.
 Shapes: T tokens, k experts of each, P = T k pairs, M rows, N outputs, K inputs.
 """
@@ -16,31 +16,31 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import num_processors, power_of_two
-from quantkit.kernels.gpu.expert_tiles import ExpertWeights, open_gate, outputs_of, scaled_sums, shared_of, weight_of
+from quantkit.kernels.gpu.choices import Tile
+from quantkit.kernels.gpu.expert_tiles import (
+    ExpertWeights,
+    add_tile,
+    beginning_of,
+    open_gate,
+    outputs_of,
+    scaled_sums,
+    shared_of,
+)
 from quantkit.kernels.gpu.gates import GATES
-from quantkit.kernels.gpu.packed_blocks import add_rows, add_rows_packed, no_sums, sum_rows
 from quantkit.kernels.gpu.splits import counters, is_last_to_come, splits_of
 
-TOKEN_LIMIT = 4
-"""Tokens up to which each row is multiplied on its own."""
+TOKEN_LIMIT = 8
+"""Tokens whose rows fit the narrowest tile of tensor cores."""
 
-_WORDS = 1024  # of a program at once
-
-
-@triton.jit
-def _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN: tl.constexpr, ROWS: tl.constexpr):
-    """`add_rows_packed` for weights in 16 bits."""
-    inputs = block * SPAN + tl.arange(0, SPAN)
-    at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
-    value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0, eviction_policy="evict_first")
-    return add_rows(total, value.to(tl.float32), inputs_at, inputs, K, ROWS)
-
-
-@triton.jit
-def _row_at(x, mine, rows, T, K, row: tl.constexpr, IS_LAST: tl.constexpr):
-    """Where the inputs of a token are, or of its pair; where there is none, those of some other, not to be stored."""
-    token, pair = tl.minimum(row, T - 1), tl.maximum(tl.max(tl.where(rows == row, mine, -1), axis=0), 0)
-    return x + (pair if IS_LAST else token).to(tl.int64) * K
+# A guess, not yet run on a GPU: few outputs, because experts are small and there is a program for each that is chosen.
+_TILE = Tile(block_m=TOKEN_LIMIT, block_n=64, warps=4, stages=4, programs=4)
+_CONSTANTS = {
+    "ROWS": _TILE.block_m,
+    "BLOCK_N": _TILE.block_n,
+    "STAGES": _TILE.stages,
+    "num_warps": _TILE.warps,
+    "num_stages": _TILE.stages,
+}
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _expert_rows_kernel(
     T, N, K, num_words, num_groups, num_blocks, blocks_per_split,
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr, GATE: tl.constexpr, IS_LAST: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of the rows of one expert; of the last product the last program to come adds the experts."""
     tile, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -60,22 +60,21 @@ def _expert_rows_kernel(
     others = tl.load(chosen + pairs, mask=(rows < T)[:, None] & (picks < TOP_K)[None, :], other=-1)
     mine = tl.max(tl.where(others == expert, pairs, -1), axis=1)  # (ROWS,) each token's pair of this expert
     if tl.min(tl.where(mine < 0, T * TOP_K, mine), axis=0) == pair:  # the first pair works for the others
-        inputs_at = (
-            _row_at(x, mine, rows, T, K, 0, IS_LAST), _row_at(x, mine, rows, T, K, 1, IS_LAST),
-            _row_at(x, mine, rows, T, K, 2, IS_LAST), _row_at(x, mine, rows, T, K, 3, IS_LAST),
-        )  # fmt: skip
-        words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
-        total = no_sums(BLOCK_N, SPAN)
+        row = mine if IS_LAST else rows
+        inputs_at = x + tl.where(mine >= 0, row, 0).to(tl.int64) * K
+        words += beginning_of(expert, N, num_words)
+        if BITS < 16:
+            scale += beginning_of(expert, N, num_groups)
+        if HAS_ZERO:
+            zero += beginning_of(expert, N, num_groups)
+        total = tl.zeros((BLOCK_N, ROWS), tl.float32)
         last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
-        for block in tl.range(split * blocks_per_split, last, num_stages=3):  # two blocks on their way
-            if BITS < 16:
-                total = add_rows_packed(
-                    total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
-                    BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, ROWS, BLOCK_N,
-                )  # fmt: skip
-            else:
-                total = _add_rows_dense(total, inputs_at, words, outputs, kept, block, K, SPAN, ROWS)
-        sums = sum_rows(total, rows, ROWS)
+        for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
+            total = add_tile(
+                total, inputs_at, mine >= 0, words, scale, zero, outputs, kept, block, N, K, num_words,
+                out.dtype.element_ty, BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO,
+            )  # fmt: skip
+        sums = tl.trans(total)  # (ROWS, BLOCK_N)
         if BITS < 16:
             sums = scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
         if IS_LAST:
@@ -114,11 +113,6 @@ def _add_experts(
         tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
 
 
-def _outputs_at_once(weight: ExpertWeights, tokens: int) -> int:
-    """Outputs of a program: loads of 16 bytes, sums that the registers hold."""
-    return (_WORDS if weight.scale is not None or tokens > 2 else 2 * _WORDS) // weight.span
-
-
 def open_rows(x: Tensor, weight: ExpertWeights, chosen: Tensor, activation: str) -> Tensor:
     """The first product for up to `TOKEN_LIMIT` tokens: activation(gate) * up of each pair.
 
@@ -132,11 +126,11 @@ def open_rows(x: Tensor, weight: ExpertWeights, chosen: Tensor, activation: str)
     """
     tokens, picks = chosen.shape
     out = x.new_empty(tokens * picks, weight.shape[0] // 2)
-    block_n, blocks = _outputs_at_once(weight, tokens), weight.num_blocks
-    _expert_rows_kernel[-(-weight.shape[0] // block_n), 1, tokens * picks](
+    blocks = weight.num_blocks
+    _expert_rows_kernel[-(-weight.shape[0] // _TILE.block_n), 1, tokens * picks](
         x, *weight.arguments, chosen, None, None, None, out, None, None, tokens, *weight.sizes, blocks, blocks,
         **weight.constants, TOP_K=picks, PICKS=power_of_two(picks), GATE=GATES[activation], IS_LAST=False,
-        HAS_SHARED=False, HAS_SCORE=False, ROWS=power_of_two(tokens), BLOCK_N=block_n, num_warps=4,
+        HAS_SHARED=False, HAS_SCORE=False, **_CONSTANTS,
     )  # fmt: skip
     return out
 
@@ -157,15 +151,13 @@ def close_rows(
         (T, N), dtype of x.
     """
     (tokens, picks), outputs = chosen.shape, weight.shape[0]
-    block_n, blocks = _outputs_at_once(weight, tokens), weight.num_blocks
-    tiles = -(-outputs // block_n)
-    splits = splits_of(tiles * tokens * picks, blocks, 8 * num_processors(x.device))
+    blocks, tiles = weight.num_blocks, -(-outputs // _TILE.block_n)
+    splits = splits_of(tiles * tokens * picks, blocks, _TILE.programs * num_processors(x.device))
     out = x.new_empty(tokens, outputs)
     partials = torch.empty(splits, tokens * picks, outputs, dtype=torch.float32, device=x.device)
     _expert_rows_kernel[tiles, splits, tokens * picks](
         x, *weight.arguments, chosen, weights, shared, score, out, partials, counters(x.device),
         tokens, *weight.sizes, blocks, -(-blocks // splits), **weight.constants, TOP_K=picks, PICKS=power_of_two(picks),
-        GATE=0, IS_LAST=True, HAS_SHARED=shared is not None, HAS_SCORE=score is not None, ROWS=power_of_two(tokens),
-        BLOCK_N=block_n, num_warps=4,
+        GATE=0, IS_LAST=True, HAS_SHARED=shared is not None, HAS_SCORE=score is not None, **_CONSTANTS,
     )  # fmt: skip
     return out

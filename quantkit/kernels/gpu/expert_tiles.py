@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
 """Products of rows with the weights of experts that were chosen for them: no host is asked how many rows each has.
 
 A pair is a token with one of its experts; pair p is of token p / k. Pairs come sorted by expert, and each program takes
@@ -12,17 +12,17 @@ Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantkit.kernels.gpu import capability, power_of_two
-from quantkit.kernels.gpu.choices import TILE_LIMIT, Tile, default_tile
+from quantkit.kernels.gpu.choices import MOST_TILE_ROWS, Tile, default_tile
 from quantkit.kernels.gpu.floats import load_scale
 from quantkit.kernels.gpu.gates import GATES, gated_product
-from quantkit.kernels.gpu.packed_blocks import add_tile_packed, load_words
+from quantkit.kernels.gpu.packed_blocks import add_tile_packed
 from quantkit.kernels.gpu.packing import Packing
 
 # Guesses, not yet run on a GPU; packed weights have the tiles of `choices`.
@@ -134,24 +134,29 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Where the words, scales and zeros of an expert begin."""
-    words += expert.to(tl.int64) * N * num_words
-    if BITS < 16:
-        scale += expert.to(tl.int64) * num_groups * N
-    if HAS_ZERO:
-        zero += expert.to(tl.int64) * num_groups * N
-    return words, scale, zero
+def beginning_of(expert, rows, columns):
+    """How far into an array over experts the (rows, columns) of one begin."""
+    return expert.to(tl.int64) * rows * columns
 
 
 @triton.jit
-def _add_tile_dense(total, inputs_at, has_row, words, outputs, kept, block, K, SPAN: tl.constexpr):
-    """`add_tile_packed` for weights in 16 bits."""
-    inputs = block * SPAN + tl.arange(0, SPAN)
-    at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
-    value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
-    a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
-    return tl.dot(value, tl.trans(a), total, input_precision="ieee")
+def add_tile(
+    total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):  # fmt: skip
+    """`add_tile_packed`, or the same for weights in 16 bits."""
+    if BITS < 16:
+        return add_tile_packed(
+            total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT,
+            BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, False,
+        )  # fmt: skip
+    else:
+        inputs = block * SPAN + tl.arange(0, SPAN)
+        at = words + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
+        value = tl.load(at, mask=kept[:, None] & (inputs < K)[None, :], other=0.0)
+        a = tl.load(inputs_at[:, None] + inputs[None, :], mask=has_row[:, None] & (inputs < K)[None, :], other=0.0)
+        return tl.dot(value, tl.trans(a), total, input_precision="ieee")
 
 
 @triton.jit
@@ -159,7 +164,7 @@ def _expert_tile_kernel(
     x, words, scale, zero, outer, order, starts, weights, out, E, N, K, num_words, num_groups, num_blocks, num_tiles,
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, TOP_K: tl.constexpr, GATE: tl.constexpr, IS_LAST: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_M rows of one expert."""
     number = tl.program_id(0)
@@ -173,17 +178,17 @@ def _expert_tile_kernel(
     has_row = sorted_at < end
     pairs = tl.load(order + sorted_at, mask=has_row, other=0)
     inputs_at = x + (pairs if IS_LAST else pairs // TOP_K).to(tl.int64) * K
-    words, scale, zero = weight_of(expert, words, scale, zero, N, num_words, num_groups, BITS, HAS_ZERO)
+    words += beginning_of(expert, N, num_words)
+    if BITS < 16:
+        scale += beginning_of(expert, N, num_groups)
+    if HAS_ZERO:
+        zero += beginning_of(expert, N, num_groups)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(num_blocks):
-        if BITS < 16:
-            loaded = load_words(words, outputs, block, tl.arange(0, SPAN), kept, num_words, SPAN, False, KIND)
-            total = add_tile_packed(
-                total, loaded, inputs_at, has_row, scale, zero, outputs, kept, block, N, K, out.dtype.element_ty,
-                BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, False, False,
-            )  # fmt: skip
-        else:
-            total = _add_tile_dense(total, inputs_at, has_row, words, outputs, kept, block, K, SPAN)
+    for block in tl.range(0, num_blocks, num_stages=STAGES):
+        total = add_tile(
+            total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, out.dtype.element_ty,
+            BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO,
+        )  # fmt: skip
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     if BITS < 16:
         sums = scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP, SCALES)
@@ -231,7 +236,7 @@ def multiply_tiles(
     _expert_tile_kernel[(-(-blocks // at_once) * at_once * tiles,)](
         x, *weight.arguments, order, starts, weights, out, num_experts, *weight.sizes, weight.num_blocks, tiles,
         **weight.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
-        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=block_n, AT_ONCE=at_once,
+        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=block_n, STAGES=choice.stages, AT_ONCE=at_once,
         num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
     return out
@@ -243,15 +248,13 @@ def tile_rows(dense: bool) -> tuple[int, ...]:
     Args:
         dense: of weights in 16 bits.
     """
-    return tuple(choice.block_m for choice in _DENSE_TILES) if dense else (16, 32, TILE_LIMIT)
+    return tuple(choice.block_m for choice in _DENSE_TILES) if dense else (16, 32, MOST_TILE_ROWS)
 
 
 def _tile(rows: int, weight: ExpertWeights) -> Tile:
     """The smallest tile that holds this many rows, which an expert has on average; else the largest."""
     if weight.scale is not None:
         chip = capability(weight.words.device)
-        if weight.zero is None or chip >= 90:
-            return default_tile(min(rows, TILE_LIMIT), chip)
-        # Before Hopper zeros need more registers than there are for 64 rows, or for four warps.
-        return replace(default_tile(min(rows, TILE_LIMIT // 2), chip), warps=8)
+        # Before Hopper the gathered rows of 64 need more registers than there are.
+        return default_tile(min(rows, 32 if 0 < chip < 90 else MOST_TILE_ROWS), chip)
     return next((choice for choice in _DENSE_TILES if rows <= choice.block_m), _DENSE_TILES[-1])

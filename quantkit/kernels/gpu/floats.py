@@ -18,6 +18,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+# The interpreter knows no assembler and has no arithmetic for bfloat16; what it computes in its place is the same.
+INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 _SIGNS: tl.constexpr = tl.constexpr(-2147450880)  # 0x80008000: of both halves of a word
 _E4M3: tl.constexpr = tl.constexpr(0x3F803F80)

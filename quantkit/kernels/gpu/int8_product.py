@@ -42,7 +42,7 @@ def _int8_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], value.to(out.dtype.element_ty), mask=kept)
 
 
-def multiply(rows: QuantizedActivations, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_int8(rows: QuantizedActivations, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """rows @ codes.T, with the scales of both and a bias.
 
     Args:

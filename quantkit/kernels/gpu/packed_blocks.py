@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201
-"""Blocks of packed weights inside a product: words become numbers, and these meet rows one by one, or tiles of rows.
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Blocks of packed weights inside a product: words become numbers, and these meet a tile of rows.
 
-Device functions for `w4a16` and for experts. Integers become numbers without a conversion: `(word & mask) | magic` are
-the bits of the float 2^(23-s) + field, where s is the field's shift, so one subtraction leaves field - zero, exactly;
-`floats` does the same for floats. Scales are applied once per group, to sums in float32.
-Source: Kim et al. 2022 (magic numbers).
+Device functions for `w4a16` and for experts. Two fields become two 16-bit numbers at once: `(word & mask) | magic` are
+the bits of 2^m + field in both halves, m the mantissa bits of the type, so that one subtraction leaves field - zero,
+exactly; `floats` does the same for floats. Both halves are neighbours in K and lie in one register, as tensor cores
+want them. Scales are applied once per group, to sums in float32.
+Source: Kim et al. 2022 (magic numbers); Frantar et al. 2024, Marlin (in pairs).
 Shapes: M rows, N outputs, K inputs.
 """
 
@@ -14,25 +15,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantkit.kernels.gpu.floats import field_bits, half_number, load_inputs, load_scale
+from quantkit.kernels.gpu.floats import INTERPRETED, field_bits, load_inputs, load_scale
 
 
 @triton.jit
-def dequantize(words, zero, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
-    """field - zero of each word, float32; floats have no zero and are too small by `floats.FACTOR_BITS`."""
-    HALF: tl.constexpr = 16 // BITS
-    SHIFT: tl.constexpr = BITS * (FIELD % HALF)
-    if KIND > 0:
-        number = half_number(field_bits(words, SHIFT, KIND) >> (16 * (FIELD // HALF)))
+def _halves(words, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr):
+    """The two halves of `(words & MASK) | MAGIC` as 16-bit numbers. Written in assembler, because the compiler would
+    make each half on its own."""
+    if INTERPRETED:
+        pairs = (words & MASK) | MAGIC
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     else:
-        MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
-        MAGIC: tl.constexpr = 0x4B000000 - (SHIFT << 23)
-        BASE: tl.constexpr = float(2 ** (23 - SHIFT))
-        if FIELD >= HALF:
-            words = words >> 16
-        bits = (words & MASK) | MAGIC
-        number = bits.to(tl.float32, bitcast=True) - (BASE + zero)
-    return number
+        low, high = tl.inline_asm_elementwise(
+            "{.reg .b32 pair; lop3.b32 pair, $2, $3, $4, 0xEA; mov.b32 {$0, $1}, pair;}",
+            "=h,=h,r,r,r",
+            [words, tl.full(words.shape, MASK, tl.int32), tl.full(words.shape, MAGIC, tl.int32)],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+    return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _minus(number, zero):
+    if INTERPRETED:
+        return (number.to(tl.float32) - zero.to(tl.float32)).to(number.dtype)
+    return number - zero
+
+
+@triton.jit
+def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """field - zero of the fields that lie at place PIECE of both halves of words (N, W): (N, 2 W) in DTYPE, exact.
+
+    Floats have no zero and are too small by `floats.FACTOR_BITS`.
+    """
+    SHIFT: tl.constexpr = BITS * PIECE
+    # The 7 bits of a bfloat16's mantissa hold fields of 4 bits, the 10 of a float16 those of 8.
+    CARRIER: tl.constexpr = tl.bfloat16 if tl.bfloat16 == DTYPE and BITS < 8 and KIND == 0 else tl.float16
+    if KIND > 0:
+        low, high = _halves(field_bits(words, SHIFT, KIND), -1, 0, CARRIER)
+    else:
+        MAGIC: tl.constexpr = 0x43004300 if tl.bfloat16 == CARRIER else 0x64006400
+        BASE: tl.constexpr = 128.0 if tl.bfloat16 == CARRIER else 1024.0
+        low, high = _halves(words >> SHIFT, ((1 << BITS) - 1) * 0x10001, MAGIC, CARRIER)
+        low, high = _minus(low, (zero + BASE).to(CARRIER)), _minus(high, (zero + BASE).to(CARRIER))
+    number = tl.reshape(tl.join(low, high), (words.shape[0], 2 * words.shape[1]))
+    return number if CARRIER == DTYPE else number.to(tl.float32).to(DTYPE)
 
 
 @triton.jit
@@ -46,19 +75,18 @@ def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_Z
 
 
 @triton.jit
-def inputs_of(block, field, lanes, SPAN: tl.constexpr, FIELDS: tl.constexpr, UNPACKED: tl.constexpr):
-    """Which inputs field `field` of a block's words is multiplied with."""
+def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, UNPACKED: tl.constexpr):
+    """Which inputs (2 SPAN,) the numbers of a piece of a block are multiplied with."""
+    lanes, FIELDS = tl.arange(0, 2 * SPAN), 32 // BITS
     if UNPACKED:
-        return (block * SPAN + lanes) * FIELDS + field
-    return block * SPAN * FIELDS + field * SPAN + lanes
+        return block * SPAN * FIELDS + 2 * lanes + PIECE
+    return block * SPAN * FIELDS + 2 * SPAN * PIECE + lanes
 
 
 @triton.jit
-def load_words(
-    words, outputs, block, lanes, kept, num_words, SPAN: tl.constexpr, UNPACKED: tl.constexpr, KIND: tl.constexpr
-):
+def load_words(words, outputs, block, kept, num_words, SPAN: tl.constexpr, UNPACKED: tl.constexpr, KIND: tl.constexpr):
     """Words (N, SPAN) of a block; of codes as they are, integers come as bytes above 128."""
-    column = block * SPAN + lanes
+    column = block * SPAN + tl.arange(0, SPAN)
     at = words + outputs.to(tl.int64)[:, None] * num_words + column[None, :]
     if UNPACKED:
         codes = tl.load(at, mask=kept[:, None] & (column < num_words)[None, :], other=0)
@@ -67,104 +95,29 @@ def load_words(
 
 
 @triton.jit
-def no_sums(BLOCK_N: tl.constexpr, SPAN: tl.constexpr):
-    """Sums of up to 4 rows, (BLOCK_N, SPAN) each. Of two dimensions, as the weight is: with the rows as a third one
-    Triton would move every decoded number to another thread."""
-    zeros = tl.zeros((BLOCK_N, SPAN), tl.float32)
-    return zeros, zeros, zeros, zeros
-
-
-@triton.jit
-def add_rows(sums, value, inputs_at, inputs, K, ROWS: tl.constexpr):
-    """Add the products of a piece of the weight with the same inputs of each row."""
-    one, two, three, four = sums[0], sums[1], sums[2], sums[3]
-    real = inputs < K
-    one += value * load_inputs(inputs_at[0] + inputs, real).to(tl.float32)[None, :]
-    if ROWS > 1:
-        two += value * load_inputs(inputs_at[1] + inputs, real).to(tl.float32)[None, :]
-    if ROWS > 2:
-        three += value * load_inputs(inputs_at[2] + inputs, real).to(tl.float32)[None, :]
-        four += value * load_inputs(inputs_at[3] + inputs, real).to(tl.float32)[None, :]
-    return one, two, three, four
-
-
-@triton.jit
-def add_scaled(total, sums, factor, ROWS: tl.constexpr):
-    """Sums times a factor join others."""
-    one, two, three, four = total[0], total[1], total[2], total[3]
-    one += sums[0] * factor
-    if ROWS > 1:
-        two += sums[1] * factor
-    if ROWS > 2:
-        three += sums[2] * factor
-        four += sums[3] * factor
-    return one, two, three, four
-
-
-@triton.jit
-def sum_rows(sums, rows, ROWS: tl.constexpr):
-    """(ROWS, BLOCK_N): what the threads have of each output, added up."""
-    total = tl.sum(sums[0], axis=1)[None, :]
-    if ROWS > 1:
-        total = tl.where(rows[:, None] == 0, total, tl.sum(sums[1], axis=1)[None, :])
-    if ROWS > 2:
-        total = tl.where(rows[:, None] == 2, tl.sum(sums[2], axis=1)[None, :], total)
-        total = tl.where(rows[:, None] == 3, tl.sum(sums[3], axis=1)[None, :], total)
-    return total
-
-
-@triton.jit
-def add_rows_packed(
-    total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
-    BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZERO: tl.constexpr, UNPACKED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Add the products of one block to sums that stay with their thread, see `no_sums`."""
-    FIELDS: tl.constexpr = 32 // BITS
-    lanes = tl.arange(0, SPAN)
-    loaded = load_words(words, outputs, block, lanes, kept, num_words, SPAN, UNPACKED, KIND)
-    first = block * SPAN * FIELDS
-    partial = no_sums(BLOCK_N, SPAN)
-    for field in tl.static_range(FIELDS):
-        index = 0 if GROUP == 0 else (first + field * SPAN) // GROUP
-        inputs = inputs_of(block, field, lanes, SPAN, FIELDS, UNPACKED)
-        value = dequantize(loaded, load_zero(zero, index, outputs, kept, N, BITS, HAS_ZERO), field, BITS, KIND)
-        partial = add_rows(partial, value, inputs_at, inputs, K, ROWS)
-        if GROUP > 0 and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS - 1):
-            total = add_scaled(total, partial, load_scale(scale + index * N + outputs, kept, SCALES)[:, None], ROWS)
-            partial = no_sums(BLOCK_N, SPAN)
-    if GROUP == 0:
-        total = add_scaled(total, partial, 1.0, ROWS)
-    return total
-
-
-@triton.jit
 def add_tile_packed(
-    total, loaded, inputs_at, has_row, scale, zero, outputs, kept, block, N, K, OUT: tl.constexpr,
+    total, inputs_at, has_row, words, scale, zero, outputs, kept, block, N, K, num_words, OUT: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, UNPACKED: tl.constexpr, IN_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one block's words to a tile (N, M); the weight on the left, so that it can go to the product
     from registers. IN_VALUES: numbers are exact with their scale. OUT: what codes of inputs become."""
-    FIELDS: tl.constexpr = 32 // BITS
+    PIECES: tl.constexpr = 16 // BITS
     PER_GROUP: tl.constexpr = GROUP > 0 and not IN_VALUES
-    lanes = tl.arange(0, SPAN)
-    first = block * SPAN * FIELDS
+    loaded = load_words(words, outputs, block, kept, num_words, SPAN, UNPACKED, KIND)
     partial = tl.zeros(total.shape, tl.float32) if PER_GROUP else total
-    for half in range(2):  # a loop, so that only half of the fields are in registers at once
-        for field in tl.static_range(FIELDS // 2):
-            number = half * (FIELDS // 2) + field
-            index = 0 if GROUP == 0 else (first + number * SPAN) // GROUP
-            inputs = inputs_of(block, number, lanes, SPAN, FIELDS, UNPACKED)
-            a = load_inputs(inputs_at[:, None] + inputs[None, :], has_row[:, None] & (inputs < K)[None, :])
-            if inputs_at.dtype.element_ty.primitive_bitwidth == 8:  # codes, exact in the dtype of the outputs
-                a = a.to(OUT)
-            value = dequantize(loaded, load_zero(zero, index, outputs, kept, N, BITS, HAS_ZERO), field, BITS, KIND)
-            if IN_VALUES:
-                value *= load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
-            partial = tl.dot(value.to(a.dtype), tl.trans(a), partial, input_precision="ieee")
-            if PER_GROUP and ((field + 1) * SPAN % GROUP == 0 or field == FIELDS // 2 - 1):
-                total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
-                partial = tl.zeros(total.shape, tl.float32)
-        loaded = loaded >> 16
+    for piece in tl.static_range(PIECES):
+        index = 0 if GROUP == 0 else (block * SPAN * 2 * PIECES + 2 * SPAN * piece) // GROUP
+        inputs = inputs_of(block, piece, BITS, SPAN, UNPACKED)
+        a = load_inputs(inputs_at[:, None] + inputs[None, :], has_row[:, None] & (inputs < K)[None, :])
+        if inputs_at.dtype.element_ty.primitive_bitwidth == 8:  # codes, exact in the dtype of the outputs
+            a = a.to(OUT)
+        value = dequantize(loaded, load_zero(zero, index, outputs, kept, N, BITS, HAS_ZERO), piece, BITS, KIND, a.dtype)
+        if IN_VALUES:
+            scaled = value.to(tl.float32) * load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
+            value = scaled.to(a.dtype)
+        partial = tl.dot(value, tl.trans(a), partial, input_precision="ieee")
+        if PER_GROUP and ((piece + 1) * 2 * SPAN % GROUP == 0 or piece == PIECES - 1):
+            total += partial * load_scale(scale + index * N + outputs, kept, SCALES)[:, None]
+            partial = tl.zeros(total.shape, tl.float32)
     return total if PER_GROUP else partial

@@ -1,17 +1,20 @@
 """Weights of 2 to 8 bits laid out for `w4a16`: packed once, when a model is loaded. Plain torch, any device.
 
-A row is cut into blocks; one block is `span` words of 32 bits, and field i of word j is input `base + span * i + j`:
+A row is cut into blocks of `span` words of 32 bits, and a block into pieces of 2 span inputs; piece p has bits p b to
+(p + 1) b of both halves of the block's words, and word j holds inputs 2 j and 2 j + 1 of it:
 
-    span 64, 4 bits       word 0      word 1      ...   word 63
-    bits 0-3              k = 0       k = 1       ...   k = 63
-    bits 4-7              k = 64      k = 65      ...   k = 127
-    ...
-    bits 28-31            k = 448     k = 449     ...   k = 511
+    span 32, b = 4        word 0                     word 1      ...   word 31
+                       low half    high half
+    bits 0-3           k = 0       k = 1            2, 3        ...   62, 63
+    bits 4-7           k = 64      k = 65           66, 67      ...
+    bits 8-11          k = 128     k = 129          ...
+    bits 12-15         k = 192     k = 193          ...               254, 255
 
-So a thread's 16-byte load is four neighbouring words, field i of all words needs one contiguous piece of the input,
-and inputs that share a scale are whole fields. Rows lie one after another; scales and zeros are (G, N), so that the
-outputs of a tile read neighbours. Fields hold code + 2^(bits-1), or the bits of a float; INT3 lies in fields of 4
-bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so where they say the same as the number that `numerics` has.
+So a thread's 16-byte load is four neighbouring words, a piece needs one contiguous run of the input, one mask makes two
+neighbouring numbers, and inputs that share a scale are whole pieces. Rows lie one after another; scales and zeros are
+(G, N), so that the outputs of a tile read neighbours. Fields hold code + 2^(bits-1), or the bits of a float; INT3 lies
+in fields of 4 bits, INT5 and INT6 in fields of 8. Scales of 8 bits stay so where they say the same as the number that
+`numerics` has.
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
@@ -41,7 +44,7 @@ _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
 _FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
 _MANTISSA_AND_SIGN, _INFINITY = -0x7F800001, 0x7F800000
 _LARGEST_SCALE = 2.0**100  # of floats: their scales are made larger
-_SPANS = (64, 32, 16)
+_SPANS = (32, 16, 8)
 _ROWS_AT_ONCE = 4096
 
 
@@ -142,9 +145,9 @@ def find_span(weight: QuantizedTensor) -> int | None:
 
 
 def _fit(group: int, span: int, fields: int) -> bool:
-    """Whether groups are whole fields and begin at the same fields of every block, where kernels apply scales."""
+    """Whether groups are whole pieces and begin at the same pieces of every block, where kernels apply scales."""
     block = span * fields
-    return group % span == 0 and (block % group == 0 or group % block == 0)
+    return group % (2 * span) == 0 and (block % group == 0 or group % block == 0)
 
 
 def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
@@ -227,11 +230,11 @@ def _all(condition: Tensor) -> bool:
 
 def _words(fields: Tensor, bits: int, span: int) -> Tensor:
     """(R, K) fields to (R, W) words."""
-    blocks = fields.view(len(fields), -1, 32 // bits, span)
-    words = blocks[:, :, 0].clone()
-    for index in range(1, 32 // bits):
-        words |= blocks[:, :, index] << (bits * index)
-    return words.view(len(fields), -1)
+    pieces = fields.view(len(fields), -1, 16 // bits, span, 2)
+    halves = pieces[:, :, 0].clone()
+    for index in range(1, 16 // bits):
+        halves |= pieces[:, :, index] << (bits * index)
+    return (halves[..., 0] | halves[..., 1] << 16).view(len(fields), -1)
 
 
 def unpacked(weight: QuantizedTensor) -> PackedWeight:
@@ -247,5 +250,5 @@ def unpacked(weight: QuantizedTensor) -> PackedWeight:
         scale=scale.float().t().contiguous(),
         zero=None,
         shape=weight.shape,
-        packing=Packing(bits=8, span=64, group=0, unpacked=True, kind=kind),
+        packing=Packing(bits=8, span=_SPANS[0], group=0, unpacked=True, kind=kind),
     )

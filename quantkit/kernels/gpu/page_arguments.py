@@ -87,7 +87,7 @@ def arguments(
     """What kernels of attention are told in the same words.
 
     Args:
-        states, views, batch, options, out: see `paged_decode.attend`.
+        states, views, batch, options, out: see `paged_decode.attend_tokens`.
         partials: see `split_kv.empty_partials`.
     Returns:
         tensors, strides and numbers, in the order in which kernels have them; constants by name.

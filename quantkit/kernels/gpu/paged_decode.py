@@ -108,7 +108,7 @@ def _attend_kernel(
     store_out(out + token * out_strides[0] + heads * out_strides[1], kept, state, V_KIND == 3, V_WIDTH, V_BLOCK)
 
 
-def attend(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
+def attend_tokens(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
     """Attention of the sequences that have exactly one new token; see `reference.attention.attend`.
 
     Args:

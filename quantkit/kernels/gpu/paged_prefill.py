@@ -117,8 +117,8 @@ def _prefill_kernel(
     store_out(out_at, kept, state, V_KIND == 3, V_WIDTH, V_BLOCK)
 
 
-def attend(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
-    """Attention of the sequences that have more than one new token; arguments as for `paged_decode.attend`."""
+def attend_chunks(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
+    """Attention of the sequences that have more than one new token; arguments as for `paged_decode.attend_tokens`."""
     layout, count, query = views.layout, len(batch.query_lengths), states[0]
     lanes, most = power_of_two(query.shape[1] // layout.num_heads), max(batch.query_lengths)
     choice = configs.prefill(views, query.shape[1], query.device)

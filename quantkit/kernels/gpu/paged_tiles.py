@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM300
 """Tiles of cached pages inside attention: scores of keys, and values in a running softmax, in every KV type.
 
 Codes go to the products as small integers: scales per token are applied to scores and probabilities, scales per channel
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantkit.kernels.gpu.floats import half_of_e4m3
+from quantkit.kernels.gpu.floats import INTERPRETED, half_of_e4m3
 
 
 @triton.jit
@@ -31,6 +31,38 @@ def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.cons
     else:
         numbers = codes.to(DTYPE)
     return numbers
+
+
+@triton.jit
+def _nibbles(codes, DTYPE: tl.constexpr):
+    """The low and the high nibbles of bytes as 16-bit numbers, exact; see `packed_blocks`."""
+    if INTERPRETED or (DTYPE != tl.bfloat16 and DTYPE != tl.float16):
+        low, high = (codes & 15).to(DTYPE), (codes >> 4).to(DTYPE)
+    else:
+        MAGIC: tl.constexpr = 0x43004300 if DTYPE == tl.bfloat16 else 0x64006400
+        BASE: tl.constexpr = 128.0 if DTYPE == tl.bfloat16 else 1024.0
+        magic = tl.full(codes.shape, MAGIC, tl.int32)
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, two;
+            prmt.b32 one, $4, 0, 0x4140;
+            prmt.b32 two, $4, 0, 0x4342;
+            lop3.b32 $0, one, 0x000F000F, $5, 0xEA;
+            lop3.b32 $1, two, 0x000F000F, $5, 0xEA;
+            shr.u32 one, one, 4;
+            shr.u32 two, two, 4;
+            lop3.b32 $2, one, 0x000F000F, $5, 0xEA;
+            lop3.b32 $3, two, 0x000F000F, $5, 0xEA;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [codes, magic],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=4,
+        )
+        base = tl.full(codes.shape, BASE, DTYPE)
+        low, high = low.to(DTYPE, bitcast=True) - base, high.to(DTYPE, bitcast=True) - base
+    return low, high
 
 
 @triton.jit
@@ -83,7 +115,8 @@ def _score_tile(
             scores *= _load_row(scale + base + inside, seen)
     elif GRANULARITY == 1:
         total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
-        scores = _score(q_high, (loaded >> 4).to(q.dtype), _score(q, (loaded & 15).to(q.dtype), empty))
+        low_codes, high_codes = _nibbles(loaded, q.dtype)
+        scores = _score(q_high, high_codes, _score(q, low_codes, empty))
         scores *= _load_row(scale + base + inside, seen)
         scores += total[:, None] * _load_row(zero + base + inside, seen)
     else:
@@ -94,7 +127,8 @@ def _score_tile(
         shift += tl.sum(q_high.to(tl.float32) * _load_row(zero + high_at, real), 1)
         low = (q.to(tl.float32) * _load_row(scale + low_at, real)).to(q.dtype)
         high = (q_high.to(tl.float32) * _load_row(scale + high_at, real)).to(q.dtype)
-        scores = _score(high, (loaded >> 4).to(q.dtype), _score(low, (loaded & 15).to(q.dtype), empty)) + shift[:, None]
+        low_codes, high_codes = _nibbles(loaded, q.dtype)
+        scores = _score(high, high_codes, _score(low, low_codes, empty)) + shift[:, None]
     return scores
 
 
@@ -132,8 +166,9 @@ def _weigh_tile(
         weights *= _load_row(pages[1] + base + inside, seen)
     narrow = weights.to(DTYPE)
     if KIND == 3:
-        acc = tl.dot(narrow, (loaded & 15).to(DTYPE), acc * decay[:, None], input_precision="ieee") + shift[:, None]
-        acc_high = tl.dot(narrow, (loaded >> 4).to(DTYPE), acc_high * decay[:, None], input_precision="ieee")
+        low, high = _nibbles(loaded, DTYPE)
+        acc = tl.dot(narrow, low, acc * decay[:, None], input_precision="ieee") + shift[:, None]
+        acc_high = tl.dot(narrow, high, acc_high * decay[:, None], input_precision="ieee")
         acc_high += shift[:, None]
     else:
         values = _numbers(loaded, KIND, NATIVE_FP8, DTYPE)

@@ -95,7 +95,7 @@ class Int8Linear(_QuantizedInputsLinear):
         if are_few and self._packed is not None:
             return w4a16.multiply(rows, self._packed, self._bias)
         if are_few or not self._fits_cublas:
-            return int8_product.multiply(rows, self._codes, self._scale, self._bias)
+            return int8_product.multiply_int8(rows, self._codes, self._scale, self._bias)
         sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]
         return scale_sums(sums, rows.scale, self._scale, self._bias, rows.dtype)
 

@@ -115,10 +115,10 @@ def _sample_above(
 def _list_tiles(tops, bound, listed, BLOCK: tl.constexpr):
     """List the tiles that have something larger than the bound; how many there are."""
     tl.debug_barrier()  # whoever still reads the last list
-    wanted = (tops > bound).to(tl.int32)
-    tl.store(listed + tl.cumsum(wanted, 0) - 1, tl.arange(0, BLOCK), mask=wanted > 0)
+    above = (tops > bound).to(tl.int32)
+    tl.store(listed + tl.cumsum(above, 0) - 1, tl.arange(0, BLOCK), mask=above > 0)
     tl.debug_barrier()
-    return tl.sum(wanted, 0)
+    return tl.sum(above, 0)
 
 
 @triton.jit
@@ -129,10 +129,10 @@ def _list_tokens(
     how_many = 0
     for chunk in range(tl.cdiv(count << shift, CHUNK)):
         tokens, order, _unused = _load_chunk(logits, listed, count, shift, chunk, temperature, vocabulary, CHUNK)
-        wanted = (order > bound).to(tl.int32)
-        index = how_many + tl.cumsum(wanted, 0) - 1
-        tl.store(target + index, tokens, mask=(wanted > 0) & (index < CHUNK))
-        how_many += tl.sum(wanted, 0)
+        above = (order > bound).to(tl.int32)
+        index = how_many + tl.cumsum(above, 0) - 1
+        tl.store(target + index, tokens, mask=(above > 0) & (index < CHUNK))
+        how_many += tl.sum(above, 0)
     tl.debug_barrier()
     return how_many
 

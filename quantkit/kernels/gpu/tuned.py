@@ -1,11 +1,11 @@
 """Choices measured on a GPU, as files: one per GPU, shipped in `tuned_files/` or in the user's cache folder.
 
-    {"schema": 2,
+    {"schema": 3,
      "device": {"name": "NVIDIA H200", "capability": 90},
      "versions": {"quantkit": "0.1.0", "torch": "2.13.0", "triton": "3.9.0"},
-     "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 64",
+     "entries": [{"kernel": "product", "kind": "4 bits, groups of 128, span 32",
                   "sizes": {"rows": 1, "outputs": 8192, "inputs": 8192},
-                  "choice": {"method": "rows", "block_n": 16, "warps": 4, "stages": 3, "programs": 8},
+                  "choice": {"method": "tile", "block_m": 8, "block_n": 128, "warps": 4, "stages": 3, "programs": 2},
                   "microseconds": ..., "default_microseconds": ..., "ratio": ...}]}
 
 Where the default was not beaten the entry has it as its choice, so that a further run need not ask again. A file that
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, OutputError
-from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Tile
 from quantkit.untrusted import read_object
 
-SCHEMA = 2
+SCHEMA = 3
 CHOICES: dict[str, tuple[type[Choice], ...]] = {
-    "product": (Rows, Tile, Cublas),
+    "product": (Tile, Cublas),
     "decode": (Decode,),
     "prefill": (Prefill,),
 }
@@ -42,7 +42,7 @@ NEAR = {"rows": 1.0, "outputs": 2.0, "inputs": 2.0, "heads": 4.0}
 
 _POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_splits": 256}
 _COUNTS = {"stages": 8, "programs": 64, "least_tiles": 64}
-_LEAST = {"block_m": 16, "tile": 16, "rows": 16}
+_LEAST = {"block_m": 8, "tile": 16, "rows": 16}
 _SHIPPED = Path(__file__).parent / "tuned_files"
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def key_of(kernel: str, kind: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class TunedTable:
     """One file.
 
     Args:
@@ -135,7 +135,7 @@ def shipped_file(device: str) -> Path:
     return _SHIPPED / f"{slug(device)}.json"
 
 
-def tables_of(device: str) -> tuple[Table, ...]:
+def tables_of(device: str) -> tuple[TunedTable, ...]:
     """What files say about a GPU, the user's first; one that cannot be used is warned about and left out."""
     tables = []
     for path in (user_file(device), shipped_file(device)):
@@ -147,7 +147,7 @@ def tables_of(device: str) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def read(path: Path, device: str | None = None) -> Table:
+def read(path: Path, device: str | None = None) -> TunedTable:
     """A file.
 
     Args:
@@ -160,7 +160,7 @@ def read(path: Path, device: str | None = None) -> Table:
         data = read_object(path, InputError, _AGAIN)
         if data.get("schema") != SCHEMA:
             raise InputError(f"{path}: has schema {data.get('schema')!r}, this quantkit reads {SCHEMA}; {_AGAIN}")
-        table = Table(
+        table = TunedTable(
             device=str(data["device"]["name"]),
             capability=int(data["device"]["capability"]),
             versions={str(name): str(version) for name, version in data["versions"].items()},
@@ -178,7 +178,7 @@ def read(path: Path, device: str | None = None) -> Table:
 _AGAIN = "delete it or run `quantkit tune --again`"
 
 
-def write(path: Path, table: Table) -> None:
+def write(path: Path, table: TunedTable) -> None:
     """Put a file where it belongs, whole or not at all.
 
     Raises:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Inputs times packed integers of 2 to 8 bits or floats of 4 or 8: a product per row up to 4, tiles up to 64.
+"""Inputs times packed integers of 2 to 8 bits or floats of 4 or 8, in tiles on tensor cores, from one row on.
 
 Inputs are floats, or codes of 8 bits with a scale per row. Where rows of outputs alone do not fill the chip, K is
 split, and the program that is last to finish its split of a tile adds them all, always in the same order.
@@ -15,54 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.gpu import capability, configs, num_processors, power_of_two
-from quantkit.kernels.gpu.choices import ROW_LIMIT, Cublas, Rows, default_tile
+from quantkit.kernels.gpu import capability, configs, num_processors
+from quantkit.kernels.gpu.choices import Cublas, default_tile
 from quantkit.kernels.gpu.floats import load_scale, row_factor
-from quantkit.kernels.gpu.packed_blocks import (
-    add_rows_packed,
-    add_tile_packed,
-    dequantize,
-    inputs_of,
-    load_words,
-    load_zero,
-    no_sums,
-    sum_rows,
-)
+from quantkit.kernels.gpu.packed_blocks import add_tile_packed, dequantize, inputs_of, load_words, load_zero
 from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.partial_argmax import as_logits, empty_partial_argmax, store_partial_argmax
 from quantkit.kernels.gpu.splits import MOST_TILES, counters, is_last_to_come, splits_of
 from quantkit.kernels.types import QuantizedActivations
-
-
-@triton.jit
-def _rows_kernel(
-    x, words, scale, zero, bias, row_scale, out, partials, counters, M, N, K, num_words, num_blocks, blocks_per_split,
-    outer, head_scale, softcap, partial_argmax,
-    BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, UNPACKED: tl.constexpr,
-    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """ROWS x BLOCK_N outputs; sums stay with their thread over all of K and are added up once, at the end."""
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    kept = outputs < N
-    rows = tl.arange(0, ROWS)
-    # In place of a row that there is not, the last one: nothing of it is stored.
-    inputs_at = (x, x + tl.minimum(1, M - 1) * K, x + tl.minimum(2, M - 1) * K, x + tl.minimum(3, M - 1) * K)
-    total = no_sums(BLOCK_N, SPAN)
-    last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
-    # Said here, because Triton puts loads under way ahead of time only for products of tiles.
-    for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
-        total = add_rows_packed(
-            total, inputs_at, words, scale, zero, outputs, kept, block, N, K, num_words,
-            BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, UNPACKED, ROWS, BLOCK_N,
-        )  # fmt: skip
-    sums = sum_rows(total, rows, ROWS)
-    _finish(
-        sums, x, scale, bias, row_scale, out, partials, counters, tl.program_id(0), split, rows, outputs, M, N, outer,
-        head_scale, softcap, partial_argmax, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IS_SPLIT,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -117,24 +77,19 @@ def _tile_kernel(
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, UNPACKED: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight are exact with their scale."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     kept = outputs < N
-    lanes = tl.arange(0, SPAN)
     inputs_at = x + rows.to(tl.int64) * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    begin, last = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, num_blocks)
-    coming = load_words(words, outputs, begin, lanes, kept, num_words, SPAN, UNPACKED, KIND)
-    for block in range(begin, last):
-        # Asked for a block ahead, by hand: Triton does so for inner loops only.
-        loaded, there = coming, kept & (tl.zeros_like(outputs) + block + 1 < last)
-        coming = load_words(words, outputs, block + 1, lanes, there, num_words, SPAN, UNPACKED, KIND)
+    last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
+    for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
         total = add_tile_packed(
-            total, loaded, inputs_at, rows < M, scale, zero, outputs, kept, block, N, K, out.dtype.element_ty,
+            total, inputs_at, rows < M, words, scale, zero, outputs, kept, block, N, K, num_words, out.dtype.element_ty,
             BITS, KIND, SCALES, SPAN, GROUP, HAS_ZERO, UNPACKED, IN_VALUES,
         )  # fmt: skip
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
@@ -152,16 +107,15 @@ def _dequantize_weight_kernel(
     SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of BLOCK_N rows of the weight as 16-bit numbers."""
-    FIELDS: tl.constexpr = 32 // BITS
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
     kept = outputs < N
-    lanes = tl.arange(0, SPAN)
-    loaded = load_words(words, outputs, block, lanes, kept, num_words, SPAN, False, KIND)
-    for field in tl.static_range(FIELDS):
-        inputs = inputs_of(block, field, lanes, SPAN, FIELDS, False)
-        index = 0 if GROUP == 0 else (block * SPAN * FIELDS + field * SPAN) // GROUP
-        value = dequantize(loaded, load_zero(zero, index, outputs, kept, N, BITS, HAS_ZERO), field, BITS, KIND)
+    loaded = load_words(words, outputs, block, kept, num_words, SPAN, False, KIND)
+    for piece in tl.static_range(16 // BITS):
+        inputs = inputs_of(block, piece, BITS, SPAN, False)
+        index = 0 if GROUP == 0 else (block * SPAN * (32 // BITS) + 2 * SPAN * piece) // GROUP
+        zeros = load_zero(zero, index, outputs, kept, N, BITS, HAS_ZERO)
+        value = dequantize(loaded, zeros, piece, BITS, KIND, tl.float32)
         factor = load_scale(scale + index * N + outputs, kept, SCALES)
         if SCALES == 1:
             factor = tl.div_rn(factor, outer)
@@ -213,11 +167,9 @@ def _multiply(
 ) -> tuple[Tensor, Tensor | None]:
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
-    # Who asks for a product here has no other, and rows on their own are few.
-    if isinstance(choice, Cublas) or (isinstance(choice, Rows) and count > ROW_LIMIT):
+    if isinstance(choice, Cublas):  # who asks for a product here has no other
         choice = default_tile(count, capability(x.device))
-    columns = -(-outputs // choice.block_n)
-    row_tiles = 1 if isinstance(choice, Rows) else -(-count // choice.block_m)
+    columns, row_tiles = -(-outputs // choice.block_n), -(-count // choice.block_m)
     programs = min(choice.programs * num_processors(x.device), MOST_TILES)
     splits = splits_of(columns * row_tiles, weight.num_blocks, programs)
     out = torch.empty(count, outputs, dtype=dtype, device=x.device)
@@ -226,28 +178,14 @@ def _multiply(
     if splits > 1:
         partials = torch.empty(splits, count, outputs, dtype=torch.float32, device=x.device)
         counted = counters(x.device)
-    constants = {
-        **weight.packing.constants,
-        "UNPACKED": weight.packing.unpacked,
-        "BLOCK_N": choice.block_n,
-        "IS_SPLIT": splits > 1,
-        "HAS_BIAS": bias is not None,
-        "HAS_ROW_SCALE": row_scale is not None,
-        "num_warps": choice.warps,
-        "num_stages": choice.stages,
-    }
-    arguments = (
+    _tile_kernel[columns, splits, row_tiles](
         x, weight.words, weight.scale, weight.zero, bias, row_scale, out, partials, counted, count, outputs, width,
         weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // splits), weight.outer, *(head or (1.0, 0.0)),
-        partial_argmax,
+        partial_argmax, **weight.packing.constants, UNPACKED=weight.packing.unpacked, HAS_BIAS=bias is not None,
+        HAS_ROW_SCALE=row_scale is not None, IS_SPLIT=splits > 1,
+        IN_VALUES=weight.packing.scales_exactly(x.dtype if head else dtype), BLOCK_M=choice.block_m,
+        BLOCK_N=choice.block_n, STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
-    if isinstance(choice, Rows):
-        _rows_kernel[columns, splits](*arguments, ROWS=power_of_two(count), STAGES=choice.stages, **constants)
-    else:
-        in_values = weight.packing.scales_exactly(x.dtype if head else dtype)
-        _tile_kernel[columns, splits, row_tiles](
-            *arguments, BLOCK_M=choice.block_m, IN_VALUES=in_values, **constants
-        )  # fmt: skip
     return out, partial_argmax
 
 

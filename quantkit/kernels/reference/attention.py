@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVViews, PagedArray
-from quantkit.kernels.reference.kv_codes import dequantize, quantize
+from quantkit.kernels.reference.kv_codes import codes_of, states_of
 from quantkit.kernels.types import AttentionOptions, States
 
 
@@ -103,7 +103,7 @@ def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
     if array.scheme.dtype is None:
         values = codes.to(dtype)
     else:
-        values = dequantize(
+        values = states_of(
             codes, scale, zero, array.scheme, dtype, 1.0 if array.fixed is None else array.fixed[:, None, None]
         )
     return values.transpose(0, 1).flatten(1, 2)
@@ -194,7 +194,7 @@ def _write(array: PagedArray, fresh: Tensor, pages: Tensor, offsets: Tensor) -> 
     if array.scheme.dtype is None:
         array.codes[pages, :, offsets] = fresh.to(array.codes.dtype)
         return
-    codes, scale, zero = quantize(fresh, array.scheme, 1.0 if array.fixed is None else array.fixed[:, None])
+    codes, scale, zero = codes_of(fresh, array.scheme, 1.0 if array.fixed is None else array.fixed[:, None])
     for target, stored in ((array.codes, codes), (array.scale, scale), (array.zero, zero)):
         if target is not None and stored is not None:
             target[pages, :, offsets] = stored
@@ -212,7 +212,7 @@ def _store_residual(fresh: Tensor, views: KVViews, batch: ForwardBatch, span: _S
             keys = torch.cat([_read_residual(residual, row, from_page * size, span.cached), keys], dim=1)
         whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
         pages = batch.page_table[span.row, from_page:to_page].long()
-        stored = quantize(whole.transpose(0, 1), views.key.scheme)  # of (pages, H, S, D)
+        stored = codes_of(whole.transpose(0, 1), views.key.scheme)  # of (pages, H, S, D)
         for target, one in zip((views.key.codes, views.key.scale, views.key.zero), stored, strict=True):
             if target is not None and one is not None:
                 target[pages] = one

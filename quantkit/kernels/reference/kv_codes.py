@@ -32,7 +32,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
-def quantize(
+def codes_of(
     values: Tensor, scheme: CacheScheme, fixed: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Codes, scale and zero of keys or values.
@@ -62,7 +62,7 @@ def quantize(
     return pack_int4(codes), scale.squeeze(axis), zero.squeeze(axis)
 
 
-def dequantize(
+def states_of(
     codes: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
@@ -70,10 +70,10 @@ def dequantize(
     dtype: torch.dtype,
     fixed: float | Tensor = 1.0,
 ) -> Tensor:
-    """Values of codes; the inverse of `quantize` up to rounding.
+    """Values of codes; the inverse of `codes_of` up to rounding.
 
     Args:
-        codes, scale, zero: as returned by `quantize`.
+        codes, scale, zero: as returned by `codes_of`.
         scheme, fixed: as given to it.
         dtype: of the result.
     Returns:

@@ -26,6 +26,7 @@ FAMILY = Family(
     defaults={"tie_word_embeddings": True},
     biases=Biases(qkv=True, output=True, mlp=True),
     outside={"transformer.wpe.weight": ("max_position_embeddings", "hidden_size")},
+    keys={"intermediate_size": "n_inner"},
     mlp_ratio=4,
     gguf=GGUFNames(name="gpt2", numbers=_NUMBERS, rotary=False),
 )

@@ -18,5 +18,6 @@ FAMILY = Family(
         down="mlp.fc_out",
     ),
     biases=Biases(qkv=False, output=False, mlp=True, head=True),
+    keys={"intermediate_size": "n_inner"},
     mlp_ratio=4,
 )

@@ -34,7 +34,7 @@ def stats(engine: Engine) -> dict[str, Any]:
     }
 
 
-def describe(engine: Engine, threads: str) -> dict[str, str]:
+def describe_engine(engine: Engine, threads: str) -> dict[str, str]:
     """What a user should know about how it runs, by topic.
 
     Args:

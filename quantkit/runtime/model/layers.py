@@ -236,7 +236,7 @@ class Block:
         Returns:
             x and pending for what follows.
         """
-        entered, x = enter(self.input_norm, x, pending)
+        entered, x = add_and_norm(self.input_norm, x, pending)
         attended = self.attention(entered, batch, cache, angles)
         if self.attention_norm is not None:
             attended, _ = self.attention_norm(attended)
@@ -245,7 +245,7 @@ class Block:
         if self.parallel:
             entered = entered if self.mlp_norm is None else self.mlp_norm(x)[0]
         else:
-            entered, x = enter(self.mlp_norm, x, attended)
+            entered, x = add_and_norm(self.mlp_norm, x, attended)
         added = self.mlp(entered)
         if self.output_norm is not None:
             added, _ = self.output_norm(added)
@@ -254,7 +254,7 @@ class Block:
         return x, (attended + added if self.parallel else added)
 
 
-def enter(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_and_norm(norm: Norm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add what is pending to the residual stream and norm the sum.
 
     Args:

@@ -22,7 +22,7 @@ from quantkit.models.rope import RopeConfig
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
-from quantkit.runtime.model.layers import Block, Norm, enter
+from quantkit.runtime.model.layers import Block, Norm, add_and_norm
 from quantkit.runtime.model.rope import RopeTable
 
 
@@ -136,7 +136,7 @@ class NativeModel(Model):
             return Logits(torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device))
         if len(rows) < len(x):
             x, pending = x[rows], None if pending is None else pending[rows]
-        normed, _ = enter(self.final_norm, x, pending)
+        normed, _ = add_and_norm(self.final_norm, x, pending)
         return logits(self.head, normed, scale=self.config.logits_scale, softcap=self.config.logits_softcap)
 
 

@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
     gradient = torch.randn_like(weight)
     values.backward(gradient.view_as(values))
     decoded = torch.empty_like(weight)
-    tuned.decode(decoded)
+    tuned.dequantize(decoded)
     torch.testing.assert_close(decoded, values.detach().view_as(weight))
     for actual, leaf in zip(gradients(tuned, gradient), leaves, strict=False):
         torch.testing.assert_close(actual, leaf.grad, rtol=1e-4, atol=1e-5)
@@ -97,7 +97,7 @@ def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
     torch.testing.assert_close(tuned.offset, -0.1 * by_offset.sign())
     torch.testing.assert_close(tuned.factor, 1 - 0.05 * (by_scale * scale).sign())  # also where a scale is negative
     expected = torch.empty_like(weight)
-    tuned.decode(expected)
+    tuned.dequantize(expected)
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(tuned.result().dequantize(), expected)
 

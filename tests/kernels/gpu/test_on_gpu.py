@@ -430,7 +430,7 @@ def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     actual = tune(
         cases,
         opener(CUDA, torch.bfloat16),
-        tuned.Table(device=name, capability=chip, versions={}, entries=(), path=tuned.user_file(name)),
+        tuned.TunedTable(device=name, capability=chip, versions={}, entries=(), path=tuned.user_file(name)),
         seconds=60,
     )
     assert actual.outcomes

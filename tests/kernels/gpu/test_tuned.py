@@ -10,18 +10,18 @@ import torch
 
 from quantkit.errors import InputError, OutputError
 from quantkit.kernels.gpu import choices, configs, tuned
-from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Rows, Tile
+from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Tile
 from quantkit.kernels.gpu.packing import PackedWeight, Packing
 from quantkit.kernels.layouts import kv_scheme, layer_layout
 
 GPU = "NVIDIA Test 9000"
 CUDA = torch.device("cuda", 0)
 KIND = Packing(bits=4, group=128, span=64).name
-ROWS = Rows(block_n=32, warps=2, stages=1, programs=4)
+NARROW = Tile(block_m=8, block_n=32, warps=2, stages=1, programs=4)
 TILE = Tile(block_m=16, block_n=128, warps=8, stages=3, programs=1)
 
 
-def entry(rows=1, outputs=4096, inputs=4096, choice=ROWS, kind=KIND):
+def entry(rows=1, outputs=4096, inputs=4096, choice=NARROW, kind=KIND):
     return tuned.TunedChoice(
         kernel="product",
         kind=kind,
@@ -34,7 +34,7 @@ def entry(rows=1, outputs=4096, inputs=4096, choice=ROWS, kind=KIND):
 
 
 def table(*entries, device=GPU):
-    return tuned.Table(device=device, capability=90, versions={"quantkit": "0"}, entries=entries)
+    return tuned.TunedTable(device=device, capability=90, versions={"quantkit": "0"}, entries=entries)
 
 
 @pytest.fixture
@@ -86,16 +86,16 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def test_the_nearest_size_that_is_near_enough_counts():
-    small, large = entry(outputs=4096, choice=ROWS), entry(outputs=16384, choice=TILE)
+    small, large = entry(outputs=4096, choice=NARROW), entry(outputs=16384, choice=TILE)
     pair = table(small, large)
 
     def find(rows, outputs, inputs, kind=KIND):
         return pair.find("product", kind, {"rows": rows, "outputs": outputs, "inputs": inputs})
 
-    assert find(1, 4096, 4096) == ROWS
-    assert find(1, 6000, 4096) == ROWS
+    assert find(1, 4096, 4096) == NARROW
+    assert find(1, 6000, 4096) == NARROW
     assert find(1, 12000, 5000) == TILE
-    assert find(1, 8192, 4096) == ROWS  # as near to both: the smaller one
+    assert find(1, 8192, 4096) == NARROW  # as near to both: the smaller one
     assert find(1, 16384, 8193) is None
     assert find(1, 2000, 4096) is None
     assert find(4, 4096, 4096) is None
@@ -109,7 +109,7 @@ def test_the_users_file_goes_before_the_shipped_one_and_both_before_the_default(
     tuned.write(tuned.shipped_file(GPU), table(entry(), entry(rows=4, choice=TILE)))
     assert configs.product(weight(), 1, CUDA) == default  # files are read once
     configs.forget()
-    assert configs.product(weight(), 1, CUDA) == ROWS
+    assert configs.product(weight(), 1, CUDA) == NARROW
     assert configs.product(weight(), 3, CUDA) == TILE
     tuned.write(tuned.user_file(GPU), table(entry(choice=TILE)))
     configs.forget()
@@ -154,24 +154,24 @@ def test_what_is_forced_goes_before_everything(gpu):
             assert configs.product(weight(), 1, CUDA) == Cublas()
         assert configs.prefill(views(), 32, CUDA).rows == 16
         assert configs.decode(views(), 8, 32, CUDA) == choices.default_decode(128, 64, 90)
-    assert configs.product(weight(), 1, CUDA) == ROWS
+    assert configs.product(weight(), 1, CUDA) == NARROW
 
 
 def test_a_choice_is_looked_up_once(gpu, monkeypatch):
     tuned.write(tuned.user_file(GPU), table(entry()))
     first = configs.product(weight(), 1, CUDA)
-    monkeypatch.setattr(tuned.Table, "find", None)
+    monkeypatch.setattr(tuned.TunedTable, "find", None)
     assert configs.product(weight(), 1, CUDA) is first
 
 
 BROKEN = [
     ("{", "no file of tuned choices"),
     ("[]", "it is no object"),
-    ('{"schema": 0}', "has schema 0, this quantkit reads 2"),
-    ('{"schema": 2}', "has no 'device'"),
+    ('{"schema": 0}', "has schema 0, this quantkit reads 3"),
+    ('{"schema": 3}', "has no 'device'"),
     ({"device": {"name": "other", "capability": 90}}, "was measured on 'other', this is 'NVIDIA Test 9000'"),
     ({"choice": {"method": "decode"}}, "kernel 'product' has no method 'decode'"),
-    ({"choice": {"method": "rows", "block_n": 16}}, "rows takes"),
+    ({"choice": {"method": "tile", "block_n": 16}}, "tile takes"),
     ({"block_n": 24}, "block_n is 24, must be a power of two from 1 to 1024"),
     ({"warps": True}, "warps is True"),
     ({"stages": 0}, "stages is 0, must be a whole number from 1 to 8"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.kernels import ops
-from quantkit.kernels.gpu import expert_rows, experts
+from quantkit.kernels.gpu import experts
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference.linear import DenseLinear
@@ -91,12 +91,6 @@ def rows(tokens, hidden):
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(tokens)).half()
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """What a program costs here hardly depends on how much it computes."""
-    monkeypatch.setattr(expert_rows, "_WORDS", 4096)
-
-
 def cases():
     """A few tokens, enough for tiles, and one: by default two of these for the first kinds, for each other kind one."""
     for number, kind in enumerate(KINDS):
@@ -105,14 +99,12 @@ def cases():
             yield pytest.param(kind, tokens, marks=[] if fast else pytest.mark.slow)
 
 
-@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("kind", "tokens"), list(cases()), ids=str)
 def test_experts(kind, tokens):
     made = Experts(kind)
     made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))
 
 
-@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("kind", [None, ("int4", None, True)], ids=str)
 def test_widths_that_fill_no_tile(kind):
     """Odd numbers of experts, of inputs, of outputs; one expert of each token, or four."""

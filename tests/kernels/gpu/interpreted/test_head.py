@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantkit.kernels import gpu
+from quantkit.kernels.gpu import choices, configs, partial_argmax
 from quantkit.kernels.gpu import head as on_gpu
-from quantkit.kernels.gpu import partial_argmax
 from quantkit.kernels.gpu.linear import PackedLinear
 from quantkit.kernels.ops.head import logits
 from quantkit.kernels.ops.linear import build_linear
@@ -120,8 +120,10 @@ def test_a_packed_head_is_not_rounded_to_16_bits_and_its_ties_go_to_the_first():
 
 def test_many_rows_of_a_packed_head_are_for_cublas(monkeypatch):
     head = packed(rounded(torch.randn(40, 128)), torch.float32)
+    assert head.logits(torch.randn(choices.TILE_LIMIT + 1, 128), 1.0, 0.0) is None
     x = torch.randn(70, 128)
-    assert head.logits(x, 1.0, 0.0) is None
-    values, best = on_gpu.logits(head, x, 1.0, None)
-    torch.testing.assert_close(values, head(x))
+    with configs.forced(choices.Cublas()):
+        assert head.logits(x, 1.0, 0.0) is None
+        values, best = on_gpu.logits(head, x, 1.0, None)
+        torch.testing.assert_close(values, head(x))
     assert torch.equal(best, values.argmax(-1))

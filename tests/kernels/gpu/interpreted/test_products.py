@@ -76,8 +76,8 @@ def test_split_products_and_in_float16(rows):
 
 
 CHOICES = [
-    choices.Rows(block_n=4, warps=1, stages=3, programs=32),
-    choices.Rows(block_n=64, warps=8, stages=1, programs=2),
+    choices.Tile(block_m=8, block_n=16, warps=1, stages=3, programs=32),
+    choices.Tile(block_m=16, block_n=64, warps=8, stages=1, programs=2),
     choices.Tile(block_m=16, block_n=128, warps=8, stages=3, programs=8),
     choices.Tile(block_m=64, block_n=32, warps=4, stages=1, programs=1),
     choices.Cublas(),
@@ -140,9 +140,9 @@ def test_what_build_linear_and_paged_attention_choose(monkeypatch):
 def test_what_cannot_be_packed():
     assert find_span(quantized("int4", 4, True, (16, 256))) is None
     assert find_span(quantized("int4", None, True, (16, 72))) is None  # padding would outweigh it
-    # Groups would begin at other fields of each block.
-    assert find_span(quantized("int4", 192, True, (16, 768))) is None
-    assert find_span(quantized("int8", 96, True, (16, 384))) is None
+    # Groups would begin at other pieces of each block.
+    assert find_span(quantized("int4", 80, True, (16, 800))) is None
+    assert find_span(quantized("int8", 80, True, (16, 400))) is None
     grouped = dataclasses.replace(quantized("int4", 64, True, (16, 256)), group_index=torch.arange(256) // 64)
     assert find_span(grouped) is None
 
