@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
 import torch
 
 from quantkit.errors import InputError
+
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
 
 
 def pick_device(name: str | torch.device) -> torch.device:

@@ -63,6 +63,7 @@ LAYERS = {
     "errors": 0,
     "registry": 0,
     "settings": 0,
+    "child": 0,  # work that may not end
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.allocation.candidates import (
     SKIP,
     Candidate,
@@ -91,6 +93,8 @@ def _prepare(
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
     identity = _identity(options.recipe, folder, original, used)
     state = SearchState(work / "state.json", identity)
+    engine["threads"] = state.threads
+    torch.set_num_threads(state.threads)
     if state.resumed:
         progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
     runner = TrialRunner(

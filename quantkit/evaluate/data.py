@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantkit import untrusted
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.runtime.llm import LLM
@@ -49,7 +50,4 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
             looked = ", ".join(map(str, folders)) or "no --data folder was given"
             raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
         path = Path(texts[0])
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as text: {error}") from None
+    return untrusted.read_text(path, DataError, untrusted.MAX_TEXT_BYTES)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.source import resolve
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import DataError
+from quantkit.untrusted import read_object
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
@@ -38,10 +38,9 @@ def other_arithmetic(name: str) -> str:
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token ids by text; None where tokenizer.json is missing or keeps them in a way not known here."""
     try:
-        data: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = data["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
+        vocabulary: Any = read_object(folder / "tokenizer.json", DataError)["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
+            return {token: index for index, (token, *_) in enumerate(vocabulary)}
+        return dict(vocabulary)
+    except (DataError, ValueError, LookupError, TypeError):
         return None
-    if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
-        return {token: index for index, (token, *_) in enumerate(vocabulary)}
-    return dict(vocabulary)

@@ -5,13 +5,12 @@ No weight is read, and from the hub only config.json is fetched.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import find_tensors, weight_files
+from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.links import check_links
 from quantkit.demo import DEMO_MODEL
@@ -22,9 +21,8 @@ from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
-from quantkit.untrusted import parse_yaml, read_text
+from quantkit.untrusted import parse_yaml, read_object, read_text
 
-_MAX_JSON_BYTES = 1 << 26
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.
 KEYS = (
@@ -161,21 +159,12 @@ def description_of(data: dict[str, Any], where: str) -> ModelDescription:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    data = _parse(path, read_text(path, ModelError, _MAX_JSON_BYTES))
+    if path.suffix not in (".yaml", ".yml"):
+        return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
+    data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")
-    return data
-
-
-def _parse(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if path.suffix not in (".yaml", ".yml"):
-            raise ModelError(
-                f"{path} is not valid JSON ({first_line(error)}); correct it or download it again"
-            ) from None
-    return parse_yaml(text, str(path), ModelError)
+    return checked_names(data, str(path))
 
 
 def _download(model: str) -> Path:

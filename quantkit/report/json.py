@@ -18,6 +18,7 @@ from quantkit.errors import ReportError
 from quantkit.results import SCHEMA_VERSION, Report
 from quantkit.results._record import field_types, is_union, required_fields
 from quantkit.results.gates.metrics import METRICS, gate_numbers
+from quantkit.untrusted import read_object
 
 SCHEMA_URL = "https://json-schema.org/draft/2020-12/schema"
 
@@ -36,17 +37,10 @@ def read_report(path: Path | str) -> Report:
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
-        raise ReportError(f"{file}: no such file; {todo}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{file}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ReportError(f"{file}: not JSON (line {error.lineno}: {error.msg}); is it cut short?") from None
-    if not isinstance(data, dict):
-        raise ReportError(f"{file}: not a report: expected an object, found {type(data).__name__}")
+        raise ReportError(f"{file}: no such file; {todo}")
+    data = read_object(file, ReportError, "is it cut short, or no report?")
     try:
         return Report.from_dict(data)
     except ReportError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
 from quantkit.settings import setting
+from quantkit.untrusted import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,9 +208,9 @@ def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
 
 
 def _check_number(name: str, value: Any, condition: str, valid: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or not valid(value):
-        raise RequestError(f"{name} is {value!r}; it must be {condition}")
+        raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
 
 
 def _stop_texts(stop: Any) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Weights are laid out layer by layer, so memory never holds two copies of the mod
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -33,6 +32,7 @@ from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
+from quantkit.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
@@ -187,10 +187,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     value: Any = None
     path = reader.path / "generation_config.json"
     if path.is_file():
-        try:
-            value = json.loads(path.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelError(f"{path} is not a readable JSON object ({error}); delete it or copy it again") from None
+        value = read_object(path, ModelError, "delete it or copy it again").get("eos_token_id")
     value = reader.config.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
