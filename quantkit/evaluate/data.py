@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit import untrusted
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.runtime.llm import LLM
+from quantkit.untrusted import MAX_TEXT_BYTES, read_text
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
@@ -50,4 +50,4 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
             looked = ", ".join(map(str, folders)) or "no --data folder was given"
             raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
         path = Path(texts[0])
-    return untrusted.read_text(path, DataError, untrusted.MAX_TEXT_BYTES)
+    return read_text(path, DataError, MAX_TEXT_BYTES)

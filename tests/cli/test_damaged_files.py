@@ -12,7 +12,7 @@ import torch
 from quantkit.cli._errors import explain
 from quantkit.compress.calibration.dataset import _read_file
 from quantkit.errors import CheckpointError, DataError, InputError, ModelError
-from quantkit.evaluate.data import read_text
+from quantkit.evaluate.data import read_named_text
 from quantkit.evaluate.verify.pair import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
@@ -129,7 +129,9 @@ def test_a_message_is_one_line_of_what_can_be_printed():
     assert len(line) <= 2000
 
 
-@pytest.mark.parametrize("reader", [_read_file, lambda path: read_text(str(path), ())], ids=["calibration", "text"])
+@pytest.mark.parametrize(
+    "reader", [_read_file, lambda path: read_named_text(str(path), ())], ids=["calibration", "text"]
+)
 @pytest.mark.parametrize("kind", ["device", "sparse"])
 def test_a_text_without_end_is_refused_at_once(tmp_path, reader, kind):
     path = tmp_path / "text.txt"
