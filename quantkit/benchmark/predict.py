@@ -24,16 +24,12 @@ from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.families import find
-from quantkit.numerics.dtype import INT4, INT8
-from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
-from quantkit.runtime.model.config import ModelConfig, read_config
-from quantkit.runtime.model.loader import find_format, pick_dtype
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.loader import head_scheme, pick_dtype, read_headers
 from quantkit.runtime.model.manifest import head_name, manifest_of
 from quantkit.runtime.model.model import config_layouts
-
-_HEADS = {"int8": INT8, "int4": INT4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +94,8 @@ def predict(
         None for a model that only transformers runs: how it lays weights out is not known here.
     """
     try:
-        reader, config, scheme = _read_headers(Path(path))
+        reader = CheckpointReader(Path(path))
+        config, _, scheme = read_headers(reader)
     except InputError:
         return None
     target = torch.device(device)
@@ -126,7 +123,8 @@ def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int
     Raises:
         ModelError, CheckpointError: there is no such model, or only transformers runs it.
     """
-    reader, config, scheme = _read_headers(path)
+    reader = CheckpointReader(path)
+    config, _, scheme = read_headers(reader)
     kernels = LinearKernels(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
     products = _Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).products()
     return config, [(p.name, p.rows, p.width, p.scheme) for p in products if p.scheme is not None]
@@ -140,13 +138,6 @@ def max_length(model: Path | str | None) -> int | None:
     """
     prediction = predict(DEMO_MODEL if model is None else resolve(str(model)))
     return None if prediction is None else prediction.config.max_length
-
-
-def _read_headers(path: Path) -> tuple[CheckpointReader, ModelConfig, Scheme | None]:
-    """A checkpoint, its config, and how its linears are stored; None = as values."""
-    reader = CheckpointReader(path)
-    config = read_config(reader.config, find(reader.config))
-    return reader, config, find_format(reader)[1]
 
 
 class _Product(NamedTuple):
@@ -234,7 +225,5 @@ class _Sizes:
             return 0 if shared else dense_bytes(rows, width, False, table, self.kernels)
         name = head_name(self.config.family, self.reader)
         bias, stored = f"{name}.bias" in self.reader, table if self.config.tied else self._stored(f"{name}.weight")
-        kind = _HEADS[head_dtype]
-        size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
-        scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
+        scheme = LinearScheme(weight=head_scheme(head_dtype, width))
         return quantized_bytes(rows, width, scheme, bias, stored, self.kernels)

@@ -25,9 +25,10 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find, supported
 from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
-from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
@@ -36,7 +37,6 @@ from quantkit.runtime.model.weights import Weights, build_block
 
 Backend = Literal["auto", "native", "transformers"]
 
-_HEAD_BITS = {"int8": INT8, "int4": INT4}
 _HEAD_ROWS = 4096
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -67,7 +67,7 @@ def load_model(
     device = torch.device(device)
     if backend not in ("auto", "native", "transformers"):
         raise InputError(f"unknown backend {backend!r}; use auto, native or transformers")
-    if head_dtype is not None and head_dtype not in _HEAD_BITS:
+    if head_dtype is not None and head_dtype not in HEAD_TYPES:
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
@@ -139,6 +139,15 @@ def load_native(
         notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
         stored_cache=stored_cache,
     )
+
+
+def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
+    """Config, format and scheme of a checkpoint that runs natively.
+
+    Raises:
+        ModelError: it does not, or is no model.
+    """
+    return (read_config(reader.config, find_native(reader)), *find_format(reader))
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
@@ -245,12 +254,15 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     return head
 
 
+def head_scheme(dtype: str, width: int) -> WeightScheme:
+    """What a head (N, K) of this width K is rounded to."""
+    group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
+    return WeightScheme(dtype=find_dtype(dtype), group_size=group)
+
+
 def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
     """Round to nearest, some rows at a time: the float32 copies of a whole head would outweigh a layer."""
-    dtype, width = _HEAD_BITS[head_dtype], weight.shape[1]
-    group = None if dtype is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
-    scheme = WeightScheme(dtype=dtype, group_size=group)
-    blocks = []
+    scheme, blocks = head_scheme(head_dtype, weight.shape[1]), []
     for rows in weight.split(_HEAD_ROWS):  # type: ignore[no-untyped-call]
         values = rows.float()
         blocks.append(round_to_nearest(values, WeightGrid(scheme, weight.dtype)))
