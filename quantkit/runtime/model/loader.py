@@ -111,25 +111,14 @@ def load_native(
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
-    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-    embedding = f"{config.family.embedding}.weight"
-    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
-    table = weights.tensor(embedding, reader.info(embedding).dtype)
-    blocks = []
-    for index in range(len(config.layers)):
-        blocks.append(build_block(weights, index, ropes))
-        release_freed_memory()
-    final_norm = weights.norm(config.family.final_norm)
-    head = _build_head(weights, table, head_dtype)
+    parts = build_parts(weights)
+    head = _build_head(weights, parts["embedding"], head_dtype)
     release_freed_memory()
     return NativeModel(
         config=config,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
-        embedding=table,
-        blocks=blocks,
-        ropes=ropes,
-        final_norm=final_norm,
+        **parts,
         head=head,
         num_bytes=weights.num_bytes,
         stored_bytes=weights.stored_bytes,
@@ -139,6 +128,20 @@ def load_native(
         notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
         stored_cache=stored_cache,
     )
+
+
+def build_parts(weights: Weights) -> dict[str, Any]:
+    """What a `NativeModel` is made of by the names of its fields, but for the head."""
+    config = weights.config
+    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    embedding = f"{config.family.embedding}.weight"
+    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
+    table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
+    blocks = []
+    for index in range(len(config.layers)):
+        blocks.append(build_block(weights, index, ropes))
+        release_freed_memory()
+    return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
 
 
 def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
