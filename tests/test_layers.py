@@ -42,7 +42,7 @@ LAYERS = {
     "runtime.types": 2,
     "runtime.config": 2,
     "runtime.detokenizer": 2,
-    "runtime.devices": 2,
+    "runtime.devices": 4,
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,

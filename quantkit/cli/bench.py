@@ -143,7 +143,7 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     load = make_load(options.workloads()[0], target.llm.model.vocab_size, avoid=target.llm.model.eos_ids)
     every = max(1, new_tokens // 10)
     comparison = compare_cache(
-        target.llm.engine,
+        target.llm,
         load.prompts[-1],
         new_tokens,
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,

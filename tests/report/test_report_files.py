@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,13 +13,12 @@ import yaml
 
 from quantkit.errors import ReportError
 from quantkit.report.files import write_report
-from quantkit.report.json import dumps, read_report, schema
+from quantkit.report.json import dumps, read_report
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
 from quantkit.results import ModelFacts, Report
+from tests.report.make_schema import SCHEMA, schema
 from tests.report.synthetic import make_report
-
-SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +27,7 @@ def report() -> Report:
 
 
 def test_the_schema_in_docs_is_the_one_the_types_make():
-    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), (
-        "run: python -c 'import json; from quantkit.report.json import schema; "
-        "print(json.dumps(schema(), indent=2, ensure_ascii=False))' > docs/report.schema.json"
-    )
+    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), "run: python tests/report/make_schema.py"
 
 
 def test_reports_keep_the_schema(report, broken_report):

@@ -142,7 +142,7 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     with pytest.raises(ResumeError, match="calibration"):
         quantize(model, tmp_path / "out", text)
     text.write_text(text_file.read_text())
-    monkeypatch.setattr("quantkit.compress.pipeline.identity._version", lambda name: "9.9")
+    monkeypatch.setattr("quantkit.compress.pipeline.identity.installed_version", lambda name, absent: "9.9")
     with pytest.raises(ResumeError, match=r"versions\..*9\.9"):
         quantize(model, tmp_path / "out", text)
     monkeypatch.undo()
