@@ -130,7 +130,7 @@ def test_mistakes_are_one_line_and_a_code(run, args, code, text):
 def test_a_hub_id_without_a_network_says_what_to_give(run):
     answer = run("someone/some-model")
     assert answer.exit_code == 4
-    assert "cannot be fetched from the hub" in answer.stderr
+    assert "cannot be downloaded from the hub" in answer.stderr
     assert len(answer.stderr.splitlines()) == 1
 
 

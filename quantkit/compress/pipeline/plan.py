@@ -19,7 +19,6 @@ from quantkit.compress.algorithms.base import reorders_groups, steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
@@ -91,7 +90,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
-    source = CheckpointReader(DEMO_MODEL if model is None else resolve(model))
+    source = CheckpointReader(resolve(model))
     name = "demo" if model is None else model
     short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
     if "quantization_config" in source.config:
