@@ -65,6 +65,7 @@ LAYERS = {
     "settings": 0,
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
+    "versions": 0,
     "demo": 0,  # data
 }
 TORCH_FREE = ("models", "results", "report", "errors", "registry", "quantities", "settings", "cli", "planning", "demo")

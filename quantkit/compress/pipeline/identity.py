@@ -12,6 +12,7 @@ import torch
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.untrusted import shorten
+from quantkit.versions import installed_version
 
 
 def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
@@ -39,16 +40,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Versions of everything that decides the bits of a result."""
     names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
-        return "unknown"
+    return {name: installed_version(name) for name in names}
 
 
 def identity_digest(identity: dict[str, Any]) -> str:
