@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
+from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file, read_object
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.errors import CheckpointError, ReportError, first_line
+from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import GGUFTensor, is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
@@ -171,14 +171,9 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         CheckpointError: the file is there and not readable.
     """
     try:
-        manifest = json.loads((folder / name).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / name} is not readable JSON ({first_line(error)}); copy it again, or delete it to go on without"
-        ) from None
-    return section({name: manifest}, name)
+        return read_object(folder / name, CheckpointError) if (folder / name).exists() else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or delete it to go on without") from None
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...]]:

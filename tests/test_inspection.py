@@ -153,7 +153,7 @@ def test_recipe_and_errors_come_from_the_manifest(tmp_path):
 
 @pytest.mark.parametrize(
     "manifest",
-    [{}, [], {"recipe": None, "result": 3}, {"recipe": {}, "result": {"layers": [{"name": "x"}, 7]}}],
+    [{}, {"recipe": None, "result": 3}, {"recipe": {}, "result": {"layers": [{"name": "x"}, 7]}}],
     ids=str,
 )
 def test_a_manifest_may_lack_anything(tmp_path, manifest):
@@ -170,9 +170,10 @@ def test_what_cannot_be_inspected(tmp_path):
     with pytest.raises(CheckpointError, match="method 'hqq', which no known format reads; known: awq, bitsandbytes"):
         inspect(tmp_path)
     write(tmp_path, dense_tensors(), {})
-    (tmp_path / "quantkit.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"quantkit\.json is not readable JSON"):
-        inspect(tmp_path)
+    for text, problem in (("{", "is not valid JSON"), ("[]", "is a JSON list")):
+        (tmp_path / "quantkit.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"quantkit\.json {problem}.* or delete it to go on without"):
+            inspect(tmp_path)
 
 
 def test_a_hanging_expression_of_a_config_ends_inspect(tmp_path):

@@ -23,7 +23,8 @@ from quantkit.devices import pick_device
 from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
-from quantkit.models.families import find_compressible, supported
+from quantkit.models.config import NotNative
+from quantkit.models.families import find_compressible
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme
@@ -146,11 +147,11 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Raises:
         ModelError: config.json names no class, or the model cannot be compressed; one line says why.
     """
-    names = reader.config.get("architectures")
-    if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
+    try:
+        return find_compressible(reader.config), None
+    except NotNative:
         discovery = discover(reader)
         return discovery.family, discovery
-    return find_compressible(reader.config), None
 
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:

@@ -12,6 +12,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import RequestError
 from quantkit.kernels.layouts import KVLayout, kv_scheme
 from quantkit.models.config import NotNative
+from quantkit.models.families import find
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, size_pool
 from quantkit.runtime.config import EngineConfig
@@ -20,7 +21,7 @@ from quantkit.runtime.engine.speculation import DraftModelProposer, NgramPropose
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig, read_config
-from quantkit.runtime.model.loader import find_format, find_native, pick_dtype
+from quantkit.runtime.model.loader import find_format, pick_dtype
 from quantkit.runtime.model.model import Model, config_layouts
 
 
@@ -60,7 +61,7 @@ def _read(
     """A model's config and how its layers will keep keys and values; None when it does not run natively."""
     reader = CheckpointReader(path)
     try:
-        model = read_config(reader.config, find_native(reader))
+        model = read_config(reader.config, find(reader.config))
         find_format(reader)
     except NotNative:
         return None

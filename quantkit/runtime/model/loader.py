@@ -5,13 +5,13 @@ Weights are laid out layer by layer, so memory never holds two copies of the mod
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.folder import read_object
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
@@ -22,8 +22,7 @@ from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import NotNative
-from quantkit.models.families import find, supported
-from quantkit.models.family import Family
+from quantkit.models.families import find
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4, INT8
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -71,7 +70,7 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            config = read_config(reader.config, find_native(reader))
+            config = read_config(reader.config, find(reader.config))
             return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
             if backend == "native":
@@ -184,31 +183,13 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     Raises:
         ModelError: they are no token ids.
     """
-    value: Any = None
     path = reader.path / "generation_config.json"
-    if path.is_file():
-        try:
-            value = json.loads(path.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelError(f"{path} is not a readable JSON object ({error}); delete it or copy it again") from None
+    value = read_object(path, ModelError).get("eos_token_id") if path.is_file() else None
     value = reader.config.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
         raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")
     return tuple(ids)
-
-
-def find_native(reader: CheckpointReader) -> Family:
-    """The data of a family, which may run natively: `read_config` says.
-
-    Raises:
-        NotNative: no file describes the family.
-        ModelError: config.json names none.
-    """
-    names = reader.config.get("architectures")
-    if isinstance(names, list) and names and not any(name in supported() for name in names):
-        raise NotNative(f"architecture {names[0]!r}")
-    return find(reader.config)
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:

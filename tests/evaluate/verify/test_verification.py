@@ -200,7 +200,7 @@ def test_a_damaged_manifest_and_a_model_beside_itself(checkpoint, models):
     with pytest.raises(ModelError, match="is its own baseline"):
         check_pair(models / "llama", models / "llama")
     (checkpoint / "quantkit.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is not readable JSON"):
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         check_pair(checkpoint, models / "llama")
 
 
