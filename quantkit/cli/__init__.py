@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli._command import CommandGroup
 from quantkit.cli._errors import end_output, open_streams, report_error
+from quantkit.cli._output import CommandGroup
 from quantkit.errors import suggestion
 from quantkit.registry import Registry
 
