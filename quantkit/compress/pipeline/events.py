@@ -20,7 +20,6 @@ class Listener(Protocol):
             summary: `num_layers`, `resumed_layers`, `predicted_bytes` (memory at its highest), `samples`;
                 a key that does not apply may be missing.
         """
-        return
 
     def layer_started(self, index: int, name: str) -> None:
         """A layer begins.
@@ -29,19 +28,15 @@ class Listener(Protocol):
             index: 0 for the first layer of the model, also after resuming.
             name: full module name, e.g. `model.layers.0`.
         """
-        return
 
     def phase(self, name: str) -> None:
         """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"."""
-        return
 
     def layer_finished(self, record: LayerRecord) -> None:
         """A layer is on disk."""
-        return
 
     def warning(self, text: str) -> None:
         """Something that the user should know but that stops nothing; one sentence."""
-        return
 
 
 class _Silent(Listener):
