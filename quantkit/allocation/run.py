@@ -38,7 +38,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL, GENERAL_TEXT
+from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, RecipeError
 from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
@@ -85,7 +85,7 @@ def _prepare(
     work = outputs.work.path
     candidates, notes = _candidates(model, options, target.bits)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
-    folder = DEMO_MODEL if model is None else resolve(model)
+    folder = resolve(model)
     progress("loading the original")
     original = load_llm(str(folder), **engine)
     name, windows, text_notes = _windows(original, options)

@@ -19,7 +19,6 @@ from torch import Tensor
 from quantkit.benchmark.linear_bytes import LinearKernels, dense_bytes, quantized_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes
@@ -137,7 +136,7 @@ def max_length(model: Path | str | None) -> int | None:
     Args:
         model: directory or hub id; None = the demo model.
     """
-    prediction = predict(DEMO_MODEL if model is None else resolve(str(model)))
+    prediction = predict(resolve(model))
     return None if prediction is None else prediction.config.max_length
 
 

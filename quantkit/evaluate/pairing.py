@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
 from quantkit.errors import DataError
 from quantkit.untrusted import read_object
 
@@ -20,7 +19,7 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
         DataError: the vocabularies differ.
         ModelError: one of them is no directory and no hub id.
     """
-    ours, theirs = (DEMO_MODEL if name is None else resolve(name) for name in (model, baseline))
+    ours, theirs = map(resolve, (model, baseline))
     one, other = _vocabulary(ours), _vocabulary(theirs)
     if one is None or other is None or one == other:
         return

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.tokenizer import load_tokenizer
-from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
@@ -59,7 +58,7 @@ class LLM:
         self._controller = None
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
-        self.path = DEMO_MODEL if path is None else resolve(str(path))
+        self.path = resolve(path)
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
         self.tokenizer: Any = None
         self._no_tokenizer = ""

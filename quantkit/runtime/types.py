@@ -214,9 +214,9 @@ def _check_number(name: str, value: Any, condition: str, valid: Callable[[float]
         raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
 
 
-def _listed(name: str, value: Any, wanted: str, valid: Callable[[Any], bool], every: str) -> tuple[Any, ...]:
+def _listed(name: str, value: Any, expected: str, valid: Callable[[Any], bool], every: str) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} is {value!r} ({type(value).__name__}); give {wanted}")
+        raise RequestError(f"{name} is {value!r} ({type(value).__name__}); give {expected}")
     items = tuple(value)
     for item in items:
         if not valid(item):

@@ -37,7 +37,6 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL
 from quantkit.errors import CheckpointError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
@@ -79,7 +78,7 @@ def quantize(
         return compress(build_plan(model, recipe, output, device), overwrite=overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
-    folder = DEMO_MODEL if model is None else resolve(model)
+    folder = resolve(model)
     name = "demo" if model is None else Path(model).name
     file = Path(output) if output else Path(f"{name}-{recipe.name}{FORMATS.load(recipe.format).suffix}")
     check_apart(file, folder)

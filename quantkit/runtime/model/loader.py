@@ -21,8 +21,7 @@ from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import NotNative
-from quantkit.models.families import find, supported
-from quantkit.models.family import Family
+from quantkit.models.families import find
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -71,7 +70,7 @@ def load_model(
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            config = read_config(reader.config, find_native(reader))
+            config = read_config(reader.config, find(reader.config))
             return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
             if backend == "native":
@@ -150,7 +149,7 @@ def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, 
     Raises:
         ModelError: it does not, or is no model.
     """
-    return (read_config(reader.config, find_native(reader)), *find_format(reader))
+    return (read_config(reader.config, find(reader.config)), *find_format(reader))
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
@@ -196,28 +195,14 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     Raises:
         ModelError: they are no token ids.
     """
-    value: Any = None
     path = reader.path / "generation_config.json"
-    if path.is_file():
-        value = read_object(path, ModelError, "delete it or copy it again").get("eos_token_id")
+    stated = read_object(path, ModelError, "delete it or copy it again") if path.is_file() else {}
+    value = stated.get("eos_token_id")
     value = reader.config.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
         raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")
     return tuple(ids)
-
-
-def find_native(reader: CheckpointReader) -> Family:
-    """The data of a family, which may run natively: `read_config` says.
-
-    Raises:
-        NotNative: no file describes the family.
-        ModelError: config.json names none.
-    """
-    names = reader.config.get("architectures")
-    if isinstance(names, list) and names and not any(name in supported() for name in names):
-        raise NotNative(f"architecture {names[0]!r}")
-    return find(reader.config)
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
