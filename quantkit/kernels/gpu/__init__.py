@@ -25,6 +25,17 @@ def is_installed() -> bool:
     return True
 
 
+@functools.cache
+def refusals() -> tuple[type[Exception], ...]:
+    """What Triton raises where a kernel cannot be compiled for a chip or does not fit it; none is a RuntimeError."""
+    if not is_installed():
+        return ()
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return CompilationError, OutOfResources, PTXASError
+
+
 def is_used(device: torch.device) -> bool:
     """Whether tensors on this device are for these kernels."""
     return device.type == "cuda" and os.environ.get("QUANTKIT_TRITON", "1") != "0" and is_installed()

@@ -40,8 +40,9 @@ def test_kernels_are_interpreted_beside_a_gpu():
 
 
 @needs_triton
-def test_steps_wait_for_nothing():
-    said = run("-m", "pytest", "-p", "no:cacheprovider", "tests/kernels/gpu/no_sync.py", TRITON_INTERPRET="0")
+def test_steps_wait_for_nothing_and_graphs_compile_nothing_of_their_own():
+    files = [f"tests/kernels/gpu/{name}.py" for name in ("no_sync", "graph_launches")]
+    said = run("-m", "pytest", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="0")
     assert "passed" in said
     assert "skipped" not in said
 

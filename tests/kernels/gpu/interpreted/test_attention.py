@@ -19,6 +19,7 @@ from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache import kv_cache
 from tests.helpers import one_of_each
 from tests.kernels.paged import KV_TYPES, Sequences, layout
+from tests.pretended import pretended_gpu
 
 CPU = torch.device("cpu")
 BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
@@ -144,8 +145,19 @@ def test_long_prefixes_are_split(kind, option):
             outputs[-1] += made.step(cache, spans, **options)
     for actual, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
-    assert splits.counters.cache_info().currsize == 1, "nothing was split"
+    assert splits._counters_of.cache_info().currsize == 1, "nothing was split"
     assert not splits.counters(CPU).any()
+
+
+def test_streams_count_apart(monkeypatch):
+    """Threads on streams of their own launch at the same time; a stream's counters stay where graphs have them."""
+    streams = iter((1, 2, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=next(streams)))
+    with pretended_gpu() as there:
+        one, other, again = (splits.counters(there) for _ in range(3))
+    splits._counters_of.cache_clear()
+    assert again is one is not other
+    assert one.shape == (splits.MOST_TILES,)
 
 
 def test_bounds_of_splits():
