@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.interpreter import GridExecutor
 
 from quantkit.errors import first_line
 from quantkit.kernels import gpu
 from quantkit.runtime.engine.decode_graphs import DecodeGraphs, _CudaCapture, why_not
 from quantkit.runtime.engine.overlap import Overlap
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model import loader
 from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
@@ -139,6 +141,34 @@ def test_rehearsals_and_captures_share_a_stream(monkeypatch):
     for _ in range(2):
         capture(lambda: used.append(current[-1].number))
     assert used == 6 * [0]
+
+
+def test_loads_and_launches_are_on_the_models_gpu(tmp_path, monkeypatch):
+    """Triton launches on the current device, wherever its arguments are."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(entered):
+        current.append(entered.index)
+        yield
+        current.pop()
+
+    launch = GridExecutor.__call__
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda *given, **named: (seen.append(current[-1]), launch(*given, **named))
+    )
+    llm = make(folder, "auto", head_dtype="int8")
+    llm.model.device = torch.device("cuda", 1)
+    llm.engine.add([1, 2], SamplingParams(max_tokens=1))
+    llm.engine.step()
+    assert len(seen) > 2
+    assert set(seen) == {1}
+    monkeypatch.setattr(loader, "load_native", lambda *given, **named: current[-1])
+    assert loader.load_model(folder, device="cuda:1") == 1
+    assert loader.load_model(folder, device="cpu") == 0
 
 
 @pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen2_moe"])
