@@ -70,6 +70,7 @@ class DecodeGraphs:
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._capture = capture or _CudaCapture(model.device)
         self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
+        self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
         model.reserve(max_pages * cache.page_size)
 
@@ -95,7 +96,7 @@ class DecodeGraphs:
         shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
         try:
             inputs, replay = self._steps.get(shape) or self._steps.setdefault(shape, self._captured(*shape))
-        except (RuntimeError, *gpu.refusals()) as error:
+        except self._refusals as error:
             self.failure = first_line(error)
             return None
         inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
@@ -148,6 +149,7 @@ class _Inputs:
             query_lengths=(1,) * sequences,
             context_lengths=(pages * page_size,) * sequences,
             sequence_ids=tuple(range(sequences)),
+            is_fixed=True,
         )
 
     def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import triton
 
-from quantkit.kernels.gpu import choices, configs, split_kv, splits
+from quantkit.kernels.gpu import choices, configs, residual_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import AttentionOptions, HeadNorms
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
@@ -147,6 +148,20 @@ def test_long_prefixes_are_split(kind, option):
         torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
     assert splits._counters_of.cache_info().currsize == 1, "nothing was split"
     assert not splits.counters(CPU).any()
+
+
+def test_keys_of_chunks_are_stored_in_one_launch(monkeypatch):
+    """From inside a page past several, more tokens than the window holds; too few to end a page; not a single one."""
+    made = Sequences(layout("int4", dim=24, page_size=16, dtype=torch.float16), (100, 30, 20))
+    spans, caches = [(0, 21, 100), (1, 3, 7), (2, 5, 6)], []
+    batch, key = made.batch(spans), torch.cat([made.key[number][start:stop] for number, start, stop in spans])
+    for store in (reference.store_residuals, residual_store.store_chunks):
+        caches.append(made.cache())
+        monkeypatch.setattr(kv_cache, "paged_attention", IMPLEMENTATIONS[0])
+        for span in ((0, 0, 20), (0, 20, 21), (1, 0, 3), (2, 0, 5)):
+            made.step(caches[-1], [span])
+        store(key, caches[-1]._views[0], batch, *([2] if store is reference.store_residuals else []))
+    assert_same_memory(*caches)
 
 
 def test_streams_count_apart(monkeypatch):
