@@ -34,6 +34,7 @@ class ForwardBatch:
         query_lengths: new tokens by sequence, on the host.
         context_lengths: tokens by sequence after this step, new ones included, on the host.
         sequence_ids: stable number of each sequence, for models that keep state of their own.
+        is_fixed: the tensors will hold one step after another: what the host knows is true of none.
     """
 
     token_ids: Tensor
@@ -46,3 +47,4 @@ class ForwardBatch:
     query_lengths: tuple[int, ...]
     context_lengths: tuple[int, ...]
     sequence_ids: tuple[int, ...]
+    is_fixed: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quantkit.devices import entered
 from quantkit.errors import RequestError
 from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -162,7 +163,8 @@ class Engine:
         outputs: list[StepOutput] = []
         try:
             if self._requests:
-                self._step(outputs)
+                with entered(self.model.device):
+                    self._step(outputs)
             return outputs
         except BaseException:
             if self._overlap is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.devices import entered
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
@@ -71,7 +72,8 @@ def load_model(
     if backend != "transformers":
         try:
             config = read_config(reader.config, find(reader.config))
-            return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
+            with entered(device):
+                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
             if backend == "native":
                 raise
