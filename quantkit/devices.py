@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit.errors import InputError
+
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
 
 
 def pick_device(name: str | torch.device) -> torch.device:
@@ -26,6 +31,15 @@ def pick_device(name: str | torch.device) -> torch.device:
         count = torch.cuda.device_count()
         raise InputError(f"device {str(name)!r} is not there: {count} CUDA devices found; use cpu or auto")
     return device
+
+
+def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """While open, a GPU is the current one: Triton launches there, and events are recorded there, wherever tensors are.
+
+    Args:
+        device: any; without a number, or of another kind, nothing is changed.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def processor_name() -> str:

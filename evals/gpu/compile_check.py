@@ -203,7 +203,7 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.gpu import paged_decode, paged_prefill
+    from quantkit.kernels.gpu import paged_decode, paged_prefill, residual_store
 
     layout = layer_layout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, scheme=scheme)
     residual = meta(32, 8, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
@@ -215,6 +215,8 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_prefill.attend_chunks(states, views, chunks, options, out)
+    if residual is not None:
+        residual_store.store_chunks(states[1], views, chunks)
     if dim == 128 and count == 1:
         recorder.label = f"{label}, drafts"
         paged_prefill.attend_chunks(states, views, replace(chunks, query_lengths=(5,)), options, out)

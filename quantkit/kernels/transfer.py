@@ -16,7 +16,10 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
-_ALIGNMENT = 16
+
+def aligned(num_bytes: int) -> int:
+    """Bytes up to where the next array may begin: Triton compiles a kernel anew for one that is not at 16 bytes."""
+    return -(-num_bytes // 16) * 16
 
 
 def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
@@ -39,7 +42,7 @@ def _pack(arrays: tuple[Array, ...], *, pinned: bool) -> tuple[Tensor, list[int]
     starts, size = [], 0
     for array in arrays:
         starts.append(size)
-        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += aligned(array.nbytes)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     memory = host.numpy()
     for start, array in zip(starts, arrays, strict=True):

@@ -1,18 +1,37 @@
 """Kernels for CUDA devices, written in Triton: imported only where a tensor is on one and Triton is there.
 
-`QUANTKIT_TRITON=0` switches them off; then, and without Triton, torch does the work. Each file has its device functions
-first and the Python functions that launch them last. What they compute is written in `kernels.reference` and
-`numerics`; tests hold them to it through Triton's interpreter.
+`QUANTKIT_TRITON=0` switches them off; then, and without Triton, torch does the work, and it also replaces each family
+of them that computes something else on a device or that Triton refuses there. Each file has its device functions first
+and the Python functions that launch them last. What they compute is written in `kernels.reference` and `numerics`;
+tests hold them to it through Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+from quantkit.errors import first_line
+
+FAMILIES = {
+    "attention": "attention over pages",
+    "experts": "mixtures of experts",
+    "head": "logits",
+    "ops": "norms, rotation and gates",
+    "quantized_linear": "products with quantized weights",
+    "sampling": "sampling",
+}
+"""Kernels that torch replaces together, by their module: what they do."""
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_replaced: dict[tuple[str, int | None], str] = {}  # family and number of the device: why torch does its work
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,6 +44,17 @@ def is_installed() -> bool:
     return True
 
 
+@functools.cache
+def refusals() -> tuple[type[Exception], ...]:
+    """What Triton raises where a kernel cannot be compiled for a chip or does not fit it; none is a RuntimeError."""
+    if not is_installed():
+        return ()
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return CompilationError, OutOfResources, PTXASError
+
+
 def is_used(device: torch.device) -> bool:
     """Whether tensors on this device are for these kernels."""
     return device.type == "cuda" and os.environ.get("QUANTKIT_TRITON", "1") != "0" and is_installed()
@@ -32,7 +62,41 @@ def is_used(device: torch.device) -> bool:
 
 def module(name: str, device: torch.device) -> Any:
     """The module of this package with that name, if tensors on the device are for its kernels; else None."""
-    return importlib.import_module(f"{__name__}.{name}") if is_used(device) else None
+    if not is_used(device) or why_replaced(name, device) is not None:
+        return None
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def why_replaced(family: str, device: torch.device) -> str | None:
+    """Why torch does the work of a family on a device; None = it does not, as far as is known."""
+    return _replaced.get((family, _number(device))) if _replaced else None
+
+
+def replace(family: str, device: torch.device, reason: str) -> None:
+    """From now on torch does the work of a family on a device, and a warning says so."""
+    _replaced[family, _number(device)] = reason
+    _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
+
+
+def restore(device: torch.device) -> None:
+    """No family is known to be wrong on a device."""
+    for family in FAMILIES:
+        _replaced.pop((family, _number(device)), None)
+
+
+def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
+    """What a launch gives; None where Triton refuses it, now or before: then torch does the family's work."""
+    if why_replaced(family, device) is not None:
+        return None
+    try:
+        return launch(*arguments)
+    except refusals() as error:
+        replace(family, device, f"{type(error).__name__}: {first_line(error)}")
+        return None
+
+
+def _number(device: torch.device) -> int | None:
+    return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
 
 
 @functools.lru_cache(maxsize=8)

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from quantkit.kernels.gpu import power_of_two
+from quantkit.kernels.gpu import attempt, power_of_two
 from quantkit.kernels.gpu.expert_rows import TOKEN_LIMIT, close_rows, open_rows
 from quantkit.kernels.gpu.expert_tiles import ExpertWeights, multiply_tiles, shared_of
 from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.gpu.linear import PackedLinear
-from quantkit.kernels.gpu.packing import Packing
+from quantkit.kernels.gpu.packing import PackedWeight, Packing
+from quantkit.kernels.gpu.w4a16 import dequantize_weight
+from quantkit.kernels.reference import experts as reference
+from quantkit.kernels.reference.block import gated
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear, LinearFacts
 
@@ -171,8 +176,24 @@ class TritonExperts:
         """See `types.StackedExperts`."""
         if len(x) == 0:
             return torch.empty_like(x)
+        out = attempt("experts", x.device, self._run_together, x, scores, shared, shared_score)
+        return self._run_each(x, scores, shared, shared_score) if out is None else out
+
+    def _run_together(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
         weights, chosen = route(scores.contiguous(), self.num_chosen, self.normalize)
         return self.run(x, chosen, weights, shared, shared_score)
+
+    def _run_each(self, x: Tensor, scores: Tensor, shared: Tensor | None, shared_score: Tensor | None) -> Tensor:
+        """Where Triton refuses: one expert after another, and the host is asked who is chosen."""
+        weights, chosen = reference.route(scores, self.num_chosen, self.normalize)
+        out = (
+            torch.zeros_like(x) if shared is None else shared * (1 if shared_score is None else shared_score.sigmoid())
+        )
+        return reference.run_each(x, chosen, weights, [partial(self._expert, i) for i in range(scores.shape[1])], out)
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        opened = gated(functional.linear(x, _dequantized(self.gate_up, number, x.dtype)), self.activation)
+        return functional.linear(opened, _dequantized(self.down, number, x.dtype))
 
     def run(
         self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None, score: Tensor | None = None
@@ -241,6 +262,17 @@ def _weight_of(linear: Linear) -> ExpertWeights | str:
         return ExpertWeights(words=words, scale=None, zero=None, shape=shape, packing=Packing(bits=16, span=0, group=0))
     with_bias = ", with a bias" if getattr(linear, "bias", None) is not None else ""
     return f"there is no kernel for experts that are {linear.description}{with_bias}"
+
+
+def _dequantized(weights: ExpertWeights, number: int, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K) of one expert."""
+    if weights.scale is None:
+        return weights.words[number]
+    words, scale, zero, outer = (None if one is None else one[number] for one in weights.arguments)
+    assert words is not None and scale is not None and outer is not None
+    shape, packing = weights.shape, weights.packing
+    packed = PackedWeight(words=words, scale=scale, zero=zero, shape=shape, packing=packing, outer=outer.item())
+    return dequantize_weight(packed, dtype)
 
 
 def _empty_like(weight: ExpertWeights, count: int) -> ExpertWeights:

@@ -211,7 +211,7 @@ def _enter_kernel(
 
 def enter(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None
-) -> None:
+) -> States:
     """Norm and rotate, then store as `reference.attention.store` does; but see above about keys per channel.
 
     Args:
@@ -220,6 +220,8 @@ def enter(
         batch: what belongs to whom.
         options: norms, and which channels are pairs.
         angles: cosine and sine (T, R/2) float32; None = no rotation.
+    Returns:
+        The states.
     """
     layout, norms, (query, key, _) = views.layout, options.norms, states
     cos, sin = (None, None) if angles is None else (one.contiguous() for one in angles)
@@ -239,3 +241,4 @@ def enter(
         SEQUENCES=0 if alone or not layout.has_residual else power_of_two(count), **page_constants(views),
         num_warps=4 if layout.has_residual else 1,
     )  # fmt: skip
+    return states

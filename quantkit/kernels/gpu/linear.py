@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.gpu import configs, packing, w4a16
+from quantkit.kernels.gpu import attempt, configs, packing, w4a16
 from quantkit.kernels.gpu.choices import Cublas
 from quantkit.kernels.types import LinearFacts, LinearSource, nbytes
 
@@ -32,7 +32,9 @@ class PackedLinear(LinearFacts):
             return x.new_empty(0, self.out_features)
         inputs = x.to(self._dtype).contiguous()
         if not isinstance(configs.product(self.packed, len(x), x.device), Cublas):
-            return w4a16.multiply(inputs, self.packed, self.bias).to(x.dtype)
+            product = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias)
+            if product is not None:
+                return product.to(x.dtype)
         return functional.linear(inputs, w4a16.dequantize_weight(self.packed, self._dtype), self.bias).to(x.dtype)
 
     def logits(self, x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, scaled_mm
-from quantkit.kernels.gpu import configs, int8_product, packing, w4a16
+from quantkit.kernels.gpu import attempt, configs, int8_product, packing, w4a16
 from quantkit.kernels.gpu.choices import Cublas
 from quantkit.kernels.gpu.linear import PackedLinear
+from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.quantize_activations import PACKED_ROWS, dequantize_rows, quantize_rows, scale_sums
 from quantkit.kernels.types import (
     ActivationQuantization,
@@ -79,6 +80,12 @@ class _QuantizedInputsLinear(LinearFacts, ABC):
     @abstractmethod
     def _multiply(self, rows: QuantizedActivations) -> Tensor: ...
 
+    def _multiply_packed(self, rows: QuantizedActivations, weight: PackedWeight | None) -> Tensor | None:
+        """The product with a packed weight; None where there is none, or Triton refuses."""
+        if weight is None:
+            return None
+        return attempt("quantized_linear", rows.scale.device, w4a16.multiply, rows, weight, self._bias)
+
 
 class Int8Linear(_QuantizedInputsLinear):
     """INT8 weights with one scale per output, INT8 inputs; sums are exact."""
@@ -92,8 +99,8 @@ class Int8Linear(_QuantizedInputsLinear):
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
         are_few = len(rows) <= PACKED_ROWS
-        if are_few and self._packed is not None:
-            return w4a16.multiply(rows, self._packed, self._bias)
+        if are_few and (product := self._multiply_packed(rows, self._packed)) is not None:
+            return product
         if are_few or not self._fits_cublas:
             return int8_product.multiply_int8(rows, self._codes, self._scale, self._bias)
         sums = torch._int_mm(rows.codes, self._codes.t())[: len(rows)]
@@ -109,8 +116,8 @@ class FP8Linear(_QuantizedInputsLinear):
         super().__init__(source, quantization, self._packed.num_bytes, torch.bfloat16)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        if len(rows) <= PACKED_ROWS:
-            return w4a16.multiply(rows, self._packed, self._bias)
+        if len(rows) <= PACKED_ROWS and (product := self._multiply_packed(rows, self._packed)) is not None:
+            return product
         codes = rows.codes[: len(rows)].view(torch.float8_e4m3fn)
         return scaled_mm(codes, rows.scale, self._codes, self._scale, self._bias).to(rows.dtype)
 
@@ -123,8 +130,9 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
         super().__init__(source, quantization, self._packed.num_bytes, source.dtype)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        if not isinstance(configs.product(self._packed, len(rows), rows.scale.device), Cublas):
-            return w4a16.multiply(rows, self._packed, self._bias)
+        is_tile = not isinstance(configs.product(self._packed, len(rows), rows.scale.device), Cublas)
+        if is_tile and (product := self._multiply_packed(rows, self._packed)) is not None:
+            return product
         weight = w4a16.dequantize_weight(self._packed, self._dtype)
         return functional.linear(dequantize_rows(rows, self._dtype), weight, self._bias).to(rows.dtype)
 

@@ -38,13 +38,18 @@ def splits_of(tiles: int, blocks: int, programs: int) -> int:
     return -(-blocks // -(-blocks // splits))
 
 
-@functools.lru_cache(maxsize=8)
 def counters(device: torch.device) -> Tensor:
     """How many splits of each tile are there; all zero between launches, which follow one another on a stream.
 
     Args:
         device: where.
     Returns:
-        (MOST_TILES,) int32, the same for all kernels that split what they do.
+        (MOST_TILES,) int32, the same for all kernels of a stream that split what they do.
     """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _counters_of(device, stream)
+
+
+@functools.cache  # never given up: graphs keep the address
+def _counters_of(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

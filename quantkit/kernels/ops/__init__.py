@@ -58,7 +58,7 @@ def rms_norm(
     """
     both: tuple[Tensor, Tensor] | None
     if (kernels := _on_gpu(x)) is not None:
-        both = kernels.rms_norm(x, weight, eps, offset, residual, quantization)
+        both = gpu.attempt("ops", x.device, kernels.rms_norm, x, weight, eps, offset, residual, quantization)
     else:
         both = on_cpu.rms_norm(x, weight, eps, offset, residual)
     return reference.rms_norm(x, weight, eps, offset, residual) if both is None else both
@@ -78,7 +78,8 @@ def rotary_(
         query, key: the tensors given.
     Source: Su et al. 2021, RoFormer.
     """
-    if (_on_gpu(query) or on_cpu).rotary_(query, key, cos, sin, interleaved):
+    rotate = (_on_gpu(query) or on_cpu).rotary_
+    if gpu.attempt("ops", query.device, rotate, query, key, cos, sin, interleaved):
         return query, key
     return reference.rotary_(query, key, cos, sin, interleaved=interleaved)
 
@@ -97,7 +98,7 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
     """
     opened: Tensor | None
     if (kernels := _on_gpu(gate_up)) is not None:
-        opened = kernels.gated(gate_up, activation, quantization)
+        opened = gpu.attempt("ops", gate_up.device, kernels.gated, gate_up, activation, quantization)
     else:
         opened = on_cpu.gated(gate_up, activation)
     return reference.gated(gate_up, activation) if opened is None else opened

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -50,11 +51,12 @@ class Stepwise:
 
 def paged_attention(views: KVViews) -> PagedAttention:
     """The fastest attention for a layer's pages."""
-    on_gpu = gpu.module("attention", views.pool.device)
-    fused: PagedAttention | None = on_gpu.TritonAttention(views) if on_gpu and on_gpu.can(views) else None
+    on_gpu, fused = gpu.module("attention", views.pool.device), None
+    if on_gpu and on_gpu.can(views):
+        fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))
     is_rotated = views.layout.scheme.rotation != "none"
     if fused is not None and not is_rotated:
-        return fused
+        return cast(PagedAttention, fused)
     inner = fused or (on_cpu.NativeAttention if on_cpu.is_available(views) else TorchAttention)(views)
     return Stepwise(inner, _rotation(views.layout.head_dim, views.pool.device) if is_rotated else None)
 

@@ -15,7 +15,7 @@ from quantkit.kernels.types import Linear, StackedExperts
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether experts on this device are for Triton's kernels, if they are stored in a way that those take."""
-    return gpu.is_used(device) and dtype in (torch.bfloat16, torch.float16)
+    return gpu.module("experts", device) is not None and dtype in (torch.bfloat16, torch.float16)
 
 
 def stack(

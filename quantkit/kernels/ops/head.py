@@ -21,8 +21,9 @@ def logits(head: Linear, x: Tensor, *, scale: float = 1.0, softcap: float | None
         scale: that the products are multiplied with.
         softcap: logits become softcap * tanh(logit / softcap); None = as they are.
     """
-    if (on_gpu := gpu.module("head", x.device)) is not None:
-        return Logits(*on_gpu.logits(head, x, scale, softcap))
+    on_gpu = gpu.module("head", x.device)
+    if on_gpu and (fused := gpu.attempt("head", x.device, on_gpu.logits, head, x, scale, softcap)) is not None:
+        return Logits(*fused)
     values = head(x).float()
     if scale != 1.0:
         values = values * scale

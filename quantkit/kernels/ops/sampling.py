@@ -29,9 +29,10 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
     """
     if not any(draw is not None for draw in draws):
         return reference.largest(logits)
-    if gpu.is_used(logits.device):
-        return _choose_on_gpu(logits, draws)
-    return reference.choose(logits, draws)
+    chosen = None
+    if gpu.module("sampling", logits.device) is not None:
+        chosen = gpu.attempt("sampling", logits.device, _choose_on_gpu, logits, draws)
+    return reference.choose(logits, draws) if chosen is None else chosen
 
 
 def _choose_on_gpu(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:

@@ -19,6 +19,13 @@ from quantkit.kernels.transfer import send
 
 Array = np.ndarray[Any, Any]
 
+_TABLE_STEP = 16
+
+
+def table_width(num_pages: int) -> int:
+    """Columns of a page table on a GPU: Triton compiles a kernel anew where a stride is not a multiple of 16."""
+    return -(-num_pages // _TABLE_STEP) * _TABLE_STEP
+
 
 class PageHolder(Protocol):
     """What has pages: a sequence, or its shadow in a draft model."""
@@ -74,7 +81,7 @@ class BatchBuilder:
     def __init__(self, *, max_sequences: int, max_pages: int, page_size: int, device: torch.device | str) -> None:
         self._page_size = page_size
         self._device = torch.device(device)
-        self._table = np.full((max_sequences, max_pages), -1, dtype=np.int32)
+        self._table = np.full((max_sequences, table_width(max_pages)), -1, dtype=np.int32)
         self._starts = _Buffer(max_sequences + 1, np.int32)
         self._rows = _Buffer(max_sequences, np.int64)
         self._reserve(4 * max_sequences)
@@ -107,10 +114,12 @@ class BatchBuilder:
             (self._logits, num_logits),
             (self._starts, count + 1),
         )
-        table = self._rows_of(chunks, -(-max(context_lengths) // self._page_size))
+        num_pages = -(-max(context_lengths) // self._page_size)
         if self._device.type == "cpu":  # views, the same ones as long as the sizes are
+            table = self._rows_of(chunks, num_pages)
             tensors = (*[buffer.first(size) for buffer, size in parts], torch.from_numpy(table))
         else:
+            table = self._rows_of(chunks, table_width(num_pages))
             tensors = send(self._device, *[buffer.array[:size] for buffer, size in parts], table)
         token_ids, positions, slots, residual_rows, logit_rows, query_starts, page_table = tensors
         return ForwardBatch(

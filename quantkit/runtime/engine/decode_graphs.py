@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import first_line
+from quantkit.kernels import gpu
 from quantkit.kernels.batch import ForwardBatch
+from quantkit.kernels.transfer import aligned
 from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, table_width
 from quantkit.runtime.model.model import NativeModel
 
 # Fewest pages that a graph reads: short sequences would only make more graphs.
@@ -68,6 +70,7 @@ class DecodeGraphs:
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._capture = capture or _CudaCapture(model.device)
         self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Logits]]] = {}  # inputs, and what replays
+        self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
         model.reserve(max_pages * cache.page_size)
 
@@ -93,7 +96,7 @@ class DecodeGraphs:
         shape = (_bucket(count, 1, self._max_sequences), _bucket(longest, _LEAST_PAGES, self._max_pages))
         try:
             inputs, replay = self._steps.get(shape) or self._steps.setdefault(shape, self._captured(*shape))
-        except RuntimeError as error:
+        except self._refusals as error:
             self.failure = first_line(error)
             return None
         inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
@@ -122,37 +125,39 @@ class _Inputs:
     """
 
     def __init__(self, sequences: int, pages: int, page_size: int, device: torch.device) -> None:
-        self._sequences, self._pages = sequences, pages
-        num_bytes = 8 * 4 * sequences + 4 * (sequences + 1 + sequences * pages)
+        self._sequences, self._width = sequences, table_width(pages)
+        # Arrays begin at multiples of 16 bytes, as those of eager steps do: the launches are then compiled already.
+        self._starts_at = 4 * aligned(8 * sequences)
+        self._table_at = self._starts_at + aligned(4 * (sequences + 1))
+        num_bytes = self._table_at + 4 * sequences * self._width
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-        self._arrays = [self._split(host.numpy()) for host in self._hosts]
+        self._arrays = [[part.numpy() for part in self._split(host)] for host in self._hosts]
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
-        wide = self._device[: 32 * sequences].view(torch.int64).view(4, sequences)
-        narrow = self._device[32 * sequences :].view(torch.int32)
+        numbers, query_starts, page_table = self._split(self._device)
+        token_ids, positions, slots, residual_rows = numbers
         self.batch = ForwardBatch(
-            token_ids=wide[0],
-            positions=wide[1],
-            slots=wide[2],
-            residual_rows=wide[3],
-            query_starts=narrow[: sequences + 1],
-            page_table=narrow[sequences + 1 :].view(sequences, pages),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            residual_rows=residual_rows,
+            query_starts=query_starts,
+            page_table=page_table,
             logit_rows=torch.arange(sequences, device=device),
             query_lengths=(1,) * sequences,
             context_lengths=(pages * page_size,) * sequences,
             sequence_ids=tuple(range(sequences)),
+            is_fixed=True,
         )
 
-    def _split(self, memory: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+    def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers per sequence (4, B) int64, starts (B + 1,) and page table (B, P) int32 in one stretch of memory."""
-        wide, narrow = memory[: 32 * self._sequences].view(np.int64), memory[32 * self._sequences :].view(np.int32)
-        return (
-            wide.reshape(4, -1),
-            narrow[: self._sequences + 1],
-            narrow[self._sequences + 1 :].reshape(-1, self._pages),
-        )
+        count = self._sequences
+        numbers = memory[: self._starts_at].view(torch.int64).view(4, -1)[:, :count]
+        starts = memory[self._starts_at : self._table_at].view(torch.int32)[: count + 1]
+        return numbers, starts, memory[self._table_at :].view(torch.int32).view(count, self._width)
 
     def write(self, chunks: Sequence[ScheduledChunk], table: np.ndarray[Any, Any], page_size: int) -> None:
         """Write a batch into the memory whose turn it is.
@@ -185,6 +190,9 @@ class _Inputs:
 class _CudaCapture:
     """Captures CUDA graphs that share their memory: only one runs at a time.
 
+    Rehearsed and captured on one stream of its own: kernels that count use the counters of the stream (`gpu.splits`),
+    and those that a graph keeps must be there before, and nobody else's.
+
     Args:
         device: where.
     """
@@ -192,18 +200,19 @@ class _CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, step: Callable[[], Logits]) -> Callable[[], Logits]:
         """See `Capture`; the step is run twice before, which compiles its kernels."""
         current = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
                 step()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
             logits = step()
         self._pool = self._pool or graph.pool()
 

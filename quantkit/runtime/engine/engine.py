@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quantkit.devices import entered
 from quantkit.errors import RequestError
 from quantkit.kernels.types import Logits
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -162,7 +163,8 @@ class Engine:
         outputs: list[StepOutput] = []
         try:
             if self._requests:
-                self._step(outputs)
+                with entered(self.model.device):
+                    self._step(outputs)
             return outputs
         except BaseException:
             if self._overlap is not None:
@@ -295,8 +297,8 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
         """Take a request out; its pages are free afterwards."""
         sequence.deltas.append(text)
-        del self._requests[sequence.id]
         self.scheduler.remove(sequence)
+        self._requests.pop(sequence.id, None)
         self._forget(sequence)
         completion = sequence.complete(reason, time.perf_counter())
         return StepOutput(request_id=sequence.id, token_ids=added, text=text, completion=completion)

@@ -26,7 +26,7 @@ def run(*command: str, **variables: str) -> str:
 def test_kernels_are_interpreted_by_the_tests_in_the_folder():
     if why_not():
         pytest.skip(why_not())
-    assert len(list((Path(__file__).parent / "interpreted").glob("test_*.py"))) == 8
+    assert len(list((Path(__file__).parent / "interpreted").glob("test_*.py"))) == 9
 
 
 @pytest.mark.slow
@@ -40,8 +40,9 @@ def test_kernels_are_interpreted_beside_a_gpu():
 
 
 @needs_triton
-def test_steps_wait_for_nothing():
-    said = run("-m", "pytest", "-p", "no:cacheprovider", "tests/kernels/gpu/no_sync.py", TRITON_INTERPRET="0")
+def test_steps_wait_for_nothing_and_graphs_compile_nothing_of_their_own():
+    files = [f"tests/kernels/gpu/{name}.py" for name in ("no_sync", "graph_launches")]
+    said = run("-m", "pytest", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="0")
     assert "passed" in said
     assert "skipped" not in said
 

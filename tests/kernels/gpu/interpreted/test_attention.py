@@ -9,9 +9,10 @@ import pytest
 import torch
 import triton
 
-from quantkit.kernels.gpu import choices, configs, split_kv, splits
+from quantkit.kernels.gpu import choices, configs, residual_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import AttentionOptions, HeadNorms
 from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TOKEN, INT4_TOKEN, LayerCache
@@ -19,6 +20,7 @@ from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache import kv_cache
 from tests.helpers import one_of_each
 from tests.kernels.paged import KV_TYPES, Sequences, layout
+from tests.pretended import pretended_gpu
 
 CPU = torch.device("cpu")
 BY_HEAD = LayerCache(scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004))
@@ -144,8 +146,33 @@ def test_long_prefixes_are_split(kind, option):
             outputs[-1] += made.step(cache, spans, **options)
     for actual, expected in zip(outputs[1], outputs[0], strict=True):
         torch.testing.assert_close(actual, expected, atol=4e-3, rtol=0)
-    assert splits.counters.cache_info().currsize == 1, "nothing was split"
+    assert splits._counters_of.cache_info().currsize == 1, "nothing was split"
     assert not splits.counters(CPU).any()
+
+
+def test_keys_of_chunks_are_stored_in_one_launch(monkeypatch):
+    """From inside a page past several, more tokens than the window holds; too few to end a page; not a single one."""
+    made = Sequences(layout("int4", dim=24, page_size=16, dtype=torch.float16), (100, 30, 20))
+    spans, caches = [(0, 21, 100), (1, 3, 7), (2, 5, 6)], []
+    batch, key = made.batch(spans), torch.cat([made.key[number][start:stop] for number, start, stop in spans])
+    for store in (reference.store_residuals, residual_store.store_chunks):
+        caches.append(made.cache())
+        monkeypatch.setattr(kv_cache, "paged_attention", IMPLEMENTATIONS[0])
+        for span in ((0, 0, 20), (0, 20, 21), (1, 0, 3), (2, 0, 5)):
+            made.step(caches[-1], [span])
+        store(key, caches[-1]._views[0], batch, *([2] if store is reference.store_residuals else []))
+    assert_same_memory(*caches)
+
+
+def test_streams_count_apart(monkeypatch):
+    """Threads on streams of their own launch at the same time; a stream's counters stay where graphs have them."""
+    streams = iter((1, 2, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=next(streams)))
+    with pretended_gpu() as there:
+        one, other, again = (splits.counters(there) for _ in range(3))
+    splits._counters_of.cache_clear()
+    assert again is one is not other
+    assert one.shape == (splits.MOST_TILES,)
 
 
 def test_bounds_of_splits():

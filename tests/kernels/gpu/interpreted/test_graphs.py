@@ -6,12 +6,20 @@ step itself on its fixed batch, whose host side says nothing true: what it compu
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from types import SimpleNamespace
 
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.interpreter import GridExecutor
+
+from quantkit.errors import first_line
 from quantkit.kernels import gpu
-from quantkit.runtime.engine.decode_graphs import DecodeGraphs, why_not
+from quantkit.runtime.engine.decode_graphs import DecodeGraphs, _CudaCapture, why_not
 from quantkit.runtime.engine.overlap import Overlap
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.model import loader
 from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
@@ -89,18 +97,78 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch, kinds)
     assert again.engine._overlap.num_followed > 3
 
 
-def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch):
+REFUSALS = (
+    RuntimeError("operation not permitted when stream is capturing\nand more"),
+    OutOfResources(300000, 232448, "shared memory"),
+    PTXASError("Internal Triton PTX codegen error"),
+)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
+def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch, refusal):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     llm = make(folder, "auto")
     runner = llm.engine.runner
 
     def fail(step):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        raise refusal
 
     runner._graphs = DecodeGraphs(llm.model, runner.cache, runner._builder, max_sequences=2, max_pages=4, capture=fail)
     assert len(generate(llm)[0]) == LENGTHS[0]
-    assert runner.graph_status == "no: operation not permitted when stream is capturing"
+    assert runner.graph_status == f"no: {first_line(refusal)}"
+
+
+def test_rehearsals_and_captures_share_a_stream(monkeypatch):
+    """Counters belong to streams: those that a graph keeps were allocated, and set to zero, before it was captured."""
+    current, streams = ["the engine's"], iter(range(9))
+
+    @contextlib.contextmanager
+    def entered(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    def stream(device):
+        return SimpleNamespace(number=next(streams), wait_stream=lambda other: None)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "pool"))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: entered(stream))
+    capture, used = _CudaCapture(torch.device("cuda", 0)), []
+    for _ in range(2):
+        capture(lambda: used.append(current[-1].number))
+    assert used == 6 * [0]
+
+
+def test_loads_and_launches_are_on_the_models_gpu(tmp_path, monkeypatch):
+    """Triton launches on the current device, wherever its arguments are."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(entered):
+        current.append(entered.index)
+        yield
+        current.pop()
+
+    launch = GridExecutor.__call__
+    folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda *given, **named: (seen.append(current[-1]), launch(*given, **named))
+    )
+    llm = make(folder, "auto", head_dtype="int8")
+    llm.model.device = torch.device("cuda", 1)
+    llm.engine.add([1, 2], SamplingParams(max_tokens=1))
+    llm.engine.step()
+    assert len(seen) > 2
+    assert set(seen) == {1}
+    monkeypatch.setattr(loader, "load_native", lambda *given, **named: current[-1])
+    assert loader.load_model(folder, device="cuda:1") == 1
+    assert loader.load_model(folder, device="cpu") == 0
 
 
 @pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen2_moe"])
