@@ -6,10 +6,11 @@
 #   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with PART...
 #
 # PYTHON is one with torch, triton, transformers, safetensors and numpy; what else is imported comes as wheels in .gpu/,
-# fetched by wheels.sh. BUDGET is seconds, 530 if not said. $WORK/<name of the GPU>/ has a JSON and a log of each part,
-# written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the time, and in the end
-# Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without them, and without
-# $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that are not well done.
+# fetched by wheels.sh. BUDGET is the seconds of a call, 530 if not said. $WORK/results/<name of the GPU>/ has a JSON
+# and a log of each part, written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the
+# time, and in the end Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without
+# them, and without $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that
+# are not well done.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} PARTS=${PARTS:-evals/gpu/parts.txt}
@@ -32,9 +33,9 @@ if ! why=$("$PYTHON" -c "$needed" 2>&1); then
   exit 64
 fi
 gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
-export RESULTS=$WORK/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
-export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-budget=$((${BUDGET:-530} * factor)) least=$((15 * factor)) tidy=$((12 * factor))
+export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
+export QUANTKIT_TRITON=force PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+budget=$(((${BUDGET:-530} - 20) * factor)) least=$((15 * factor)) tidy=$((12 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
 "$PYTHON" "$here/results.py" unpack .gpu
 mkdir -p "$RESULTS"

@@ -125,10 +125,10 @@ def parts() -> list[list[str]]:
 def test_all_parts_fit_into_three_calls_the_most_telling_into_the_first():
     seconds = {words[0]: int(words[1]) for words in parts()}
     assert len(seconds) == len(parts())
-    assert sum(seconds.values()) <= 3 * 530
+    assert sum(seconds.values()) <= 3 * 510
     names = list(seconds)
     assert names[:6] == ["imports", "machine", "smoke", "w4", "kv", "steps"]
-    assert sum(seconds[name] for name in names[:7]) <= 530
+    assert sum(seconds[name] for name in names[:7]) <= 510
     assert [name for name in names if name in ORDER] == ORDER
 
 
@@ -143,7 +143,7 @@ def rehearse(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
     places = {"WORK": str(folder), "OUT": str(folder / "out"), "TRITON_CACHE_DIR": str(folder / "cache")}
     done = run("bash", str(GPU / "run.sh"), "--rehearse", *names, PYTHON=sys.executable, REHEARSAL="20", **places)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    written = {path.stem: json.loads(path.read_text()) for path in (folder / "rehearsal").glob("*.json")}
+    written = {path.stem: json.loads(path.read_text()) for path in (folder / "results/rehearsal").glob("*.json")}
     tuned = written.pop("tune", None)
     assert tuned is None or tuned["entries"]
     for name, part in written.items():
@@ -151,7 +151,7 @@ def rehearse(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
         assert part["rows"], name
         assert [row for row in part["rows"] if "error" in row] == [], name
         assert all(row["absent"].startswith("peer not present: ") for row in part["rows"] if "absent" in row), name
-    assert "no figures of a GPU" in (folder / "rehearsal/performance.md").read_text()
+    assert "no figures of a GPU" in (folder / "results/rehearsal/performance.md").read_text()
     return written
 
 
@@ -191,14 +191,14 @@ def test_all_parts_run_on_tiny_shapes(tmp_path):
 def test_what_a_part_has_measured_survives_its_end(tmp_path, words):
     """Of each real part: killed at its first row, or before; what is in the archive is whole."""
     _, _, program, *arguments = words
-    places = {"RESULTS": str(tmp_path / "rehearsal"), "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    places = {"RESULTS": str(tmp_path / "results/rehearsal"), "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(GPU / program), *arguments, "--device", "cpu", "--tiny"]
     environment = {**os.environ, **places, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     rows: list[Any] = []
     while process.poll() is None and not rows:
         time.sleep(0.05)
-        for path in (tmp_path / "rehearsal").glob("*.json"):
+        for path in (tmp_path / "results/rehearsal").glob("*.json"):
             rows = json.loads(path.read_text())["rows"]
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
