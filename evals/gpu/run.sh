@@ -14,6 +14,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} PARTS=${PARTS:-evals/gpu/parts.txt}
+carried=${CARRIED:-.gpu}
 flags=() names=() factor=1 needed="import torch, triton; torch.cuda.init()"
 for word in "$@"; do
   case $word in
@@ -37,9 +38,9 @@ export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TR
 export QUANTKIT_TRITON=force PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 budget=$(((${BUDGET:-530} - 20) * factor)) least=$((15 * factor)) tidy=$((12 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
-"$PYTHON" "$here/results.py" unpack .gpu
+"$PYTHON" "$here/results.py" unpack "$carried"
 mkdir -p "$RESULTS"
-for wheel in .gpu/*.whl; do [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
+for wheel in "$carried"/*.whl; do [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
 trap '"$PYTHON" "$here/page.py" --results "$RESULTS" --write "$RESULTS/performance.md"; "$PYTHON" "$here/results.py" pack' EXIT
 
 state() { grep -s "^$1 " "$RESULTS/state" | tail -n 1 | cut -d' ' -f2; }
@@ -79,7 +80,8 @@ for line in "${parts[@]}"; do
   name=${line%% *}
   if is_meant "$name" && [ "$(state "$name")" != done ]; then
     failed=$((failed + 1))
-    echo "== $name: $(state "$name")"
+    ended=$(state "$name")
+    echo "== $name: ${ended:-not begun}"
   fi
 done
 echo "== $SECONDS s, $failed parts not done, or with errors"

@@ -20,6 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.kernels.gpu.interpreter import needs_triton
+
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "evals/gpu"
 BEGIN = """
@@ -312,6 +314,44 @@ def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
     results.unpack(tmp_path / "OUT")
     kept = {str(path.relative_to(other)) for path in other.rglob("*.*")}
     assert kept == {f"key{number}/kernel.{suffix}" for number in range(2, 8) for suffix in ("cubin", "json")}
+
+
+COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+@triton.jit
+def double_kernel(x, BLOCK: tl.constexpr):
+    at = x + tl.arange(0, BLOCK)
+    tl.store(at, tl.load(at) * 2)
+
+if "known" in sys.argv:
+    CUDABackend.make_ttir = CUDABackend.make_cubin = None
+source = ASTSource(fn=double_kernel, signature={"x": "*fp32", "BLOCK": "constexpr"}, constexprs={(1,): 128})
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_kernel_that_travelled_is_not_compiled_again(tmp_path):
+    (tmp_path / "compile.py").write_text(COMPILE)
+    places = {"TRITON_CACHE_DIR": tmp_path / "cache", "RESULTS": tmp_path / "results", "OUT": tmp_path / "out"}
+    environment = {**os.environ, **{name: str(path) for name, path in places.items()}, "TRITON_INTERPRET": "0"}
+    for path in (tmp_path / "results", tmp_path / "out"):
+        path.mkdir()
+
+    def python(*words):
+        return subprocess.run([sys.executable, *map(str, words)], env=environment, check=False, cwd=tmp_path).returncode
+
+    assert python("compile.py") == 0
+    assert python(GPU / "results.py", "pack") == 0
+    shutil.rmtree(tmp_path / "cache")
+    assert python("compile.py", "known") != 0
+    assert python(GPU / "results.py", "unpack", "out") == 0
+    assert python("compile.py", "known") == 0
 
 
 def test_wheels_are_on_the_path_of_parts(tree):
