@@ -35,8 +35,6 @@ _MOST_FAILURES = 3
 _ARCHIVE_EVERY_S = 5.0
 # A machine that is lent hands back 8 files of 16 MiB; all that comes back is carried in again beside the sources.
 _CACHE_FILES, _CACHE_FILE_BYTES = 3, 14 << 20
-# What Triton loads of a compiled kernel; the stages before it are many times as large.
-_LOADED = (".json", ".cubin", ".so")
 
 
 class Absent(Exception):
@@ -275,7 +273,7 @@ def archive() -> None:
 def _whole(path: Path) -> Iterator[tuple[tarfile.TarFile, BinaryIO]]:
     """An archive that is there as a whole or not at all, and the file that it becomes."""
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
+    with temporary.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=6) as tar:
         yield tar, raw
     temporary.replace(path)
 
@@ -295,9 +293,8 @@ def pack() -> None:
             break
         with _whole(out.parent / f"kernels-{number}.tar.gz") as (tar, raw):
             while kernels and raw.tell() < _CACHE_FILE_BYTES:
-                for path in kernels.pop().iterdir():
-                    if path.suffix in _LOADED:
-                        tar.add(path, str(path.relative_to(_cache())))
+                kernel = kernels.pop()
+                tar.add(kernel, kernel.name)
     if kernels:
         print(f"== {len(kernels)} compiled kernels do not fit and stay here", flush=True)
 

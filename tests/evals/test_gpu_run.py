@@ -293,7 +293,7 @@ def test_rows_of_several_threads_are_written_one_after_another(evals, tmp_path, 
 
 
 def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
-    """What is loaded of them, newest first, in as many files of a size as may come back."""
+    """Newest first, in as many files of a size as may come back; each as a whole, or Triton compiles it again."""
     results = evals("results")
     cache, other = tmp_path / "cache", tmp_path / "other"
     for name in ("OUT", "RESULTS"):
@@ -303,7 +303,7 @@ def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_CACHE_FILE_BYTES", 500_000)
     for number in range(8):
         (cache / f"key{number}").mkdir(parents=True)
-        for suffix in ("cubin", "json", "ttgir"):
+        for suffix in ("cubin", "json"):
             path = cache / f"key{number}/kernel.{suffix}"
             path.write_bytes(os.urandom(300_000) if suffix == "cubin" else b"{}")
         os.utime(path.parent, (number, number))
