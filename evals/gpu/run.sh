@@ -36,7 +36,7 @@ fi
 gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
 export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
 export QUANTKIT_TRITON=force TRITON_STORE_BINARY_ONLY=1 # what else Triton keeps of a kernel is ten times as large
-export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export PYTHONPATH=$PWD:$WORK/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 budget=$(((${BUDGET:-530} - 20) * factor)) least=$((15 * factor)) tidy=$((12 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
 "$PYTHON" "$here/results.py" unpack "$carried"
