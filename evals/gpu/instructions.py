@@ -89,7 +89,7 @@ def measure(launch: Launch, target: int) -> Loop:
 
 def products(target: int) -> dict[str, Launch]:
     """Launches of products with packed weights, by what is multiplied."""
-    labels = {launch.label.removesuffix(", bf16"): launch for launch in everything([target], ["bfloat16"]).values()
+    labels = {launch.label.removesuffix(", bf16"): launch for launch in everything([target], ["bf16"]).values()
               if launch.name == KERNEL}  # fmt: skip
     return {label: launch for label, launch in labels.items() if label.rsplit(", ", 1)[0] in WEIGHTS}
 

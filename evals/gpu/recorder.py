@@ -53,6 +53,11 @@ class Launch:
         """Of the kernel."""
         return str(self.kernel.__name__)
 
+    @property
+    def dtype(self) -> str:
+        """Of the model, as it ends the label."""
+        return self.label.rpartition(", ")[2]
+
     @cached_property
     def key(self) -> str:
         """The same for launches that compile to the same code."""
@@ -64,6 +69,13 @@ class Launch:
             sorted(self.options.items()),
         )
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+    @property
+    def traits(self) -> set[tuple[Any, ...]]:
+        """Each type, constant and option of the kernel for itself."""
+        said: list[tuple[Any, Any]] = [*self.signature.items(), *self.options.items()]
+        said += [(path, repr(value)) for path, value in self.constants.items()]
+        return {(self.name, what, repr(value)) for what, value in said}
 
 
 @dataclass
