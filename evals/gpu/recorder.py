@@ -13,6 +13,7 @@ import inspect
 import io
 import textwrap
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -88,15 +89,26 @@ class Recorder:
 
     def record(self, kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         """Keep a launch instead of making it."""
-        given = dict(zip(kernel.arg_names, values, strict=False))
-        launch = Launch(kernel, self.label + self.suffix)
-        launch.options = {key: named.pop(key) for key in _OPTIONS if key in named}
-        given |= named
-        for index, name in enumerate(kernel.arg_names):
-            constant = kernel.params[index].is_constexpr
-            value = given[name] if name in given else kernel.params[index].default
-            launch.signature[name] = _sign(value, (index,), constant, launch)
+        launch = launch_of(kernel, arguments_of(kernel, values, named), self.label + self.suffix)
         self.launches.setdefault(launch.key, launch)
+
+
+def arguments_of(kernel: JITFunction[Any], values: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a launch by name, options and defaults included."""
+    defaults = {
+        name: kernel.params[index].default
+        for index, name in enumerate(kernel.arg_names)
+        if kernel.params[index].has_default
+    }
+    return defaults | dict(zip(kernel.arg_names, values, strict=False)) | named
+
+
+def launch_of(kernel: JITFunction[Any], arguments: dict[str, Any], label: str) -> Launch:
+    """What is compiled for a launch with these arguments."""
+    launch = Launch(kernel, label, options={key: arguments[key] for key in _OPTIONS if key in arguments})
+    for index, name in enumerate(kernel.arg_names):
+        launch.signature[name] = _sign(arguments[name], (index,), kernel.params[index].is_constexpr, launch)
+    return launch
 
 
 def _sign(value: Any, path: tuple[int, ...], constant: bool, launch: Launch) -> Any:
