@@ -83,6 +83,9 @@ CODES = {
     "fp8 channel unpacked": (torch.uint8,),
 }
 
+# Weights whose product also opens gates; others do that by the same few lines behind another loop.
+GATED = ("int4 g128", "int4 g128 asym", "int8 channel", "nvfp4")
+
 QUANTIZATIONS = (
     ActivationQuantization(name="int8"),
     ActivationQuantization(name="fp8"),
@@ -123,6 +126,9 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
             for count in (1, 4) if bits == 2 else usual:
                 recorder.label = f"{name}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
+            for count in (1, 16, 64) if name in GATED else ():
+                recorder.label = f"{name}, {count} rows, gates"
+                w4a16.multiply(meta(count, width, dtype=dtype), weight, None, "silu")
             recorder.label = f"{name}, dequantized"
             w4a16.dequantize_weight(weight, dtype)
         for codes in CODES.get(name, ()):

@@ -181,6 +181,11 @@ def linear_of(source: LinearSource) -> Linear | None:
     return PackedQuantizedLinear(source, quantization)
 
 
+def gated(linear: Linear, x: Tensor, activation: str) -> Tensor | None:
+    """See `PackedLinear.gated`."""
+    return linear.gated(x, activation) if isinstance(linear, PackedLinear) else None
+
+
 def _is_int8(weight: QuantizedTensor, quantization: ActivationQuantization) -> bool:
     return (
         quantization.name == weight.scheme.dtype.name == "int8"
