@@ -137,6 +137,11 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
                 scale = meta(count, 1, dtype=torch.float32)
                 rows = QuantizedActivations(codes=meta(count, width, dtype=codes), scale=scale, dtype=dtype)
                 w4a16.multiply(rows, weight, None)
+    os.environ["QUANTKIT_PDL"] = "1"
+    for count in (1, 16, 64):
+        recorder.label = f"int4 g128, {count} rows, dependent"
+        w4a16.multiply(meta(count, 4096, dtype=dtype), _packed(4, 128, dtype), None)
+    del os.environ["QUANTKIT_PDL"]
     _launch_quantization(recorder, dtype)
 
 

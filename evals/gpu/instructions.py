@@ -66,14 +66,19 @@ def main_loop(code: str) -> list[str]:
     return longest
 
 
-def measure(launch: Launch, target: int) -> Loop:
-    """Compile a product for a chip and count."""
+def machine_code(launch: Launch, target: int) -> tuple[str, str]:
+    """Compile for a chip: the instructions, and what the assembler says of registers."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     cubin = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code, usage = disassembled("-sass", file.name), disassembled("-res-usage", file.name)
+        return disassembled("-sass", file.name), disassembled("-res-usage", file.name)
+
+
+def measure(launch: Launch, target: int) -> Loop:
+    """Compile a product for a chip and count."""
+    code, usage = machine_code(launch, target)
     names = Counter(name.split(".")[0] for name in main_loop(code))
     constants: dict[str, Any] = {launch.kernel.arg_names[path[0]]: value for path, value in launch.constants.items()}
     weights = constants["BLOCK_N"] * constants["SPAN"] * (32 // constants["BITS"])

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.gpu import capability, configs, num_processors
+from quantkit.kernels.gpu import capability, configs, dependent_launch, num_processors
 from quantkit.kernels.gpu.choices import Cublas, default_tile
+from quantkit.kernels.gpu.dependent_launch import wait_for_inputs
 from quantkit.kernels.gpu.floats import load_scale, row_factor
 from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed, dequantize, inputs_of, load_words, load_zero
@@ -81,7 +82,7 @@ def _tile_kernel(
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, UNPACKED: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight are exact with their scale."""
     outputs, kept = outputs_of(tl.program_id(0), N, BLOCK_N, GATE is not None)
@@ -90,6 +91,9 @@ def _tile_kernel(
     inputs_at = x + rows.to(tl.int64) * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
+    if DEPENDENT:
+        first = split * blocks_per_split
+        wait_for_inputs(words, tl.minimum(outputs, N - 1), first, last, num_words, SPAN, STAGES + 1)
     for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
         total = add_tile_packed(
             total, inputs_at, rows < M, words, scale, zero, outputs, kept, block, N, K, num_words, out.dtype.element_ty,
@@ -193,6 +197,7 @@ def _multiply(
         HAS_ROW_SCALE=row_scale is not None, IS_SPLIT=splits > 1,
         IN_VALUES=weight.packing.scales_exactly(x.dtype if head else dtype), GATE=gate, BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n, STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return out, partial_argmax
 

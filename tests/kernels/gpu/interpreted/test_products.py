@@ -79,6 +79,13 @@ def test_split_products_and_in_float16(rows):
     assert torch.equal(actual, w4a16.multiply(x, pack(weight, CPU), None))
 
 
+def test_elsewhere_than_on_a_gpu_no_kernel_starts_early(monkeypatch):
+    weight, x = quantized("int4", 128, True, (32, 512)), torch.randn(3, 512)
+    expected = w4a16.multiply(x, pack(weight, CPU), None)
+    monkeypatch.setenv("QUANTKIT_PDL", "1")
+    assert torch.equal(w4a16.multiply(x, pack(weight, CPU), None), expected)
+
+
 GATED = [
     (("int4", 128, False, (88, 512)), 1, "silu"),
     (("int4", 128, True, (256, 2048)), 5, "gelu_pytorch_tanh"),
