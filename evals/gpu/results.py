@@ -300,15 +300,16 @@ def pack() -> None:
 
 
 def unpack(source: Path) -> None:
-    """What `pack` wrote, where it was; results that are here already are newer."""
-    brought = {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
-    if not folder().exists():
-        brought |= {path: folder().parent for path in source.glob("results.tar.gz")}
+    """What `pack` wrote, where it was; folders that are here already are newer."""
+    brought = {path: folder().parent for path in source.glob("results.tar.gz")}
+    brought |= {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
     for path, target in brought.items():
         target.mkdir(parents=True, exist_ok=True)
+        here = {one.name for one in target.iterdir()}
         try:
             with tarfile.open(path) as tar:
-                tar.extractall(target, filter="data")
+                new = [member for member in tar if member.name.partition("/")[0] not in here]
+                tar.extractall(target, new, filter="data")
             print(f"== taken up: {path}", flush=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # it did not come back whole
             print(f"== not taken up: {path}: {error}", flush=True)
