@@ -26,37 +26,33 @@ _INT8_BYTES = 8.25 / 8
 _SMALL_CACHES = ("int8", "fp8", "int4")
 
 
-def diagnose(result: BenchmarkResult, cost: Cost) -> Diagnosis:
+def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | None = None) -> Diagnosis:
     """Findings about one model, most important first.
 
     Args:
         result: measured.
         cost: of the model's steps.
+        baseline: of another that was measured in turns with it; how the two compare comes first.
     """
+    findings = [] if baseline is None else _compared(result, baseline)
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
-    if not runs:
-        return Diagnosis()
-    alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
-    decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
-    prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
-    findings = [*busy(alone), *_start_or_stream(alone, prefill, cost.product)]
-    if decode:
-        small, large = decode[0], decode[-1]
-        findings.append(_decode_binding(small, cost, result.kv_cache))
-        findings += [*_weight_only_payoff(small, cost), *_cache_weight(large, cost, result)]
-        findings += _batching(small, large, result.runs)
-    for run in runs:
-        findings += [*stalls(run), *queue(run, alone), *goodput(run)]
+    if runs:
+        alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
+        decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
+        prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
+        findings += [*busy(alone), *_start_or_stream(alone, prefill, cost.product)]
+        if decode:
+            small, large = decode[0], decode[-1]
+            findings.append(_decode_binding(small, cost, result.kv_cache))
+            findings += [*_weight_only_payoff(small, cost), *_cache_weight(large, cost, result)]
+            findings += _batching(small, large, result.runs)
+        for run in runs:
+            findings += [*stalls(run), *queue(run, alone), *goodput(run)]
     return Diagnosis(findings=tuple(findings))
 
 
-def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diagnosis:
-    """How two models that were measured in turns compare, beside what their bytes would allow.
-
-    Args:
-        result: of the model.
-        baseline: of the other.
-    """
+def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Finding]:
+    """How two models that were measured in turns compare, beside what their bytes would allow."""
     findings = []
     for ratio in compare_results(result, baseline):
         if ratio.metric not in ("TTFT", "ITL"):
@@ -72,7 +68,7 @@ def diagnose_against(result: BenchmarkResult, baseline: BenchmarkResult) -> Diag
         if ratio.verdict == "noise":
             statement = f"In {ratio.workload} both {verb} alike, within the noise."
         findings.append(Finding(statement=statement, evidence=evidence))
-    return Diagnosis(findings=tuple(findings))
+    return findings
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:

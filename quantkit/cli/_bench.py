@@ -44,10 +44,9 @@ def summary(run: BenchmarkRun) -> dict[str, Any]:
     """Percentiles and rates of one run."""
     from quantkit.results.statistics.summary import quantiles
 
-    latencies = {"ttft_s": run.ttft_s, "itl_s": run.inter_token_s, "tpot_s": run.tpot_s}
-    known = {name: quantiles(values) for name, values in latencies.items()}
+    known = {name: quantiles(values) for name, values in run.latencies.items()}
     return {
-        **{name: None if value is None else asdict(value) for name, value in known.items()},
+        **{f"{name.lower()}_s": value and asdict(value) for name, value in known.items()},
         "tokens_per_s": run.output_tokens_per_s,
         "requests_per_s": run.requests_per_s,
         "goodput_per_s": run.goodput_per_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,16 +90,13 @@ def _report(
     output_to: Output, targets: list[BenchmarkTarget], results: list[BenchmarkResult], ceilings: Ceilings
 ) -> None:
     from quantkit.benchmark.compare import compare_results
-    from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+    from quantkit.benchmark.diagnosis import diagnose
     from quantkit.benchmark.steps import fit_itl, fit_ttft
 
     fits = [{"ITL": fit_itl(result), "TTFT": fit_ttft(result)} for result in results]
-    diagnoses = [diagnose(result, target.cost) for result, target in zip(results, targets, strict=True)]
     versus = results[1] if len(results) == 2 else None
+    diagnoses = list(map(diagnose, results, [target.cost for target in targets], (versus, None)))
     ratios = [] if versus is None else compare_results(results[0], versus)
-    if versus is not None:
-        compared = diagnose_against(results[0], versus).findings
-        diagnoses[0] = replace(diagnoses[0], findings=(*compared, *diagnoses[0].findings))
 
     def data() -> dict[str, Any]:
         numbers = [show.model_numbers(*parts) for parts in zip(results, fits, diagnoses, strict=True)]

@@ -31,7 +31,7 @@ def latency_table(runs: Runs) -> Table | None:
     rows = tuple(
         (label, name, q.p50, q.p90, q.p99, q.mean, q.count)
         for label, run in _serving(runs)
-        for name, values in (("TTFT", run.ttft_s), ("ITL", run.inter_token_s), ("TPOT", run.tpot_s))
+        for name, values in run.latencies.items()
         if (q := quantiles(values)) is not None
     )
     times = (Column(name, duration) for name in ("p50", "p90", "p99", "mean"))

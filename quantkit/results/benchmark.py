@@ -126,6 +126,11 @@ class BenchmarkRun(Record):
         return tuple(timing.tpot_s for timing in self.requests if timing.tpot_s is not None)
 
     @property
+    def latencies(self) -> dict[str, tuple[float, ...]]:
+        """All three, by name."""
+        return {"TTFT": self.ttft_s, "ITL": self.inter_token_s, "TPOT": self.tpot_s}
+
+    @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
         """Those of all requests, see `RequestTiming`."""
         return tuple(point for timing in self.requests for point in timing.context_gaps)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.benchmark.diagnosis import diagnose, diagnose_against
+from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_targets
 from quantkit.checkpoints.memory import release_freed_memory
@@ -203,13 +203,8 @@ class _Verification:
         self.progress("measuring the ceilings of this machine")
         ceilings = find_ceilings([target, baseline])
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
-        own, compared = diagnose(ours, target.cost), diagnose_against(ours, theirs)
-        return replace(
-            report,
-            benchmark=ours,
-            baseline_benchmark=theirs,
-            diagnosis=replace(own, findings=(*compared.findings, *own.findings)),
-        )
+        diagnosis = diagnose(ours, target.cost, theirs)
+        return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
 
 
 def _find_text(original: LLM, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
