@@ -113,12 +113,7 @@ def shapes_of_preset(name: str, *, bits: int = 4, group: int | None = 128, symme
         raise InputError(f"weights of {bits} bits are not tuned by --shapes; use 4 or 8, or give a checkpoint")
     hidden, width, heads, kv_heads, dim = _PRESETS[name]
     scheme = LinearScheme(weight=WeightScheme(dtype=kinds[bits], group_size=group, symmetric=symmetric))
-    sizes = (
-        (2 * width, hidden),
-        (hidden, width),
-        ((heads + 2 * kv_heads) * dim, hidden),
-        (hidden, heads * dim),
-    )
+    sizes = ((2 * width, hidden), (hidden, width), ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim))
     return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
 
 

@@ -155,10 +155,7 @@ def _ceilings(r: RooflineRecord) -> str:
 
 def _legend(records: list[RooflineRecord]) -> str:
     """What the words mean that stand for shares above 100 %."""
-    words = {
-        "caches": "reads faster than memory",
-        "busy": "the machine was busier while its ceilings were measured",
-    }
+    words = {"caches": "reads faster than memory", "busy": "the machine was busier while its ceilings were measured"}
     shown = {r.shown_share(share) for r in records for share in (r.mbu, r.mfu)}
     legend = "; ".join(f"{word}: {meaning}" for word, meaning in words.items() if word in shown)
     return f" {legend}." if legend else ""
