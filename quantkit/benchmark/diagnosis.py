@@ -196,8 +196,8 @@ def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
     size, weights = 4 if cost.product == "float32" else 2, cost.parameters + cost.head_parameters
-    full = break_even_rows(size * weights, cost.row_flops(), *speeds)
-    shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), cost.row_flops(), *speeds)
+    full = break_even_rows(size * weights, 2 * weights, *speeds)
+    shrinks = break_even_rows(min(cost.read_bytes, _INT4_BYTES * weights), 2 * weights, *speeds)
     if full < 1:
         statement = "Weight-only quantization does not pay here: products take longer than reading the weights."
     else:
