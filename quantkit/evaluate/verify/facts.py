@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,18 +53,13 @@ def compression(pair: Pair) -> CompressionResult | None:
         return None
 
 
-def environment(
-    pair: Pair, *, device: str, seeds: Mapping[str, int], text: str, command: str, created: str
-) -> Environment:
+def environment(pair: Pair, text: str, **said: Any) -> Environment:
     """Where and with what the numbers are made.
 
     Args:
         pair: whose files are hashed.
-        device: "cpu", or the name of the accelerator.
-        seeds: by purpose.
         text: that fidelity was measured on.
-        command: as given.
-        created: date and time.
+        said: the other fields, which are known where the models ran.
     """
     files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))
     hashed = {"checkpoint": files, "text": text}
@@ -76,11 +71,8 @@ def environment(
         platform=f"{platform.system()} {platform.machine()}",
         cpu=processor_name() or platform.processor(),
         num_threads=torch.get_num_threads(),
-        device=device,
-        seeds=dict(seeds),
         hashes=hashes,
-        command=command,
-        created=created,
+        **said,
     )
 
 

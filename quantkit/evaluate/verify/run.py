@@ -22,7 +22,7 @@ from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, ModelError, first_line
 from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
-from quantkit.evaluate.fidelity import Windows, check_vocabulary, fidelity, fixed_windows
+from quantkit.evaluate.fidelity import Windows, fidelity, fixed_windows
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.pairing import other_arithmetic
 from quantkit.evaluate.run import check_evaluation, evaluate, import_language_model
@@ -108,9 +108,9 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         gates=tuple(evaluate_gates(report, pair.gates)),
         environment=environment(
             pair,
+            text,
             device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
             seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            text=text,
             command=options.command,
             created=made,
         ),
@@ -139,7 +139,6 @@ class _Verification:
         original = load_llm(str(source), **plain)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
-        check_vocabulary(llm, original)
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text)
         self.progress(f"distributions on {data}, {sum(map(len, windows)):,} tokens")
