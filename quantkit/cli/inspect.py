@@ -42,11 +42,10 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
 
 
 def _difference(difference: CheckpointDifference) -> Table | str:
-    if difference.is_empty:
-        return "no difference in headers and configuration; tensors were not compared"
-    titles = ("differs", difference.left, difference.right)
     rows = (*difference.facts, *difference.modules, *difference.entries)
-    return Table(columns=tuple(map(Column, titles)), rows=rows)
+    if not rows:
+        return "no difference in headers and configuration; tensors were not compared"
+    return Table(columns=tuple(map(Column, ("differs", difference.left, difference.right))), rows=rows)
 
 
 def _overview(summary: CheckpointSummary) -> Table:

@@ -140,8 +140,9 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         title="Checkpoints, smallest first",
         columns=(
             *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
-            *(Column("perplexity", _ratio_text, detail=True), Column("KL", number, detail=True)),
-            *(Column("ITL", duration), Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
+            Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True),
+            *(Column("KL", number, detail=True), Column("ITL", duration), Column("TTFT", duration, detail=True)),
+            *(Column("gates"), Column("front")),
         ),
         rows=tuple(
             (
@@ -154,10 +155,6 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         ),
         note=f"ITL and TTFT are medians of {comparison.workload}." if comparison.workload else "",
     )
-
-
-def _ratio_text(ratio: float) -> str:
-    return f"{number(ratio, 4)}x"
 
 
 def comparison_sentence(comparison: CheckpointComparison) -> str:

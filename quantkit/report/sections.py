@@ -124,7 +124,7 @@ def _speed(report: Report) -> PageSection | None:
         "speed",
         "Speed",
         [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(runs)],
-        [plots.latency_plot(report, "ttft"), plots.latency_plot(report, "itl"), plots.context_plot(report)],
+        [plots.latency_plot(report, "TTFT"), plots.latency_plot(report, "ITL"), plots.context_plot(report)],
         text=[f"The plots show {first}; the tables show every workload."],
     )
 

@@ -90,11 +90,6 @@ class RequestTiming(Record):
         """Arrival to last token; None if no token came."""
         return self.token_s[-1] - self.arrived_s if self.token_s else None
 
-    @property
-    def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """(tokens in the cache when the step ran, gap): what ITL = a + b * context is fitted to."""
-        return tuple((self.prompt_tokens + i + 1, gap) for i, gap in enumerate(self.inter_token_s))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkRun(Record):
@@ -132,8 +127,8 @@ class BenchmarkRun(Record):
 
     @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """Those of all requests, see `RequestTiming`."""
-        return tuple(point for timing in self.requests for point in timing.context_gaps)
+        """(tokens in the cache when the step ran, gap) of all requests: what ITL = a + b * context is fitted to."""
+        return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
     @property
     def duration_s(self) -> float:
