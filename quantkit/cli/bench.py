@@ -27,7 +27,7 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
-def bench_command(
+def command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -132,6 +132,3 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
     output_to.result(lambda: show.cache_numbers(comparison), lambda: show.cache_table(comparison))
-
-
-COMMAND = bench_command

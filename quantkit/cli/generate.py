@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
 @runtime_options
-def generate(
+def command(
     output_to: Output,
     *,
     engine: dict[str, Any],
@@ -145,6 +145,3 @@ def _table(llm: LLM, numbers: dict[str, Any]) -> Table:
             *llm.describe().items(),
         ]
     )
-
-
-COMMAND = generate

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @option_group("settings", settings_of(TuneOptions))
 @click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
-def tune_command(output_to: Output, *, model: str | None, listing: bool, settings: dict[str, Any]) -> None:
+def command(output_to: Output, *, model: str | None, listing: bool, settings: dict[str, Any]) -> None:
     """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
 
     Of the checkpoint only headers are read. Whatever is chosen computes the same; a choice that is not more than 2 %
@@ -123,6 +123,3 @@ def _file_document(file: TunedFile) -> dict[str, Any]:
         "versions": None if file.table is None else dict(file.table.versions),
         "problem": file.problem or None,
     }
-
-
-COMMAND = tune_command

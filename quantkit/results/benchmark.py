@@ -6,6 +6,7 @@ first token) / (tokens - 1), one number per request. A stall shows in the tail o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -153,13 +154,10 @@ class BenchmarkRun(Record):
         limits = self.workload.ttft_limit_s, self.workload.tpot_limit_s
         if limits == (None, None) or self.duration_s <= 0:
             return None
-        met = [t for t in self.requests if _within(t.ttft_s, limits[0]) and _within(t.tpot_s, limits[1], absent=True)]
+        first, rest = (math.inf if limit is None else limit for limit in limits)
+        # One without tokens meets no limit; one with a single token has no TPOT to miss.
+        met = [t for t in self.requests if t.ttft_s is not None and t.ttft_s <= first and (t.tpot_s or 0.0) <= rest]
         return len(met) / self.duration_s
-
-
-def _within(value: float | None, limit: float | None, *, absent: bool = False) -> bool:
-    """Whether a latency meets a limit; `absent` says what counts when there is none."""
-    return absent if value is None else limit is None or value <= limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

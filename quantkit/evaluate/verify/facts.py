@@ -31,14 +31,11 @@ def model_facts(path: Path, name: str) -> ModelFacts:
     summary = inspect(path)
     linears = [row for row in summary.modules if row.kind not in ("embedding", "norms", "head")]
     largest = max(linears, key=lambda row: row.num_parameters, default=None)
+    alike = ("format", "num_parameters", "num_bytes", "bits_per_weight", "architecture")
     return ModelFacts(
         name=name,
         path=str(path),
-        format=summary.format,
-        num_parameters=summary.num_parameters,
-        num_bytes=summary.num_bytes,
-        bits_per_weight=summary.bits_per_weight,
-        architecture=summary.architecture,
+        **{fact: getattr(summary, fact) for fact in alike},
         scheme="" if largest is None else largest.stored_as,
         hub_id=name if "/" in name and not Path(name).exists() else None,
         license=_license(path),
