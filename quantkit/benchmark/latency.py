@@ -16,7 +16,7 @@ from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.types import Completion, SamplingParams
+from quantkit.runtime.types import SamplingParams
 
 
 class Driver:
@@ -65,17 +65,16 @@ class Driver:
                 continue  # somebody else's
             arrived_s, token_s = self._under_way[output.request_id]
             token_s.extend([now] * len(output.token_ids))
-            if output.completion is not None:
-                del self._under_way[output.request_id]
-                self._finish(output.completion, arrived_s, tuple(token_s), now)
-
-    def _finish(self, completion: Completion, arrived_s: float, token_s: tuple[float, ...], now: float) -> None:
-        if completion.finish_reason != "length":
-            raise RequestError(
-                f"request {completion.timing.request_id} ended with {completion.finish_reason!r} after {len(token_s)} "
-                "tokens instead of at its length; its time would mislead"
-            )
-        self.finished.append(replace(completion.timing, arrived_s=arrived_s, token_s=token_s, finished_s=now))
+            done = output.completion
+            if done is None:
+                continue
+            del self._under_way[output.request_id]
+            if done.finish_reason != "length":
+                raise RequestError(
+                    f"request {output.request_id} ended with {done.finish_reason!r} after {len(token_s)} tokens "
+                    "instead of at its length; its time would mislead"
+                )
+            self.finished.append(replace(done.timing, arrived_s=arrived_s, token_s=tuple(token_s), finished_s=now))
 
 
 def run_load(
@@ -99,7 +98,7 @@ def run_load(
     """
     driver = Driver(engine, clock, sleep)
     requests = deque(zip(load.prompts, load.new_tokens, strict=True))
-    for _ in range(load.num_warmup):
+    for _ in range(load.workload.num_warmup):
         driver.send(*requests.popleft())
     while driver.num_under_way:
         driver.step()

@@ -24,6 +24,7 @@ from quantkit.results.statistics.comparison import ALL_TASKS
 from quantkit.results.statistics.summary import median
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
+_PERPLEXITY = Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True)
 _OF_AN_ORIGINAL = {"recovery": 100.0, "perplexity_ratio": 1.0, "kl": 0.0}  # beside itself
 
 
@@ -140,9 +141,8 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
         title="Checkpoints, smallest first",
         columns=(
             *(Column(), Column("size", byte_size), Column("bits", number), Column("recovery (95 %)", str)),
-            Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True),
-            *(Column("KL", number, detail=True), Column("ITL", duration), Column("TTFT", duration, detail=True)),
-            *(Column("gates"), Column("front")),
+            *(_PERPLEXITY, Column("KL", number, detail=True), Column("ITL", duration)),
+            *(Column("TTFT", duration, detail=True), Column("gates"), Column("front")),
         ),
         rows=tuple(
             (
@@ -224,10 +224,8 @@ def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[Compare
 
 def _shared_workload(reports: Sequence[Report]) -> str:
     """The first workload that every report has; empty when there is none."""
-    first = reports[0].benchmark
-    names = [run.workload.name for run in first.runs] if first else []
-    shared = (n for n in names if all(r.benchmark is not None and r.benchmark.find_run(n) for r in reports))
-    return next(shared, "")
+    names = (run.workload.name for run, _ in reports[0].paired_runs)
+    return next((name for name in names if all(r.benchmark and r.benchmark.find_run(name) for r in reports)), "")
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:

@@ -244,8 +244,7 @@ class RooflineRecord(Record):
     @property
     def bound_by(self) -> Literal["memory", "compute"]:
         """Which ceiling lies lower at this intensity."""
-        memory_s, compute_s = self.bytes_moved / self.copy_bytes_per_s, self.flops / self.gemm_flops_per_s
-        return "memory" if memory_s >= compute_s else "compute"
+        return "memory" if self.floor_s <= self.bytes_moved / self.copy_bytes_per_s else "compute"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
