@@ -43,8 +43,8 @@ class CacheComparison:
         """At 1, 10, 30, 100, 300, ... tokens and at the end."""
         count = self.cached.num_new_tokens
         numbers = [*(mark for mark in _MARKS if mark < count), count]
-        cached, slow = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))
-        return [Mark(n, fast, more, more / fast) for n, fast, more in zip(numbers, cached, slow, strict=True)]
+        ways = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))
+        return [Mark(n, cached, slow, slow / cached) for n, cached, slow in zip(numbers, *ways, strict=True)]
 
 
 def compare_cache(

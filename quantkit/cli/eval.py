@@ -59,8 +59,6 @@ def command(
         raise click.UsageError("--noise is about the baseline: give --baseline too")
     from quantkit.evaluate.pairing import check_same_language, other_arithmetic
     from quantkit.evaluate.run import check_evaluation
-    from quantkit.report.tables import comparison_table
-    from quantkit.results.statistics.comparison import compare_evaluations
 
     # Who names tasks or texts means those, and none besides.
     quick = {} if {"tasks", "texts"} & asked.keys() else {"suite": "quick"}
@@ -78,6 +76,16 @@ def command(
     again = None
     if noise:
         again = _ask(output_to, baseline, {**plain, "dtype": other_arithmetic(original.arithmetic)}, options)
+    _compare(output_to, result, original, again)
+
+
+def _compare(
+    output_to: Output, result: EvaluationResult, original: EvaluationResult, again: EvaluationResult | None
+) -> None:
+    """A model beside its original, which `again` is in another arithmetic."""
+    from quantkit.report.tables import comparison_table
+    from quantkit.results.statistics.comparison import compare_evaluations
+
     compared = compare_evaluations(result, original, again)
     rows = [comparison.to_dict() for comparison in compared]
     output_to.result(

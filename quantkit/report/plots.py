@@ -93,7 +93,7 @@ def latency_plot(report: Report, quantity: str) -> str | None:
         quantity: "TTFT" or "ITL".
     """
     meaning, runs = LATENCIES[quantity], _first_runs(report)
-    sides = [(label, sorted(values), style) for label, run, style in runs if (values := run.latencies[quantity])]
+    sides = [(label, sorted(times), style) for label, run, style in runs if (times := run.latencies[quantity])]
     if not sides:
         return None
     with new_figure(5.2, 3.0) as (figure, axes):
