@@ -87,12 +87,12 @@ def write_gguf(
         ModelError: the family or the tokenizer has no place in a GGUF file.
     """
     _check_source(source, type_name)
-    gguf = find_gguf_model(source)
-    exported = list_tensors(source, gguf)
+    model = find_gguf_model(source)
+    exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
     plan = [(tensor, _block(source, tensor, type_name, has_head=has_head)) for tensor in exported]
-    metadata = metadata_of(source, gguf, int(TYPES[type_name][0] if type_name else _file_type(plan)))
-    factors = long_range_factors(gguf.model)
+    metadata = metadata_of(source, model, int(TYPES[type_name][0] if type_name else _file_type(plan)))
+    factors = long_range_factors(model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
     if factors is not None:
         tensors["rope_freqs.weight"] = (Block.F32, tuple(factors.shape))
@@ -100,7 +100,7 @@ def write_gguf(
     def contents() -> Iterator[Iterator[memoryview]]:
         for number, (tensor, block) in enumerate(plan):
             progress(number, len(plan), tensor.module)
-            yield _bytes(source, tensor, block, gguf.model.family.norm_offset, importance or {})
+            yield _bytes(source, tensor, block, model.family.norm_offset, importance or {})
         if factors is not None:
             yield iter([factors.numpy().data])
         progress(len(plan), len(plan), "done")
@@ -121,9 +121,9 @@ def check_model(source: Source) -> None:
     Raises:
         ModelError: as `write_gguf`.
     """
-    gguf = find_gguf_model(source)
-    metadata_of(source, gguf, 0)
-    list_tensors(source, gguf)
+    model = find_gguf_model(source)
+    metadata_of(source, model, 0)
+    list_tensors(source, model)
 
 
 def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
@@ -188,9 +188,9 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
 
 def _plain_block(source: Source, tensor: ExportedTensor) -> Block:
     dtype = source.reader.info(tensor.stored_name).dtype
-    for block in (Block.F32, Block.F16, Block.BF16):
-        if PLAIN[block] == dtype:
-            return block
+    block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
+    if block is not None:
+        return block
     raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
 
 
@@ -247,5 +247,5 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
 
 def _file_type(plan: Typed) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
-    common = Counter(block for tensor, block in plan if tensor.is_layer and len(tensor.shape) == 2).most_common(1)
+    common = Counter(block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2).most_common(1)
     return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32
