@@ -247,5 +247,7 @@ def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]],
 
 def _file_type(plan: Typed) -> FileType:
     """ggml's number of the type that most matrices of layers have."""
-    common = Counter(block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2).most_common(1)
+    common = Counter(
+        block for tensor, block in plan if tensor.name.startswith("blk.") and len(tensor.shape) == 2
+    ).most_common(1)
     return _FILE_TYPES.get(common[0][0], FileType.ALL_F32) if common else FileType.ALL_F32

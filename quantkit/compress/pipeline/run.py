@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from quantkit.checkpoints.memory import peak_bytes, release_freed_memory
 from quantkit.checkpoints.replaceable import check_apart, check_gguf
 from quantkit.checkpoints.source import resolve
 from quantkit.checkpoints.staging import open_stage
+from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import writing
 from quantkit.compress.algorithms.base import needs_original
-from quantkit.compress.calibration.activations import Mode, require_finite
+from quantkit.compress.calibration.activations import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.errors import signal_to_noise_db
 from quantkit.compress.calibration.input_scales import calibrate_inputs
@@ -31,7 +32,7 @@ from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
 from quantkit.compress.pipeline.identity import run_identity
-from quantkit.compress.pipeline.inputs import HiddenStates, read_samples
+from quantkit.compress.pipeline.inputs import advance, open_stores, read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache, choose_cache
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
@@ -105,18 +106,19 @@ def _compress(
         if resume and was_completed(stage, identity):
             return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
         stage.check_output()
-        with writing(stage.work.path), _same_threads():
+        with writing(stage.work.path), ExitStack() as afterwards:
             state = load_state(stage.work, identity, resume=resume)
+            afterwards.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(state.identity["compute"]["threads"])
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
             with torch.inference_mode():
-                states = HiddenStates(plan, samples, state, activations)
-                run = _Run(plan=plan, state=state, states=states, listener=listener)
+                stores = open_stores(plan, samples, state, activations, stage.work.path)
+                run = _Run(plan=plan, state=state, work=stage.work, stores=stores, listener=listener)
                 for index in range(resumed, plan.skeleton.num_layers):
                     run.layer(index)
-            result = finish_run(plan, state, resumed=resumed, warnings=warnings, started=started)
-            stage.promote(state.checkpoint)
+            result = finish_run(plan, state, stage.work.checkpoint, resumed=resumed, warnings=warnings, started=started)
+            stage.promote(stage.work.checkpoint)
             return result
 
 
@@ -129,16 +131,6 @@ def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> d
         "samples": len(samples.token_ids) if samples else 0,
         "predicted_bytes": peak_bytes() + sum(predicted_bytes(plan, tokens).values()),
     }
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """As many afterwards as before."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -159,7 +151,8 @@ class _Run:
 
     plan: Plan
     state: RunState
-    states: HiddenStates
+    work: WorkFolder
+    stores: Sequence[ActivationStore]
     listener: Listener
 
     def layer(self, index: int) -> None:
@@ -167,22 +160,24 @@ class _Run:
         plan, name = self.plan, self.plan.skeleton.layer_name(index)
         self.listener.layer_started(index, name)
         seconds: dict[str, float] = {}
-        phase, store = partial(_phase, self.listener, seconds), self.states.quantized
+        phase = partial(_phase, self.listener, seconds)
         with phase("load"):
             layer = self._context(index)
             layer.count_tokens()
-            first = None if store is None else store[0][:1]  # one sequence is enough to measure the layer's noise on
+            first = (
+                self.stores[0][0][:1] if self.stores else None
+            )  # one sequence is enough to measure the layer's noise on
             # Before any step spends time on a layer that is broken.
             reference = None if first is None else require_finite(layer.forward(first), name)
         cache = self._choose(layer, phase)
         with phase("write"):
-            shard, digest, names = write_layer(plan, index, layer, self.state.checkpoint)
+            shard, digest, names = write_layer(plan, index, layer, self.work.checkpoint)
         snr, states = None, list[str]()
         with phase("advance"):
             if first is not None and reference is not None:
                 snr = signal_to_noise_db(reference, layer.forward(first))
                 if index + 1 < plan.skeleton.num_layers:
-                    states = self.states.advance(layer)
+                    states = advance(self.stores, layer)
         record = LayerRecord(
             index=index,
             name=name,
@@ -194,8 +189,10 @@ class _Run:
             kv_cache=cache,
             tokens_per_expert=layer.data.tokens_per_expert,
         )
-        self.state.finish_layer(record, shard, digest, names, states)
-        self.states.forget_previous()
+        self.state.add_layer(record, shard, digest, names, states)
+        self.state.save(self.work.path)
+        for store in self.stores:
+            store.forget_previous()
         release_freed_memory()
         self.listener.layer_finished(record)
 
@@ -217,6 +214,7 @@ class _Run:
 
     def _context(self, index: int) -> LayerContext:
         plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)
+        store, original = [*self.stores, None, None][:2]
         stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
         return LayerContext(
             name=name,
@@ -229,8 +227,8 @@ class _Run:
             stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
             seed=plan.recipe.seed,
             data=LayerData(
-                store=self.states.quantized,
-                original_store=self.states.original,
+                store=store,
+                original_store=original,
                 original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
                 all_tokens=plan.all_tokens,
             ),
