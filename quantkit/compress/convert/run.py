@@ -151,20 +151,18 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         with located(module):
             weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            if target.format.keeps_codes:
-                encoded = target.format.encode(weight, scheme)
-            else:  # a value is a code times a scale: exact in float32, rounded once to the model's own dtype
-                encoded = {"weight": weight.dequantize(_model_dtype(source, weight.scale.dtype))}
+            if not target.format.keeps_codes:  # values are exact in float32, rounded once to the model's own dtype
+                weight = replace(weight, value_dtype=_model_dtype(source))
+            shard.add_linear(module, weight, scheme)
         if "bias" in source.modules[module]:
-            encoded["bias"] = source.reader.tensor(f"{module}.bias")
-        shard.add_linear(module, weight, scheme, encoded)
+            shard.tensors[f"{module}.bias"] = source.reader.tensor(f"{module}.bias")
     return shard
 
 
-def _model_dtype(source: Source, default: torch.dtype) -> torch.dtype:
+def _model_dtype(source: Source) -> torch.dtype | None:
     name = source.reader.config.get("dtype") or source.reader.config.get("torch_dtype")
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:

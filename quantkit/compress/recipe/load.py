@@ -67,9 +67,8 @@ class _NoUseOfDataError(RecipeError):
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with quantkit: file by name."""
-    return {
-        path.stem: path for path in sorted(demo.bundled_folder("recipes").glob("*.yaml"), key=lambda path: path.stem)
-    }
+    files = demo.bundled_folder("recipes").glob("*.yaml")
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
 
 def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
@@ -115,10 +114,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         _check_parts(document)
         steps = build_steps(document.steps)
         source = _source(document, steps)
-        scheme, kv_cache = (
-            _scheme(source),
-            None if document.kv_cache is None else numbers.build_cache(document.kv_cache),
-        )
+        scheme = _scheme(source)
+        kv_cache = None if document.kv_cache is None else numbers.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         calibration = _calibration(document, reads_data or (activation is not None and activation.is_calibrated))
@@ -221,11 +218,9 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
     activation = None if fields is None else numbers.activation_scheme(fields)
 
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
-        return (
-            None
-            if weights is None
-            else LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
-        )
+        if weights is None:
+            return None
+        return LinearScheme(weight=numbers.weight_scheme(weights, path), activation=activation)
 
     default = linear(source["weights"], "weights")
     rules: list[Rule] = []
