@@ -175,7 +175,7 @@ class _Run:
         snr, states = None, list[str]()
         with phase("advance"):
             if first is not None and reference is not None:
-                snr = signal_to_noise_db(reference, layer.forward(first))
+                snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
                 if index + 1 < plan.skeleton.num_layers:
                     states = advance(self.stores, layer)
         record = LayerRecord(
