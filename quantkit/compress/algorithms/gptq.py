@@ -110,18 +110,15 @@ class GptqStep:
         for entries in rounds:
             grams = {names[0]: Gram(layer.weight(names[0]).shape[1], layer.device) for _, names in entries}
             layer.observe(grams)
-            errors = self._observe_errors(layer, [names[0] for _, names in entries])
+            errors = self._observe_errors(layer, entries)
             for _, names in entries:
                 error = errors.pop(names[0]).finish() if names[0] in errors else None
                 self._quantize_set(layer, names, grams.pop(names[0]).finish(), error)
 
-    def _observe_errors(self, layer: LayerContext, names: list[str]) -> dict[str, CrossGram]:
+    def _observe_errors(self, layer: LayerContext, entries: list[Pending]) -> dict[str, CrossGram]:
         """Cross Grams of the linears whose inputs can be compared: an expert may see other tokens than it used to."""
-        if not self.asymmetric_calibration:
-            return {}
-        errors = {
-            name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names if find_expert(name) is None
-        }
+        names = [names[0] for _, names in entries if self.asymmetric_calibration and find_expert(names[0]) is None]
+        errors = {name: CrossGram(layer.weight(name).shape[1], layer.device) for name in names}
         if errors:
             layer.observe_asymmetric(errors)
         return errors

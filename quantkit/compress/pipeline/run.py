@@ -221,7 +221,7 @@ class _Run:
             block=block,
             sets=plan.sets(index),
             schemes=plan.layers[index],
-            scale_dtype={linear: plan.scale_dtype[f"{name}.{linear}"] for linear in plan.layers[index]},
+            scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
             head_dim=plan.skeleton.head_dim,
             arguments=partial(plan.skeleton.arguments, index),
             stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
