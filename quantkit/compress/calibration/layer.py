@@ -5,7 +5,7 @@ This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -188,7 +188,7 @@ class LayerContext:
         Returns:
             (B, T, D) on the layer's device.
         """
-        with self._quantized_inputs():
+        with self.quantized_inputs(self.chosen.quantized):
             return self._run(self.block, hidden, extra)
 
     def original_forward(self, hidden: Tensor) -> Tensor:
@@ -301,21 +301,28 @@ class LayerContext:
         return iter(self.data.store)
 
     @contextmanager
-    def _quantized_inputs(self) -> Iterator[None]:
-        """While open, committed linears see their inputs as the runtime will quantize them.
+    def quantized_inputs(
+        self, names: Iterable[str], quantize: Callable[..., Tensor] = fake_quantize_inputs
+    ) -> Iterator[None]:
+        """While open, linears with a scheme see their inputs as the runtime will quantize them.
 
         Inputs with a calibrated scale are left as they are until it is known, which is when all linears have codes.
+
+        Args:
+            names: of these linears.
+            quantize: called as `fake_quantize_inputs`.
         """
         with ExitStack() as hooks:
-            for name, weight in self.chosen.quantized.items():
-                scheme, scale = self.schemes[name].activation, weight.input_scale
+            for name in names:
+                scheme, weight = self.schemes[name].activation, self.chosen.quantized.get(name)
+                scale = None if weight is None else weight.input_scale
                 if scheme is not None and (scale is not None or not scheme.is_calibrated):
-                    quantize = partial(fake_quantize_inputs, scheme=scheme, scale=scale)
-                    hooks.enter_context(hook_inputs(self.linear(name), quantize))
+                    change = partial(quantize, scheme=scheme, scale=scale)
+                    hooks.enter_context(_hook_inputs(self.linear(name), change))
             yield
 
 
-def hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+def _hook_inputs(module: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Have a module see its first argument changed, until the handle is removed or left."""
     return module.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 

@@ -70,9 +70,8 @@ def write_gguf(
     source: Source,
     path: Path,
     *,
-    type_name: str | None = None,
-    importance: Mapping[str, Tensor] | None = None,
-    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+    type_name: str | None,
+    progress: Callable[[int, int, str], None],
 ) -> Written:
     """Write one GGUF file and read it back.
 
@@ -80,7 +79,6 @@ def write_gguf(
         source: the checkpoint; codes are carried over, everything else keeps its dtype.
         path: of the file, replaced if it is there; the caller gives it its final name.
         type_name: for an ordinary model, one of TYPES: what matrices of layers are rounded to.
-        importance: mean square of each input (K,) by full module name, for Q4_K and Q6_K.
         progress: called before each layer.
     Raises:
         SchemeError: codes that no block holds exactly.
@@ -100,7 +98,7 @@ def write_gguf(
     def contents() -> Iterator[Iterator[memoryview]]:
         for number, (tensor, block) in enumerate(plan):
             progress(number, len(plan), tensor.module)
-            yield _bytes(source, tensor, block, model.family.norm_offset, importance or {})
+            yield _bytes(source, tensor, block, model.family.norm_offset)
         if factors is not None:
             yield iter([factors.numpy().data])
         progress(len(plan), len(plan), "done")
@@ -194,9 +192,7 @@ def _plain_block(source: Source, tensor: ExportedTensor) -> Block:
     raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
 
 
-def _bytes(
-    source: Source, tensor: ExportedTensor, block: Block, norm_offset: float, importance: Mapping[str, Tensor]
-) -> Iterator[memoryview]:
+def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
     """The bytes of one tensor, a few MiB at a time where it is large."""
     if tensor.is_quantized:
         yield _encode(source, tensor)[1].view(-1).numpy().data
@@ -212,7 +208,7 @@ def _bytes(
             values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
         if tensor.is_norm:
             values = values.float() + norm_offset
-        yield round_to_blocks(values, block, importance.get(tensor.module)).view(-1).numpy().data
+        yield round_to_blocks(values, block).view(-1).numpy().data
 
 
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:

@@ -6,14 +6,13 @@ A directory is written under another name and renamed when all has been checked,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoints.folder import read_config_file
 from quantkit.checkpoints.replaceable import MANIFEST, check_apart, check_checkpoint, check_gguf
@@ -64,7 +63,6 @@ def convert(
     output: str | Path,
     *,
     type_name: str | None = None,
-    importance: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Conversion:
@@ -75,7 +73,6 @@ def convert(
         to: name of the format to write.
         output: directory to create, a file for "gguf".
         type_name: for "gguf" and an ordinary model, what its matrices are rounded to: see `gguf.TYPES`.
-        importance: for the types q4_k and q6_k, mean square of each input (K,) by full module name.
         overwrite: replace an existing checkpoint there.
         progress: called before each layer with layers done, layers in all, and the layer's name.
     Raises:
@@ -88,9 +85,9 @@ def convert(
     format_: Format = FORMATS.load(to)
     write: Callable[[Path], Written]
     if format_.suffix:  # one file
-        write = partial(write_gguf, source, type_name=type_name, importance=importance, progress=progress)
-    elif type_name is not None or importance is not None:
-        raise SchemeError(f"types and importance are for gguf; {to} keeps the codes as they are, leave them out")
+        write = partial(write_gguf, source, type_name=type_name, progress=progress)
+    elif type_name is not None:
+        raise SchemeError(f"types are for gguf; {to} keeps the codes as they are, leave --type {type_name} out")
     else:
         write = partial(_write_checkpoint, source, target_for(source, format_), progress)
     check = check_gguf if format_.suffix else check_checkpoint

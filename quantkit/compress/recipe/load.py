@@ -152,18 +152,17 @@ def check(path: str | Path) -> list[str]:
     names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
     if "smoothquant" in names and scheme is not None and scheme.activation is None:
         remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
-    first = next((name for name in names if name in _FIX_CODES), names[-1] if names else "")
-    if names and names[-1] != first:
+    first = next((name for name in names if name in _FIX_CODES), None)
+    if first is not None and names[-1] != first:
         late = ", ".join(names[names.index(first) + 1 :])
         remarks.append(
             f"{first} fixes the codes, so the steps after it ({late}) come too late; move {first} to the end"
         )
-    if scheme is None:
-        return remarks
-    mixed = scheme.activation is not None and scheme.activation.dtype.kind != scheme.weight.dtype.kind
-    if scheme.activation is not None and mixed and (scheme.weight.dtype.name, scheme.activation.dtype.name) != _W4AFP8:
-        pair = f"{scheme.weight.dtype.name} weights with {scheme.activation.dtype.name} activations"
-        remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
+    if scheme is not None and scheme.activation is not None:
+        weights, inputs = scheme.weight.dtype, scheme.activation.dtype
+        if weights.kind != inputs.kind and (weights.name, inputs.name) != _W4AFP8:
+            pair = f"{weights.name} weights with {inputs.name} activations"
+            remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
     return remarks
 
 
