@@ -52,10 +52,6 @@ class SearchState:
             write_json(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
-    def knows(self, key: str) -> bool:
-        """Whether a number has been measured."""
-        return key in self._numbers
-
     def _read(self) -> None:
         todo = "start over with --no-resume"
         saved = read_object(self._path, ResumeError, todo)
