@@ -175,21 +175,17 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None, *, has
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds and multiplies by these in float32
     if type_name is None:
-        return _plain_block(source, tensor)
+        dtype = source.reader.info(tensor.stored_name).dtype
+        block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
+        if block is None:
+            raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
+        return block
     _, chosen, fallback = TYPES[type_name]
     is_head = tensor.name == "output.weight" or (tensor.name == "token_embd.weight" and not has_head)
     if is_head and chosen == Block.Q4_K:
         chosen, fallback = Block.Q6_K, Block.Q8_0  # as llama-quantize does: the head is worth more bits
     fits = [block for block in (chosen, fallback, Block.F16) if tensor.shape[-1] % block_values(block) == 0]
     return fits[0]
-
-
-def _plain_block(source: Source, tensor: ExportedTensor) -> Block:
-    dtype = source.reader.info(tensor.stored_name).dtype
-    block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
-    if block is not None:
-        return block
-    raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which has no place in GGUF")
 
 
 def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:

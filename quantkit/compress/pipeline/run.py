@@ -124,7 +124,7 @@ def _compress(
 
 def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> dict[str, Any]:
     """What a listener is told; see `Listener.plan`."""
-    tokens = samples.num_tokens if samples and mode == "ram" else 0
+    tokens = sum(map(len, samples.token_ids)) if samples and mode == "ram" else 0
     return {
         "num_layers": plan.skeleton.num_layers,
         "resumed_layers": resumed,
