@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,8 @@ def _compress(
             listener.plan(_summary(plan, samples, activations, resumed))
             with torch.inference_mode():
                 stores = open_stores(plan, samples, state, activations, stage.work.path)
-                run = _Run(plan=plan, state=state, work=stage.work, stores=stores, listener=listener)
                 for index in range(resumed, plan.skeleton.num_layers):
-                    run.layer(index)
+                    _run_layer(plan, index, state, stores, stage.work, listener)
             result = finish_run(plan, state, stage.work.checkpoint, resumed=resumed, warnings=warnings, started=started)
             stage.promote(stage.work.checkpoint)
             return result
@@ -145,91 +144,83 @@ def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """One run in progress."""
+def _run_layer(
+    plan: Plan, index: int, state: RunState, stores: Sequence[ActivationStore], work: WorkFolder, listener: Listener
+) -> None:
+    """Quantize, check, write and record one layer, and advance the hidden states past it."""
+    name = plan.skeleton.layer_name(index)
+    listener.layer_started(index, name)
+    seconds: dict[str, float] = {}
+    phase = partial(_phase, listener, seconds)
+    with phase("load"):
+        layer = _layer_context(plan, index, stores)
+        layer.count_tokens()
+        first = stores[0][0][:1] if stores else None  # one sequence is enough to measure the layer's noise on
+        # Before any step spends time on a layer that is broken.
+        reference = None if first is None else require_finite(layer.forward(first), name)
+    cache = _choose(plan, layer, phase)
+    with phase("write"):
+        shard, digest, names = write_layer(plan, index, layer, work.checkpoint)
+    snr, states = None, list[str]()
+    with phase("advance"):
+        if first is not None and reference is not None:
+            snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
+            if index + 1 < plan.skeleton.num_layers:
+                states = advance(stores, layer)
+    record = LayerRecord(
+        index=index,
+        name=name,
+        linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
+        output_snr_db=snr,
+        notes=tuple(layer.chosen.notes),
+        seconds={label: round(value, 3) for label, value in seconds.items()},
+        peak_bytes=peak_bytes(),
+        kv_cache=cache,
+        tokens_per_expert=layer.data.tokens_per_expert,
+    )
+    state.add_layer(record, shard, digest, names, states)
+    state.save(work.path)
+    for store in stores:
+        store.forget_previous()
+    release_freed_memory()
+    listener.layer_finished(record)
 
-    plan: Plan
-    state: RunState
-    work: WorkFolder
-    stores: Sequence[ActivationStore]
-    listener: Listener
 
-    def layer(self, index: int) -> None:
-        """Quantize, check, write and record one layer, and advance the hidden states past it."""
-        plan, name = self.plan, self.plan.skeleton.layer_name(index)
-        self.listener.layer_started(index, name)
-        seconds: dict[str, float] = {}
-        phase = partial(_phase, self.listener, seconds)
-        with phase("load"):
-            layer = self._context(index)
-            layer.count_tokens()
-            first = (
-                self.stores[0][0][:1] if self.stores else None
-            )  # one sequence is enough to measure the layer's noise on
-            # Before any step spends time on a layer that is broken.
-            reference = None if first is None else require_finite(layer.forward(first), name)
-        cache = self._choose(layer, phase)
-        with phase("write"):
-            shard, digest, names = write_layer(plan, index, layer, self.work.checkpoint)
-        snr, states = None, list[str]()
-        with phase("advance"):
-            if first is not None and reference is not None:
-                snr = signal_to_noise_db(reference, require_finite(layer.forward(first), f"{name}, quantized"))
-                if index + 1 < plan.skeleton.num_layers:
-                    states = advance(self.stores, layer)
-        record = LayerRecord(
-            index=index,
-            name=name,
-            linears=tuple(layer.chosen.records[linear] for linear in plan.layers[index]),
-            output_snr_db=snr,
-            notes=tuple(layer.chosen.notes),
-            seconds={label: round(value, 3) for label, value in seconds.items()},
-            peak_bytes=peak_bytes(),
-            kv_cache=cache,
-            tokens_per_expert=layer.data.tokens_per_expert,
-        )
-        self.state.add_layer(record, shard, digest, names, states)
-        self.state.save(self.work.path)
-        for store in self.stores:
-            store.forget_previous()
-        release_freed_memory()
-        self.listener.layer_finished(record)
+def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
+    """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
+    recipe = plan.recipe
+    for step, label in zip(recipe.steps, recipe.step_names, strict=True):
+        with phase(label):
+            step.apply(layer)
+    with phase("round"):
+        layer.finish()
+    if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
+        with phase("inputs"):
+            calibrate_inputs(layer, recipe.input_clip)
+    if recipe.kv_cache is None:
+        return None
+    with phase("kv cache"):
+        return choose_cache(recipe.kv_cache, plan.family, layer)
 
-    def _choose(self, layer: LayerContext, phase: Phase) -> CacheRecord | None:
-        """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
-        recipe = self.plan.recipe
-        for step, label in zip(recipe.steps, recipe.step_names, strict=True):
-            with phase(label):
-                step.apply(layer)
-        with phase("round"):
-            layer.finish()
-        if any(scheme.activation and scheme.activation.is_calibrated for scheme in layer.schemes.values()):
-            with phase("inputs"):
-                calibrate_inputs(layer, recipe.input_clip)
-        if recipe.kv_cache is None:
-            return None
-        with phase("kv cache"):
-            return choose_cache(recipe.kv_cache, self.plan.family, layer)
 
-    def _context(self, index: int) -> LayerContext:
-        plan, name, block = self.plan, self.plan.skeleton.layer_name(index), self.plan.skeleton.layer(index)
-        store, original = [*self.stores, None, None][:2]
-        stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
-        return LayerContext(
-            name=name,
-            block=block,
-            sets=plan.sets(index),
-            schemes=plan.layers[index],
-            scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
-            head_dim=plan.skeleton.head_dim,
-            arguments=partial(plan.skeleton.arguments, index),
-            stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
-            seed=plan.recipe.seed,
-            data=LayerData(
-                store=store,
-                original_store=original,
-                original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
-                all_tokens=plan.all_tokens,
-            ),
-        )
+def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) -> LayerContext:
+    name, block = plan.skeleton.layer_name(index), plan.skeleton.layer(index)
+    store, original = [*stores, None, None][:2]
+    stored = [key for key in plan.reader.names if key.startswith(f"{name}.")]
+    return LayerContext(
+        name=name,
+        block=block,
+        sets=plan.sets(index),
+        schemes=plan.layers[index],
+        scale_dtype={linear: plan.scale_dtype(f"{name}.{linear}") for linear in plan.layers[index]},
+        head_dim=plan.skeleton.head_dim,
+        arguments=partial(plan.skeleton.arguments, index),
+        stored_dtype={key.removeprefix(f"{name}."): plan.reader.info(key).dtype for key in stored},
+        seed=plan.recipe.seed,
+        data=LayerData(
+            store=store,
+            original_store=original,
+            original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
+            all_tokens=plan.all_tokens,
+        ),
+    )
