@@ -58,7 +58,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path) -> int:
     state.weight_map |= dict.fromkeys(map(stored, plan.rest), shard)
     described = plan.format.config(
         *_with_stored_names(plan),
-        group_order=reorders_groups(plan.recipe.steps),
+        group_order=reorders_groups(plan.recipe.steps.values()),
         decode_at_load=plan.family.decode_at_load,
     )
     config = with_cache(plan.recipe, plan.reader.config, described, state.records)

@@ -80,7 +80,7 @@ def open_stores(
     Raises:
         ResumeError: saved states are missing, or not what was written.
     """
-    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps) else [])]
+    names = ["activations", *(["activations-original"] if needs_original(plan.recipe.steps.values()) else [])]
     layer, size = len(state.records), len(state.activations) // len(names)
     if samples is None or layer == plan.skeleton.num_layers:
         return []

@@ -158,7 +158,7 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
-    for step, name in zip(recipe.steps, recipe.step_names, strict=True):
+    for name, step in recipe.steps.items():
         make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
         if make_reader is not None:
             if not described:
@@ -209,4 +209,4 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     """
     layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
     num_states = num_tokens * plan.skeleton.hidden_size
-    return steps_bytes(plan.recipe.steps, layers, plan.skeleton.dtype.itemsize, num_states)
+    return steps_bytes(plan.recipe.steps.values(), layers, plan.skeleton.dtype.itemsize, num_states)

@@ -189,7 +189,7 @@ def _run_layer(
 def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
     """Codes of every linear, then scales of its input and of the KV cache, which depend on the codes."""
     recipe = plan.recipe
-    for step, label in zip(recipe.steps, recipe.step_names, strict=True):
+    for label, step in recipe.steps.items():
         with phase(label):
             step.apply(layer)
     with phase("round"):
@@ -220,7 +220,7 @@ def _layer_context(plan: Plan, index: int, stores: Sequence[ActivationStore]) ->
         data=LayerData(
             store=store,
             original_store=original,
-            original=copy.deepcopy(block) if needs_original(plan.recipe.steps) else None,
+            original=copy.deepcopy(block) if needs_original(plan.recipe.steps.values()) else None,
             all_tokens=plan.all_tokens,
         ),
     )

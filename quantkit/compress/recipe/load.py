@@ -37,8 +37,7 @@ class Recipe:
         gates: what `verify` holds the result to, e.g. `recovery>=98.9`; they decide no bit of it.
         scheme: which numbers each linear is stored in.
         kv_cache: what keys and values are stored in; None = nothing is said about them.
-        steps: how well the numbers are chosen, in running order; none = plain rounding.
-        step_names: of `steps`, as written in the file.
+        steps: how well the numbers are chosen, by name in running order; none = plain rounding.
         calibration: None when nothing looks at data.
         input_clip: how calibrated scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
@@ -52,8 +51,7 @@ class Recipe:
     gates: tuple[str, ...] = ()
     scheme: Scheme
     kv_cache: CacheGoal | None = None
-    steps: tuple[Step, ...]
-    step_names: tuple[str, ...]
+    steps: Mapping[str, Step]
     calibration: CalibrationSection | None
     input_clip: Literal["absmax", "mse"] = "absmax"
     format: str
@@ -126,8 +124,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             name=document.name,
             description=" ".join(document.description.split()),
             scheme=scheme,
-            steps=tuple(steps.values()),
-            step_names=tuple(steps),
+            steps=steps,
             calibration=calibration,
             format=source["format"],
             seed=document.seed,
@@ -149,7 +146,7 @@ def check(path: str | Path) -> list[str]:
         RecipeError: as `load`.
     """
     recipe = load(path)
-    names, scheme, remarks = recipe.step_names, recipe.scheme.default, []
+    names, scheme, remarks = tuple(recipe.steps), recipe.scheme.default, []
     if "smoothquant" in names and scheme is not None and scheme.activation is None:
         remarks.append("smoothquant makes activations easier to quantize, but 'activations' is not set")
     first = next((name for name in names if name in _FIX_CODES), None)
