@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -121,6 +122,11 @@ def find_expert(name: str) -> ExpertLocation | None:
     """The expert that a linear (relative name, e.g. `mlp.experts.3.up_proj`) belongs to; None = no expert."""
     match = re.fullmatch(r"(([^.]+(?:\.[^.]+)*)\.experts)\.(\d+)\..+", name)
     return None if match is None else ExpertLocation(owner=match[2], container=match[1], number=int(match[3]))
+
+
+def common_owner(names: Iterable[str]) -> str:
+    """The innermost module that contains all of these; empty where only the whole does."""
+    return os.path.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
 
 
 def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:

@@ -77,7 +77,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         forms=tuple(sorted(forms.values(), key=lambda form: form.name)),
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
-        steps=recipe.steps,
+        steps=tuple(recipe.steps.values()),
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
