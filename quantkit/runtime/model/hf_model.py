@@ -18,11 +18,9 @@ from quantkit.checkpoints.passing import class_of
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.layouts import KVLayout
 from quantkit.kernels.types import Logits
 from quantkit.numerics.patterns import check_for_others
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.manifest import check_memory
 from quantkit.runtime.model.model import Model
 
@@ -70,15 +68,11 @@ class TransformersModel(Model):
             dtype=table.dtype,
             device=table.device,
             notes=notes,
-            stored_cache=StoredCache(num_layers=0),
         )
         self._model = model
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
         self._states: dict[int, _State] = {}
-
-    def layouts(self, kv_cache: str | None, page_size: int) -> list[KVLayout]:
-        return []
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.memory import release_freed_memory
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.devices import entered
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
@@ -30,7 +31,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
-from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
+from quantkit.runtime.model.manifest import check_memory, check_tensors
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.untrusted import read_object
@@ -106,6 +107,7 @@ def load_native(
         NotNative: its linears are in a format that is not decoded here.
         CheckpointError, ResourceError: see `load_model`.
     """
+    reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
     check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
@@ -134,12 +136,12 @@ def load_native(
 def build_parts(weights: Weights) -> dict[str, Any]:
     """What a `NativeModel` is made of by the names of its fields, but for the head."""
     config = weights.config
-    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    ropes = list(dict.fromkeys(filter(None, config.ropes)))
     embedding = f"{config.family.embedding}.weight"
     # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
     table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
     blocks = []
-    for index in range(len(config.layers)):
+    for index in range(config.num_layers):
         blocks.append(build_block(weights, index, ropes))
         release_freed_memory()
     return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
@@ -224,7 +226,7 @@ def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch
 
 def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
     """The output head, rounded if asked for; shares the embedding where it is tied and not rounded."""
-    config, name = weights.config, head_name(weights.config.family, weights.reader)
+    config, name = weights.config, weights.config.family.head
     if head_dtype is None and not config.tied:
         return weights.linear([name])
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)

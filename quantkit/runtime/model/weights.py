@@ -5,7 +5,6 @@ Nothing is kept but what the parts hold, so beside the finished ones there is ne
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +18,14 @@ from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts
 from quantkit.models.layer_tensors import norm_names, per_head
+from quantkit.models.linear_sets import at
 from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
-from quantkit.runtime.model.manifest import is_quantized, is_stacked, local_names
+from quantkit.runtime.model.manifest import is_quantized, local_names
 
 Weight = Tensor | QuantizedTensor
 
@@ -64,25 +64,14 @@ class Weights:
         self.num_bytes += value.nbytes
         return value
 
-    def norm(self, name: str) -> Norm:
-        """A norm by full module name."""
-        weight, stored = self.tensor(f"{name}.weight"), f"{name}.bias"
-        bias = self.tensor(stored) if stored in self.reader else None
-        return self._norm(weight, bias)
-
-    def _norm(self, weight: Tensor, bias: Tensor | None) -> Norm:
+    def norm(self, *names: str) -> Norm:
+        """A norm by full module name; where each head has a module of its own, all of them as one."""
+        parts, bias = [self.tensor(f"{name}.weight") for name in names], f"{names[0]}.bias"
+        weight = parts[0] if len(parts) == 1 else torch.stack(parts)
         self.stored_bytes += weight.nbytes
         if self.config.family.norm == "layer":
-            return LayerNorm(weight, bias, self.config.norm_eps)
+            return LayerNorm(weight, self.tensor(bias) if bias in self.reader else None, self.config.norm_eps)
         return RMSNorm(weight, self.config.norm_eps, self.config.norm_offset)
-
-    def head_norm(self, name: str, prefix: str, num_heads: int) -> Norm:
-        """A norm of queries or keys; where each head has a module of its own, all of them as one."""
-        if "{head}" not in name:
-            return self.norm(prefix + name)
-        modules = per_head(name, num_heads)
-        weight = torch.stack([self.tensor(f"{prefix}{module}.weight") for module in modules])
-        return self._norm(weight, None)
 
     def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
         """One linear out of modules that read the same input: their outputs one after another.
@@ -105,20 +94,12 @@ class Weights:
             weights.clear()
             bias = None if biases is None else torch.cat(biases)
             if order is not None:
-                joined, bias = _take_rows(joined, order), None if bias is None else bias[order]
+                joined = joined[order] if isinstance(joined, Tensor) else joined.take_rows(order)
+                bias = None if bias is None else bias[order]
             result = self._linear(joined, bias, schemes[0])
-        self._count(result, read_share)
+        self.num_bytes += result.stored_bytes
+        self.stored_bytes += round(result.stored_bytes * read_share)
         return result
-
-    def expert(self, name: str, number: int, read_share: float) -> Linear:
-        """A linear of one expert, out of the tensor that holds those of all."""
-        result = self._linear(self.reader.rows(name, number, number + 1)[0].to(self.device), None, None)
-        self._count(result, read_share)
-        return result
-
-    def _count(self, linear: Linear, read_share: float) -> None:
-        self.num_bytes += linear.stored_bytes
-        self.stored_bytes += round(linear.stored_bytes * read_share)
 
     def _linear(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None) -> Linear:
         return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
@@ -156,18 +137,6 @@ def _join(weights: Sequence[Weight], schemes: Sequence[ActivationScheme | None])
     return join(weights)  # type: ignore[arg-type]  # a mixed list gives None
 
 
-def _take_rows(weight: Weight, order: Tensor) -> Weight:
-    if isinstance(weight, Tensor):
-        return weight[order]
-    order = order.to(weight.codes.device)  # codes are laid out first and moved then
-    return dataclasses.replace(
-        weight,
-        codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),
-        scale=weight.scale[order],
-        zero_point=None if weight.zero_point is None else weight.zero_point[order],
-    )
-
-
 def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
     """One decoder layer.
 
@@ -177,10 +146,10 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
         ropes: rotary embeddings of the model.
     """
     config = weights.config
-    prefix, layer = f"{config.family.layers}.{index}.", config.layers[index]
+    prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     mlp: Callable[[Tensor], Tensor]
-    if layer.has_experts:
+    if config.with_experts[index]:
         mlp = _build_mixture(weights, prefix)
     else:
         parts = config.family.parts
@@ -194,19 +163,17 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
         output_norm=norms[3],
         parallel=config.parallel,
         scale=config.residual_scale,
-        rope=None if layer.rope is None else ropes.index(layer.rope),
+        rope=None if rope is None else ropes.index(rope),
     )
 
 
 def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
-    config, layer = weights.config, weights.config.layers[index]
+    config, rope = weights.config, weights.config.ropes[index]
     parts, norm = config.family.parts, config.family.qk_norm
     flat, norms, fused = norm is not None and norm.over == "projection", None, None
     if norm is not None and config.qk_norm:
-        norms = (
-            weights.head_norm(norm.query, prefix, config.num_heads),
-            weights.head_norm(norm.key, prefix, config.num_kv_heads),
-        )
+        heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
+        norms = weights.norm(*heads[0]), weights.norm(*heads[1])
         fused = None if flat else kernel_norms(*norms)
     order = None
     if parts.qkv_by_head:
@@ -221,9 +188,9 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
         head_dim=config.head_dim,
         options=AttentionOptions(
             scale=config.attention_scale,
-            window=layer.window,
+            window=config.windows[index],
             softcap=config.attention_softcap,
-            interleaved=layer.rope is not None and layer.rope.interleaved,
+            interleaved=rope is not None and rope.interleaved,
             norms=fused,
         ),
         norms=None if fused else norms,
@@ -264,15 +231,10 @@ def _build_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
     """The experts of a layer, one after another."""
     config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
-    share, activation = config.num_chosen / config.num_experts, weights.config.activation
-    stacked = is_stacked(weights.config, prefix, weights.reader)
+    share = config.num_chosen / config.num_experts
     for number in range(config.num_experts):
-        if stacked:
-            up, down = (weights.expert(prefix + name, number, share) for name in (data.stacked_up, data.stacked_down))
-            yield MLP(up, down, activation, True)
-        else:
-            names = [name.format(expert=number) for name in data.up]
-            yield _build_mlp(weights, names, data.down.format(expert=number), prefix, read_share=share)
+        up, down = [at(name, number) for name in data.up], at(data.down, number)
+        yield _build_mlp(weights, up, down, prefix, read_share=share)
 
 
 def _stack(weights: Weights, prefix: str) -> StackedExperts | None:
