@@ -101,7 +101,7 @@ def predict(
     try:
         reader = CheckpointReader(Path(path))
         config, _, _ = read_headers(reader)
-        chosen, _ = pick_dtype(dtype, reader, config, target)
+        chosen, _ = pick_dtype(dtype, reader, target)
         layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
         weights = _count(reader, LinearKernels(device=target, dtype=chosen, native=on_cpu), head_dtype)
     except InputError:

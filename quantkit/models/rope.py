@@ -74,8 +74,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     read = ConfigReader(entries, where=f"{config.where}, RoPE")
     theta = read.number("rope_theta", default=_outer_theta(config, family, local))
     partial = read.number(
-        "partial_rotary_factor",
-        default=config.number("partial_rotary_factor", default=family.partial),
+        "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
     width = int(head_dim * partial)
     if width < 2 or width % 2 or width > head_dim:

@@ -32,7 +32,6 @@ def test_a_bare_config_of_the_first_llama_gets_its_defaults():
     assert (config.num_kv_heads, config.head_dim, config.norm_eps, config.activation) == (4, 16, 1e-6, "silu")
     assert config.attention_scale == 0.25
     assert not config.tied
-    assert config.dtype is None
     assert config.ropes[0].theta == 10000.0
     assert config.windows[0] is None
     assert config.experts is None

@@ -173,14 +173,14 @@ def test_dtypes_on_this_processor(tmp_path):
     for stored in (torch.float32, torch.bfloat16, torch.float16):
         folder = make_loud_model(tmp_path / str(stored), "llama", dtype=stored)
         reader = CheckpointReader(folder)
-        chosen, notes = pick_dtype("auto", reader, None, cpu)
+        chosen, notes = pick_dtype("auto", reader, cpu)
         assert chosen == (torch.float32 if stored == torch.float32 or not fast else torch.bfloat16)
         assert len(notes) == (chosen != stored)
         edit_config(folder, dtype=None)
-        assert pick_dtype("auto", CheckpointReader(folder), None, cpu)[0] == chosen
-        assert pick_dtype("float16", reader, None, cpu) == (torch.float16, ())
+        assert pick_dtype("auto", CheckpointReader(folder), cpu)[0] == chosen
+        assert pick_dtype("float16", reader, cpu) == (torch.float16, ())
         for short, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            assert pick_dtype(short, reader, None, cpu) == (dtype, ())
+            assert pick_dtype(short, reader, cpu) == (dtype, ())
         assert load_model(folder).notes == notes
 
 

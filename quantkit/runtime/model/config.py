@@ -34,7 +34,6 @@ class ModelConfig(ModelDescription):
         attention_softcap, logits_softcap: c of c * tanh(x / c).
         embedding_scale, residual_scale, logits_scale: of the embeddings, of what joins the stream, of the logits.
         max_length: tokens of a sequence.
-        dtype: of the checkpoint, where config.json says so.
     """
 
     ropes: tuple[RopeConfig | None, ...]
@@ -48,7 +47,6 @@ class ModelConfig(ModelDescription):
     residual_scale: float
     logits_scale: float
     max_length: int
-    dtype: torch.dtype | None
 
 
 def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
@@ -72,6 +70,7 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
     if activation not in ACTIVATIONS:
         raise NotNative(f"activation {activation!r}")
     ropes = _read_ropes(read, family, fields["windows"], fields["head_dim"], length)
+    root = read.number(factors.attention_root, default=fields["head_dim"])
     scale = fields["hidden_size"] ** 0.5 if factors.root_embedding else read.number(factors.embedding, default=1.0)
     return ModelConfig(
         **fields,
@@ -79,22 +78,14 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelConfig:
         norm_eps=read.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         activation=activation,
-        attention_scale=_attention_scale(read, family, fields["head_dim"]),
+        attention_scale=read.number(factors.attention, default=root**-0.5),
         attention_softcap=read.optional_number(factors.attention_softcap),
         logits_softcap=read.optional_number(factors.logits_softcap),
         embedding_scale=scale,
         residual_scale=read.number(factors.residual, default=1.0),
         logits_scale=read.number(factors.logits, default=1.0) / read.number(factors.logits_divisor, default=1.0),
         max_length=_max_length(ropes, length),
-        dtype=DTYPES.get(str(read.get("dtype")).removeprefix("torch.")),
     )
-
-
-def _attention_scale(read: ConfigReader, family: Family, head_dim: int) -> float:
-    factors = family.multipliers
-    if factors.attention is not None:
-        return read.number(factors.attention)
-    return float(read.number(factors.attention_root, default=head_dim) ** -0.5)
 
 
 def _read_ropes(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.passing import class_of
+from quantkit.checkpoints.passing import config_and_class
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError, first_line
 from quantkit.kernels.batch import ForwardBatch
@@ -151,11 +151,9 @@ def load_with_transformers(
     """
     check_memory(reader, dtype, device)
     check_for_others(reader.config)
-    from transformers import AutoConfig
-
     try:
-        settings = AutoConfig.from_pretrained(reader.path, local_files_only=True, trust_remote_code=False)
-        model, report = class_of(reader, settings).from_pretrained(
+        _, kind = config_and_class(reader)
+        model, report = kind.from_pretrained(
             reader.path,
             dtype=dtype,
             local_files_only=True,

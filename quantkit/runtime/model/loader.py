@@ -22,7 +22,7 @@ from quantkit.formats.base import Format
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
-from quantkit.models.config import NotNative
+from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
@@ -83,7 +83,7 @@ def load_model(
 
     if head_dtype is not None:
         raise InputError(f"head_dtype {head_dtype!r} is only for models that run natively; leave it out")
-    chosen, notes = pick_dtype(dtype, reader, None, device)
+    chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
         notes = (*notes, "the checkpoint asks for a quantized KV cache, which only models that run natively have")
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
@@ -111,7 +111,7 @@ def load_native(
     format_, scheme = find_format(reader)
     check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
-    chosen, notes = pick_dtype(dtype, reader, config, device)
+    chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     parts = build_parts(weights)
@@ -169,7 +169,7 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
 
 
 def pick_dtype(
-    asked: str | torch.dtype, reader: CheckpointReader, config: ModelConfig | None, device: torch.device
+    asked: str | torch.dtype, reader: CheckpointReader, device: torch.device
 ) -> tuple[torch.dtype, tuple[str, ...]]:
     """The dtype to compute in, and notes for the user where it is not the checkpoint's.
 
@@ -183,7 +183,7 @@ def pick_dtype(
         if (name := _SHORT_NAMES.get(name, name)) not in DTYPES:
             raise InputError(f"unknown dtype {str(asked)!r}; use auto, {', '.join(DTYPES)}")
         return DTYPES[name], ()
-    stored = _stored_dtype(reader, config)
+    stored = _stored_dtype(reader)
     if device.type != "cpu" or stored == torch.float32:
         return stored, ()
     fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -209,13 +209,11 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
+def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
     """What config.json says, else the most common float dtype of the tensors by bytes."""
-    if config is not None and config.dtype is not None:
-        return config.dtype
-    named = DTYPES.get(str(reader.config.get("dtype") or reader.config.get("torch_dtype")).removeprefix("torch."))
-    if named is not None:
-        return named
+    named = str(ConfigReader(reader.config).get("dtype")).removeprefix("torch.")
+    if named in DTYPES:
+        return DTYPES[named]
     totals = dict.fromkeys(DTYPES.values(), 0)
     for name in reader.names:
         info = reader.info(name)

@@ -17,6 +17,7 @@ from quantkit.formats.base import Format
 from quantkit.kernels.ops.experts import can_stack, stack
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.types import AttentionOptions, Linear, StackedExperts
+from quantkit.models.description import ExpertsShape
 from quantkit.models.layer_tensors import norm_names, per_head
 from quantkit.models.linear_sets import at
 from quantkit.models.rope import RopeConfig
@@ -85,7 +86,9 @@ class Weights:
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
         biases = self._biases(names, weights)
         del stored
-        joined = weights[0] if len(weights) == 1 else _join(weights, schemes)
+        joined: Weight | None = weights[0]
+        if len(weights) > 1:  # what differs in how inputs are quantized is not joined; a mixed list gives None too
+            joined = join(weights) if len(set(schemes)) == 1 else None  # type: ignore[arg-type]
         if joined is None:
             each: Sequence[Tensor | None] = biases or [None] * len(names)
             parts = zip(weights, each, schemes, strict=True)
@@ -129,12 +132,6 @@ class Weights:
             else torch.zeros(weight.shape[0], dtype=self.dtype, device=self.device)
             for name, weight in zip(stored, weights, strict=True)
         ]
-
-
-def _join(weights: Sequence[Weight], schemes: Sequence[ActivationScheme | None]) -> Weight | None:
-    if any(scheme != schemes[0] for scheme in schemes):
-        return None
-    return join(weights)  # type: ignore[arg-type]  # a mixed list gives None
 
 
 def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
@@ -217,9 +214,16 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
         shared = _build_mlp(weights, data.shared_up, data.shared_down, prefix)
     if data.shared_gate is not None:
         shared_gate = weights.linear([prefix + data.shared_gate])
+
+    def experts() -> Iterator[MLP]:
+        """One after another, as they are asked for."""
+        for number in range(config.num_experts):
+            up, down = [at(name, number) for name in data.up], at(data.down, number)
+            yield _build_mlp(weights, up, down, prefix, read_share=config.num_chosen / config.num_experts)
+
     return Mixture(
         router=weights.linear([prefix + data.router]),
-        experts=_stack(weights, prefix) or tuple(_build_experts(weights, prefix)),
+        experts=_stack(weights, config, experts()) or tuple(experts()),
         num_chosen=config.num_chosen,
         normalize=config.normalize,
         shared=shared,
@@ -227,25 +231,13 @@ def _build_mixture(weights: Weights, prefix: str) -> Mixture:
     )
 
 
-def _build_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
-    """The experts of a layer, one after another."""
-    config, data = weights.config.experts, weights.config.family.experts
-    assert config is not None and data is not None
-    share = config.num_chosen / config.num_experts
-    for number in range(config.num_experts):
-        up, down = [at(name, number) for name in data.up], at(data.down, number)
-        yield _build_mlp(weights, up, down, prefix, read_share=share)
-
-
-def _stack(weights: Weights, prefix: str) -> StackedExperts | None:
+def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> StackedExperts | None:
     """The experts of a layer as one; None where there is no kernel for that, which a note says."""
-    config = weights.config.experts
-    assert config is not None
     if not can_stack(weights.device, weights.dtype):
         return None
     before = weights.num_bytes, weights.stored_bytes
     stacked = stack(
-        ((expert.up, expert.down) for expert in _build_experts(weights, prefix)),
+        ((expert.up, expert.down) for expert in experts),
         count=config.num_experts,
         activation=weights.config.activation,
         num_chosen=config.num_chosen,
