@@ -29,7 +29,7 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, read_headers
-from quantkit.runtime.model.manifest import is_quantized, manifest_of
+from quantkit.runtime.model.manifest import manifest_of, stored_scheme
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 
@@ -196,8 +196,7 @@ class _HeaderWeights(Weights):
 
     def _scheme(self, name: str) -> LinearScheme | None:
         """How a linear is stored; None = as values."""
-        local, scheme = self._local.get(name, set()), self.scheme
-        return scheme.find(name) if scheme is not None and is_quantized(name, local, scheme) else None
+        return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 
 _COUNTED = cast(Linear, LinearFacts((0, 0), 0, "counted"))

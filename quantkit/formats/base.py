@@ -180,6 +180,8 @@ class Format(ABC):
         Raises:
             SchemeError: the schemes do not go together in this format.
         """
+        if not self.is_written:
+            raise self._read_only()
         section = self.section(linears, ignored, group_order) if linears else {}
         if section and decode_at_load and self.decode_key:
             section[self.decode_key] = True

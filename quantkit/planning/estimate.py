@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, suggestion
+from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning import memory, weights
 from quantkit.planning.devices import Device
 from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
 from quantkit.planning.loaders import LoaderAnswer, loaders
-from quantkit.planning.recipes import RecipePlan, plan_recipe, require_possible
+from quantkit.planning.recipes import RecipePlan, plan_recipe
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.source import from_model, from_parameters, from_shape_file
 
@@ -235,7 +235,9 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: weights.W
     from quantkit.compress.recipe import load
 
     plan = plan_recipe(shape, load(name, overrides), head)
-    require_possible(plan)
+    if plan.conflicts:
+        rest = f" ({len(plan.conflicts) - 1} more like this)" if len(plan.conflicts) > 1 else ""
+        raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
     return plan
 
 

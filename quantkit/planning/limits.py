@@ -5,6 +5,7 @@ Floors, not predictions: nothing overlaps better, no launch costs time, every by
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,14 +83,7 @@ def device_fit(
 
 def _longest(shape: ModelShape, form: KVForm, budget: float, limit: int) -> int:
     """The longest context whose cache is within the budget; the cache never shrinks with length."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory.kv_allocated_bytes(shape, middle, form) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(1, limit + 1), budget, key=lambda tokens: memory.kv_allocated_bytes(shape, tokens, form))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

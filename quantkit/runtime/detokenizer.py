@@ -98,7 +98,8 @@ class StopFinder:
         if starts:
             self._held = ""
             return text[: min(starts)], True
-        size = self._num_held(text)
+        sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of ends of the text that may begin a stop
+        size = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False
 
@@ -106,13 +107,6 @@ class StopFinder:
         """What was held back."""
         held, self._held = self._held, ""
         return held
-
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
 
 
 class TextStream:

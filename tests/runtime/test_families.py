@@ -239,5 +239,5 @@ def test_a_feature_switched_off_is_noticed(case, monkeypatch, switch):
 @pytest.mark.parametrize("variant", ["qwen2", "starcoder2", "llama, biases", "phi"])
 def test_biases_left_out_are_noticed(case, monkeypatch, variant):
     this = case(variant)
-    monkeypatch.setattr(Weights, "_biases", lambda self, names, weights: None)
+    monkeypatch.setattr(Weights, "biases", lambda self, names, weights: None)
     assert difference(run(this.load(), this.sequences), this.expected) > FAR

@@ -121,8 +121,9 @@ class BatchBuilder:
         else:
             table = self._rows_of(chunks, table_width(num_pages))
             tensors = send(self._device, *[buffer.array[:size] for buffer, size in parts.values()], table)
+        by_name: dict[str, Any] = dict(zip((*parts, "page_table"), tensors, strict=True))
         return ForwardBatch(
-            **dict(zip((*parts, "page_table"), tensors, strict=True)),
+            **by_name,
             query_lengths=query_lengths,
             context_lengths=context_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),

@@ -8,7 +8,6 @@ kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,14 +25,6 @@ from quantkit.runtime.model.model import Model
 
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-@dataclass(slots=True)
-class _State:
-    """What is kept of a sequence: its tokens so far, and what transformers computed from them."""
-
-    cache: Any
-    token_ids: list[int] = field(default_factory=list)
 
 
 class TransformersModel(Model):
@@ -72,7 +63,7 @@ class TransformersModel(Model):
         self._model = model
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self._can_crop = not getattr(model, "_is_stateful", False) and kinds <= _CROPPED
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, tuple[Any, list[int]]] = {}  # of a sequence: transformers' cache, and its tokens so far
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Logits:
@@ -94,33 +85,26 @@ class TransformersModel(Model):
 
     def _advance(self, sequence_id: int, tokens: Tensor, past: int, rows: list[int]) -> Tensor:
         """Logits (len(rows), V) of one sequence's new tokens (T,), of which `past` are before."""
-        state = self._states.get(sequence_id)
-        if state is None or past == 0:
-            state = self._states[sequence_id] = _State(self._fresh_cache())
-        known = state.token_ids
+        cache, known = self._states.get(sequence_id, (None, [])) if past else (None, [])
         if len(known) < past:
             raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
         computed = len(known) if self._has_cache else 0
-        if computed > past:
-            computed = self._rewind(state, past, computed)
-        state.token_ids = known[:past] + tokens.tolist()
-        inputs = torch.tensor([state.token_ids[computed:]], device=self.device)
+        if computed > past and self._can_crop:
+            cache.crop(past - computed)  # negative: that many tokens less
+            computed = past
+        elif computed > past or cache is None:
+            cache, computed = self._fresh_cache(), 0
+        known = known[:past] + tokens.tolist()
+        self._states[sequence_id] = cache, known
+        inputs = torch.tensor([known[computed:]], device=self.device)
         skipped = past - computed  # recomputed tokens, whose logits nobody wants
         keep = torch.tensor([row + skipped for row in rows], dtype=torch.int64, device=self.device)
         options: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_rows and len(rows) else {}
         if self._has_cache:
-            options |= {"past_key_values": state.cache, "use_cache": True}
+            options |= {"past_key_values": cache, "use_cache": True}
         output = self._model(input_ids=inputs, **options)
         logits: Tensor = output.logits[0]
         return (logits if "logits_to_keep" in options else logits[keep]).float()
-
-    def _rewind(self, state: _State, past: int, computed: int) -> int:
-        """Go back from `computed` to `past` tokens; returns how many are computed now."""
-        if self._can_crop:
-            state.cache.crop(past - computed)  # negative: that many tokens less
-            return past
-        state.cache = self._fresh_cache()
-        return 0
 
     def _fresh_cache(self) -> Any:
         from transformers import DynamicCache

@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import recognise
 from quantkit.formats._kv_cache import CONFIG_KEY
 from quantkit.formats.base import Format
-from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.ops.linear import join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import ConfigReader, NotNative
@@ -228,13 +228,9 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     if head_dtype is None and not config.tied:
         return weights.linear([name])
     weight = table if config.tied else weights.reader.tensor(f"{name}.weight").to(weights.device)
-    bias = f"{name}.bias"
-    head = build_linear(
-        weight if head_dtype is None else _round_head(weight, head_dtype),
-        bias=weights.reader.tensor(bias).to(weights.device, weights.dtype) if bias in weights.reader else None,
-        dtype=weights.dtype,
-        device=weights.device,
-    )
+    biases = weights.biases([name], [weight])
+    rounded = weight if head_dtype is None else _round_head(weight, head_dtype)
+    head = weights.build(rounded, None if biases is None else biases[0])
     is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
     weights.num_bytes += 0 if is_shared else head.stored_bytes
     weights.stored_bytes += head.stored_bytes

@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError, ResourceError
 from quantkit.formats.base import by_module
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
-from quantkit.numerics.scheme import Scheme
+from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
 from quantkit.runtime.devices import free_bytes
 
@@ -72,7 +72,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         local = by_module.get(name, set())
         known |= {f"{name}.{tensor}" for tensor in local}
         reader.check_shape(f"{name}.bias", (rows,), required=False)
-        if is_quantized(name, local, scheme):
+        if stored_scheme(name, local, scheme) is not None:
             _check_quantized(reader, name, (rows, width))
         else:
             if extra := sorted(local - {"weight", "bias"}):
@@ -89,9 +89,9 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
             )
 
 
-def is_quantized(name: str, local: Iterable[str], scheme: Scheme | None) -> bool:
-    """Whether a linear with these tensors is stored as codes."""
-    return scheme is not None and scheme.find(name) is not None and bool(set(local) - {"weight", "bias"})
+def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
+    """How a linear with these tensors is stored as codes; None = as values."""
+    return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
 def local_names(reader: CheckpointReader) -> dict[str, set[str]]:

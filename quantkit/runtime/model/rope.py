@@ -98,13 +98,11 @@ class RopeTable:
         self.reserve(longest)
         if limit is None or longest <= limit:
             return self._cos[batch.positions], self._sin[batch.positions]
-        pairs = []
         chunks = torch.split(batch.positions, list(batch.query_lengths))  # type: ignore[no-untyped-call]
-        for positions, length in zip(chunks, batch.context_lengths, strict=True):
-            if length <= limit:
-                pairs.append((self._cos[positions], self._sin[positions]))
-            else:
-                pairs.append(self._angles(positions, length))
+        pairs = [
+            (self._cos[positions], self._sin[positions]) if length <= limit else self._angles(positions, length)
+            for positions, length in zip(chunks, batch.context_lengths, strict=True)
+        ]
         cos, sin = zip(*pairs, strict=True)
         return torch.cat(cos), torch.cat(sin)
 

@@ -5,7 +5,7 @@ Nothing is kept but what the parts hold, so beside the finished ones there is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.layers import MLP, Attention, Block, LayerNorm, Norm, RMSNorm, SideBySide, kernel_norms
-from quantkit.runtime.model.manifest import is_quantized, local_names
+from quantkit.runtime.model.manifest import local_names, stored_scheme
 
 Weight = Tensor | QuantizedTensor
 
@@ -84,7 +84,7 @@ class Weights:
         """
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
-        biases = self._biases(names, weights)
+        biases = self.biases(names, weights)
         del stored
         joined: Weight | None = weights[0]
         if len(weights) > 1:  # what differs in how inputs are quantized is not joined; a mixed list gives None too
@@ -92,28 +92,27 @@ class Weights:
         if joined is None:
             each: Sequence[Tensor | None] = biases or [None] * len(names)
             parts = zip(weights, each, schemes, strict=True)
-            result: Linear = SideBySide([self._linear(*part) for part in parts])
+            result: Linear = SideBySide([self.build(*part) for part in parts])
         else:
             weights.clear()
             bias = None if biases is None else torch.cat(biases)
             if order is not None:
                 joined = joined[order] if isinstance(joined, Tensor) else joined.take_rows(order)
                 bias = None if bias is None else bias[order]
-            result = self._linear(joined, bias, schemes[0])
+            result = self.build(joined, bias, schemes[0])
         self.num_bytes += result.stored_bytes
         self.stored_bytes += round(result.stored_bytes * read_share)
         return result
 
-    def _linear(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None) -> Linear:
+    def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
+        """A linear out of its parts; not counted."""
         return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
 
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
         local = self._local[name]
-        if not is_quantized(name, local, self.scheme):
+        linear = stored_scheme(name, local, self.scheme)
+        if linear is None or self.format is None:
             return self.reader.tensor(f"{name}.weight").to(self.device), None
-        assert self.scheme is not None and self.format is not None
-        linear = self.scheme.find(name)
-        assert linear is not None
         tensors = {item: self.reader.tensor(f"{name}.{item}") for item in local if item != "bias"}
         try:
             weight = self.format.decode(tensors, linear)
@@ -121,7 +120,7 @@ class Weights:
             raise CheckpointError(f"{self.reader.path}: {name}: {error}") from None
         return weight, linear.activation
 
-    def _biases(self, names: Sequence[str], weights: Sequence[Weight]) -> list[Tensor] | None:
+    def biases(self, names: Sequence[str], weights: Sequence[Weight]) -> list[Tensor] | None:
         """Bias of each module, zero where only others have one; None when none has."""
         stored = [f"{name}.bias" for name in names]
         if not any(name in self.reader for name in stored):
@@ -145,15 +144,11 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Bl
     config = weights.config
     prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
-    mlp: Callable[[Tensor], Tensor]
-    if config.with_experts[index]:
-        mlp = _build_mixture(weights, prefix)
-    else:
-        parts = config.family.parts
-        mlp = _build_mlp(weights, parts.up, parts.down, prefix, parts.gated)
+    up, down, gated = config.family.parts.up, config.family.parts.down, config.family.parts.gated
+    sparse = config.with_experts[index]
     return Block(
+        mlp=_build_mixture(weights, prefix) if sparse else _build_mlp(weights, up, down, prefix, gated),
         attention=_build_attention(weights, index, prefix),
-        mlp=mlp,
         input_norm=norms[0],
         attention_norm=norms[1],
         mlp_norm=norms[2],
