@@ -85,7 +85,8 @@ class TransformersModel(Model):
 
     def _advance(self, sequence_id: int, tokens: Tensor, past: int, rows: list[int]) -> Tensor:
         """Logits (len(rows), V) of one sequence's new tokens (T,), of which `past` are before."""
-        cache, known = self._states.get(sequence_id, (None, [])) if past else (None, [])
+        nothing: tuple[Any, list[int]] = (None, [])
+        cache, known = self._states.get(sequence_id, nothing) if past else nothing
         if len(known) < past:
             raise ModelError(f"sequence {sequence_id} continues at position {past}, but only {len(known)} are computed")
         computed = len(known) if self._has_cache else 0
