@@ -121,6 +121,7 @@ print(json.dumps([vars(measure(found[f"int4 g128, {rows} rows"], 90)) for rows i
 """
 
 
+@pytest.mark.slow
 def test_a_weight_takes_few_instructions(tmp_path):
     """More than about 4 per weight would take longer than its bytes; numbers go from registers to the tensor cores."""
     done = run("-c", LOOPS, cache=tmp_path)
@@ -144,6 +145,7 @@ print(len({launch.key for launch in found}) == len(found), len(found))
 """
 
 
+@pytest.mark.slow
 def test_candidates_of_tune_can_be_compiled_apart(tmp_path):
     """`compile_check.py --candidates` forces each one on the launches; that they compile takes too long for a test."""
     done = run("-c", CANDIDATES, cache=tmp_path)

@@ -147,7 +147,7 @@ def test_what_cannot_be_packed():
     assert find_span(grouped) is None
 
 
-@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_every_float_code_is_decoded_exactly(kind):
     """Signs, subnormals, zeros of both signs and the largest; in the products too."""
     dtype = DTYPES[kind]
