@@ -118,6 +118,16 @@ def test_experts_in_one_tensor_are_the_same_experts(tmp_path, family):
     assert difference(run(one, SEQUENCES), run(other, SEQUENCES)) == 0
 
 
+def test_names_without_the_prefix_of_the_causal_model_are_the_same_tensors(tmp_path):
+    folder = make_loud_model(tmp_path / "whole", "llama")
+    inner = copied(folder, tmp_path / "inner")
+    tensors = load_file(inner / "model.safetensors")
+    names = {name: name.removeprefix("model.") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, inner / "model.safetensors", {"format": "pt"})
+    one, other = load_model(folder, backend="native"), load_model(inner, backend="native")
+    assert difference(run(one, SEQUENCES), run(other, SEQUENCES)) == 0
+
+
 @pytest.mark.parametrize(("head_dtype", "error"), [("int8", 0.02), ("int4", 0.3)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rounded_head_is_close_and_smaller(tmp_path, head_dtype, error, tied):
