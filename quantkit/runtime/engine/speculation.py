@@ -50,15 +50,15 @@ def _useful(sequence: Sequence, count: int) -> int:
     return min(count, sequence.limit - len(sequence.ids) - 1)
 
 
-def check_vocabulary(draft: int, target: int) -> None:
+def check_draft(vocab_size: int, target: int) -> None:
     """Refuse a draft model that knows other tokens; the sizes are compared.
 
     Raises:
         RequestError: they differ.
     """
-    if draft != target:
+    if vocab_size != target:
         raise RequestError(
-            f"the draft model knows {draft} tokens, the model {target}; "
+            f"the draft model knows {vocab_size} tokens, the model {target}; "
             "speculate with a model of the same vocabulary, such as a compressed copy"
         )
 
@@ -154,7 +154,7 @@ class DraftModelProposer:
     def __init__(
         self, model: Model, cache: KVCache | None, config: EngineConfig, *, num_pages: int, vocab_size: int
     ) -> None:
-        check_vocabulary(model.vocab_size, vocab_size)
+        check_draft(model.vocab_size, vocab_size)
         self.model = model
         self._config = config
         self._pool = PagePool(num_pages)
