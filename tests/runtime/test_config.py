@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from quantkit.errors import ModelError
 from quantkit.models.config import NotNative
@@ -126,8 +125,7 @@ def test_null_is_absent_but_not_the_default():
     assert read(head_dim=None, num_key_value_heads=None).head_dim == 16
 
 
-def test_dtypes_and_scalings():
-    assert read(torch_dtype="float16").dtype == torch.float16
+def test_scalings():
     stretched = read(rope_scaling={"type": "dynamic", "factor": 4.0})
     assert stretched.max_length == 2048
     assert read(rope_scaling={"type": "linear", "factor": 4.0}).max_length == 512
