@@ -188,12 +188,12 @@ def test_dtypes_on_this_processor(tmp_path):
         assert len(notes) == (chosen != stored)
         edit_config(folder, dtype=None)
         assert pick_dtype("auto", CheckpointReader(folder), cpu)[0] == chosen
-        edit_config(folder, torch_dtype="float32")
-        assert pick_dtype("auto", CheckpointReader(folder), cpu) == (torch.float32, ())
         assert pick_dtype("float16", reader, cpu) == (torch.float16, ())
         for short, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
             assert pick_dtype(short, reader, cpu) == (dtype, ())
         assert load_model(folder).notes == notes
+        edit_config(folder, torch_dtype="float32")
+        assert pick_dtype("auto", CheckpointReader(folder), cpu) == (torch.float32, ())
 
 
 @pytest.fixture
