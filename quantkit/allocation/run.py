@@ -280,7 +280,7 @@ def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> 
     return {
         "recipe": source,
         "calibration": hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None,
-        "source": CheckpointReader(folder).digests(),
+        "source": CheckpointReader(folder).digests,
         "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
         "versions": describe_versions(),
         "arithmetic": str(original.model.dtype).removeprefix("torch."),

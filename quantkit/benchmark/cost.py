@@ -113,9 +113,9 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
         LayerCost(
             token_bytes=layout.page_bytes / layout.page_size,
             pair_flops=2 * config.num_heads * 2 * layout.head_dim,
-            window=layer.window,
+            window=window,
         )
-        for layout, layer in zip(layouts, config.layers, strict=True)
+        for layout, window in zip(layouts, config.windows, strict=True)
     ]
     return Cost(
         read_bytes=model.stored_bytes,

@@ -143,12 +143,7 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
         if len(members) == 1:
             split.append(group)
         else:
-            split += [
-                replace(group, linears=tuple(linears), source=None, parent=_parent(owner, linears), beside=())
-                for owner, linears in members.items()
-            ]
+            for owner, names in members.items():
+                parent = owner or names[0].rpartition(".")[0]
+                split.append(replace(group, linears=tuple(names), source=None, parent=parent, beside=()))
     return tuple(split)
-
-
-def _parent(expert: str, linears: list[str]) -> str:
-    return expert or linears[0].rpartition(".")[0]

@@ -5,7 +5,7 @@ Shapes: N outputs, K inputs, G scales per row, g = K / G.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class QuantizedTensor:
     def values_dtype(self) -> torch.dtype:
         """In which loaders compute the values, usually the model's."""
         return self.value_dtype or self.scale.dtype
+
+    def take_rows(self, rows: Tensor) -> QuantizedTensor:
+        """The same weight with these outputs, in this order."""
+        rows = rows.to(self.codes.device)
+        return replace(
+            self,
+            codes=self.codes.view(torch.uint8)[rows].view(self.codes.dtype),  # torch cannot index every 8-bit float
+            scale=self.scale[rows],
+            zero_point=None if self.zero_point is None else self.zero_point[rows],
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values that the codes stand for.

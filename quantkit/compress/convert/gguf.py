@@ -6,7 +6,6 @@ Source: llama.cpp `convert_hf_to_gguf.py`; types of a whole file as in `llama-qu
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -209,14 +208,8 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
 
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     """Blocks of a quantized linear, checked to hold the very same codes, or values where zero points are merged."""
-    weight = source.weight(tensor.module)
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
-    weight = dataclasses.replace(
-        weight,
-        codes=weight.codes[rows],
-        scale=weight.scale[rows],
-        zero_point=None if weight.zero_point is None else weight.zero_point[rows],
-    )
+    weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
         block, data = FORMAT.blocks(weight)
     # Read by the gguf package, which had no part in making them.

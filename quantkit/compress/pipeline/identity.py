@@ -21,7 +21,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     """Everything that decides the bits of the result."""
     identity = {
         "recipe": plan.recipe.source,
-        "source": plan.reader.digests(),
+        "source": plan.reader.digests,
         "calibration": None if samples is None else samples.digest,
         "versions": describe_versions(),
         "compute": {

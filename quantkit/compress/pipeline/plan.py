@@ -24,7 +24,7 @@ from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
-from quantkit.models.families import find_compressible
+from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme
@@ -147,10 +147,10 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Returns:
         the description of its family, or what was found where there is none.
     Raises:
-        ModelError: config.json names no class, or the model cannot be compressed; one line says why.
+        ModelError: config.json names no class.
     """
     try:
-        return find_compressible(reader.config), None
+        return find(reader.config), None
     except NotNative:
         discovery = discover(reader)
         return discovery.family, discovery
