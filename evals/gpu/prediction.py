@@ -279,7 +279,7 @@ def page(data: Row) -> str:
         "Left out are the L2 cache, conflicts in shared memory, the first tile of a program, for which all its warps",
         "wait, the sum over splits, waiting for the result of an instruction, and clocks that fall under load. A",
         "kernel can miss its prediction, a short one more than a long one. Code outside of the main loop is counted",
-        "once, with both sides of its branches. What torch does is taken to reach what copies and large products reach.",
+        "once, with both sides of its branches. What torch does is taken to reach what copies and large products do.",
         "The floor is the plan's: bytes by bandwidth, or operations by peak, as on the data sheet. Instructions are",
         "per weight, or per number of a key or value; barriers are those of the main loop.",
         "",
