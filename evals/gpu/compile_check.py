@@ -92,6 +92,9 @@ CODES = {
     "fp8 channel unpacked": (torch.uint8,),
 }
 
+# Weights whose product also opens gates; others do that by the same few lines behind another loop.
+GATED = ("int4 g128", "int4 g128 asym", "int8 channel", "nvfp4")
+
 QUANTIZATIONS = (
     ActivationQuantization(name="int8"),
     ActivationQuantization(name="fp8"),
@@ -132,6 +135,9 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
             for count in (1, 4) if bits == 2 else usual:
                 recorder.label = f"{name}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
+            for count in (1, 16, 64) if name in GATED else ():
+                recorder.label = f"{name}, {count} rows, gates"
+                w4a16.multiply(meta(count, width, dtype=dtype), weight, None, "silu")
             recorder.label = f"{name}, dequantized"
             w4a16.dequantize_weight(weight, dtype)
         for codes in CODES.get(name, ()):
@@ -140,6 +146,11 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
                 scale = meta(count, 1, dtype=torch.float32)
                 rows = QuantizedActivations(codes=meta(count, width, dtype=codes), scale=scale, dtype=dtype)
                 w4a16.multiply(rows, weight, None)
+    os.environ["QUANTKIT_PDL"] = "1"
+    for count in (1, 16, 64):
+        recorder.label = f"int4 g128, {count} rows, dependent"
+        w4a16.multiply(meta(count, 4096, dtype=dtype), _packed(4, 128, dtype), None)
+    del os.environ["QUANTKIT_PDL"]
     _launch_quantization(recorder, dtype)
 
 

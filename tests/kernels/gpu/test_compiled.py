@@ -194,6 +194,33 @@ def test_a_weight_takes_few_instructions(tmp_path):
         assert loop["spills"] == 0
 
 
+DEPENDENT = """
+import json, sys
+sys.path.insert(0, "evals/gpu")
+from compile_check import everything
+from instructions import compiled
+launches = everything([80, 90], ["bfloat16"])
+print(json.dumps([
+    compiled(launch, chip).code for (_, chip), launch in launches.items() if launch.label.endswith("dependent, bf16")
+]))
+"""
+
+
+def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes(tmp_path):
+    """Only prefetches come before; and there is no such kernel for chips before Hopper."""
+    done = run("-c", DEPENDENT, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert len(codes) == 3
+    for code in codes:
+        before, waits, after = code.partition("ACQBULK")
+        assert waits
+        assert "CCTL.E.PF2" in before
+        assert not re.search(r"\b(LDG|LDGSTS|STG|ATOMG?|RED|UBLKCP)\b", before)
+        assert re.search(r"\bLDGSTS\b", after)
+        assert re.search(r"\bSTG\b", after)
+
+
 CANDIDATES = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
