@@ -92,10 +92,6 @@ class Cost:
         attention = sum(layer.pair_flops * _causal_pairs(prompt, layer.window) for layer in self.layers)
         return 2 * prompt * self.parameters + 2 * self.head_parameters + attention
 
-    def row_flops(self) -> int:
-        """Operations of all products for one row of a batch, attention not counted."""
-        return 2 * (self.parameters + self.head_parameters)
-
 
 def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     """Count a model.

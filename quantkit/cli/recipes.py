@@ -98,4 +98,4 @@ def _table(recipes: dict[str, Recipe]) -> Table:
     return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
 
 
-COMMAND = recipes
+command = recipes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("report", cls=Command, short_help="Compare checkpoints by their reports.")
 @click.argument("checkpoints", nargs=-1, required=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write a page (HTML) here.")
-def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None) -> None:
+def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None) -> None:
     """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
 
     With one checkpoint, its own report is rendered again from report.json.
@@ -65,6 +65,3 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None) ->
         lambda: checkpoints_table(comparison),
         lambda: comparison_sentence(comparison),
     )
-
-
-COMMAND = report_command
