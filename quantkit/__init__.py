@@ -44,7 +44,9 @@ __all__ = sorted([*_HOME_OF, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version()
+        from quantkit.registry import installed_version
+
+        return installed_version("quantkit", "0+unknown")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}; public names: {', '.join(__all__)}")
     return getattr(import_module(_HOME_OF[name]), name)
@@ -52,12 +54,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("quantkit")
-    except PackageNotFoundError:  # imported from a source checkout
-        return "0+unknown"

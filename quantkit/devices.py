@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""Of a computation; OpenMP ends the process where it cannot start as many as it is told."""
 
 
 def pick_device(name: str | torch.device) -> torch.device:

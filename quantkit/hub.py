@@ -17,7 +17,7 @@ from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
-from quantkit.report.markdown import markdown_table
+from quantkit.report.markdown import markdown_table, plain
 from quantkit.report.table import Column, Table
 from quantkit.untrusted import MAX_YAML_BYTES, parse_yaml
 
@@ -79,7 +79,7 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
     front |= {"library_name": format_.library, "pipeline_tag": "text-generation"}
     front["tags"] = ["quantkit", format_.tag or format_.name]
     made = f"Compressed from {origin.get('base_model', 'a local model')} with quantkit"
-    recipe = f", recipe `{summary.recipe}`" if summary.recipe else ""
+    recipe = f", recipe `{plain(summary.recipe)}`" if summary.recipe else ""
     bits = f"{summary.bits_per_weight:.3f} bits per quantized weight, " if summary.bits_per_weight else ""
     serve = next(_SERVE[engine] for engine in format_.engines if engine in _SERVE)
     modules = Table(

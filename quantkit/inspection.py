@@ -18,7 +18,7 @@ from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import MANIFEST
-from quantkit.errors import CheckpointError, ReportError, first_line
+from quantkit.errors import CheckpointError, ReportError
 from quantkit.formats import recognise
 from quantkit.formats._gguf_file import GGUFTensor, is_gguf, read_gguf
 from quantkit.formats.base import Format, by_module, stores_codes
@@ -26,6 +26,7 @@ from quantkit.formats.dense import FORMAT as DENSE
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary
+from quantkit.untrusted import read_object
 
 __all__ = ["compare", "inspect", "read_manifest", "section"]
 
@@ -170,15 +171,8 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is there and not readable.
     """
-    try:
-        manifest = json.loads((folder / name).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / name} is not readable JSON ({first_line(error)}); copy it again, or delete it to go on without"
-        ) from None
-    return section({name: manifest}, name)
+    path = folder / name
+    return read_object(path, CheckpointError, "copy it again, or delete it to go on without") if path.exists() else {}
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...]]:
@@ -188,7 +182,8 @@ def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, 
     for layer in layers if isinstance(layers, list) else []:
         with contextlib.suppress(ReportError):  # another version's manifest may lack fields
             records.append(LayerRecord.from_dict(layer))
-    return recipe.get("name") or result.get("recipe"), tuple(records)
+    name = recipe.get("name") or result.get("recipe")
+    return name if isinstance(name, str) else None, tuple(records)
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Lookup by file name: dropping a module into a package registers it, and it is imported on first use.
 
-Not a plug-in system: there are no entry points, decorators or import side effects.
+Not a plug-in system: there are no entry points, decorators or import side effects. Also what version of a library is
+installed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
@@ -52,3 +54,11 @@ class Registry:
     def all(self) -> dict[str, Any]:
         """Every member by name; imports them all."""
         return {name: self.load(name) for name in self.names()}
+
+
+def installed_version(name: str, absent: str) -> str:
+    """Version of an installed package; `absent` where it is not, as quantkit itself in a source checkout."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return absent

@@ -1,4 +1,4 @@
-"""Bytes, text and YAML from files that strangers may have written: read, parsed and quoted within bounds.
+"""Bytes, text, JSON and YAML from files that strangers may have written: read, parsed and quoted within bounds.
 
 Not a schema: what the data means is said where it is used.
 """
@@ -8,18 +8,24 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import stat
+import sys
+import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
-from quantkit.errors import CheckpointError, InputError
+from quantkit.errors import CheckpointError, InputError, first_line
 
 CHUNK_BYTES = 1 << 22
 
 MAX_YAML_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 30
+_MAX_JSON_BYTES = 1 << 26
+_AGAIN = "download or copy it again"
 _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
@@ -89,31 +95,87 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
             raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
+            data = b"" if status.st_size > limit else file.read(status.st_size + 1)
+        if status.st_size > limit or len(data) > limit:
             raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise kind(f"{path}: cannot be read as text: {error}") from None
 
 
-def parse_object(text: bytes, where: str, kind: type[InputError]) -> dict[str, Any]:
-    """A JSON object.
+def read_object(path: Path, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
+    """The JSON object in a regular file, see `parse_object`.
 
     Args:
-        text: all of it, UTF-8, -16 or -32.
-        where: what holds it, for messages.
+        path: of the file; links are followed.
         kind: what to raise.
+        todo: what the user can do.
     Raises:
-        InputError: of this kind: it is not JSON, too deep, or no object.
+        InputError: of this kind: it cannot be read, or is no JSON object.
+    """
+    return parse_object(read_text(path, kind, _MAX_JSON_BYTES), str(path), kind, todo)
+
+
+def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
+    """A JSON object, stricter than JSON: neither deeper nor with longer numbers than the code behind it can bear.
+
+    Args:
+        text: of the object.
+        where: the file, for messages.
+        kind: what to raise.
+        todo: what the user can do.
+    Raises:
+        InputError: of this kind: not JSON, or no object.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_whole_number)
+        _check_depth(data)
+        plain = text if isinstance(text, str) else text.decode()
+        if "\\u" in plain:  # half a character, which no stream can print
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise kind(f"{where} is not valid JSON ({error}); download or copy it again") from error
+        raise kind(f"{where} is not valid JSON ({_one_line(first_line(error))}); {todo}") from None
     if not isinstance(data, dict):
-        raise kind(f"{where} is a JSON {type(data).__name__}, not an object; download or copy it again")
+        raise kind(f"{where} holds a JSON {type(data).__name__}, not an object; {todo}")
     return data
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, over the limit of {_MAX_DIGITS}")
+    return int(text)
+
+
+def _check_depth(data: Any) -> None:
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(_MAX_DEPTH + 1):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"values are nested more than {_MAX_DEPTH} deep")
+
+
+@contextlib.contextmanager
+def bounded(seconds: float = 10.0, num_bytes: int = 1 << 30) -> Iterator[None]:
+    """Ends Python code of strangers, such as a template, that takes too long or too much; looked at line by line.
+
+    Raises:
+        TimeoutError: it did.
+    """
+    end, before = time.monotonic() + seconds, sys.gettrace()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + (num_bytes >> 10)
+
+    def trace(_frame: object, _event: str, _argument: object) -> Any:
+        if time.monotonic() > end or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > most:
+            raise TimeoutError(f"it takes more than {seconds:.0f} s or {num_bytes >> 20} MiB")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:

@@ -153,7 +153,7 @@ def test_recipe_and_errors_come_from_the_manifest(tmp_path):
 
 @pytest.mark.parametrize(
     "manifest",
-    [{}, [], {"recipe": None, "result": 3}, {"recipe": {}, "result": {"layers": [{"name": "x"}, 7]}}],
+    [{}, {"recipe": 5}, {"recipe": None, "result": 3}, {"recipe": {}, "result": {"layers": [{"name": "x"}, 7]}}],
     ids=str,
 )
 def test_a_manifest_may_lack_anything(tmp_path, manifest):
@@ -171,7 +171,7 @@ def test_what_cannot_be_inspected(tmp_path):
         inspect(tmp_path)
     write(tmp_path, dense_tensors(), {})
     (tmp_path / "quantkit.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"quantkit\.json is not readable JSON"):
+    with pytest.raises(CheckpointError, match=r"quantkit\.json is not valid JSON"):
         inspect(tmp_path)
 
 

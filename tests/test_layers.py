@@ -42,7 +42,7 @@ LAYERS = {
     "runtime.types": 2,
     "runtime.config": 2,
     "runtime.detokenizer": 2,
-    "runtime.devices": 2,
+    "runtime.devices": 4,
     "hub": 5,  # a card says what inspection saw
     "inspection": 4,
     "report": 4,
@@ -63,6 +63,7 @@ LAYERS = {
     "errors": 0,
     "registry": 0,
     "settings": 0,
+    "child": 0,  # work that may not end
     "untrusted": 0,  # bounded reading, which every layer may need
     "quantities": 0,
     "demo": 0,  # data

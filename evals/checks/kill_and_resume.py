@@ -1,8 +1,9 @@
 """kill -9 at random moments of a run, each followed by the same command; the files must be those of an undisturbed run.
 
-    python evals/checks/kill_and_resume.py [--kills 10] [--samples 16] [--recipe gptq-int4] [--seed 0]
+    python evals/checks/kill_and_resume.py [--command quantize] [--kills 10] [--recipe gptq-int4] [--seed 0]
 
-Uses the bundled demo model. Prints one line per kill and ends with exit code 1 if any file differs.
+Uses the bundled demo model, which convert and verify get in rtn-int4. Prints one line per kill and ends with exit code
+1 if any file differs.
 """
 
 from __future__ import annotations
@@ -16,21 +17,36 @@ import tempfile
 import time
 from pathlib import Path
 
-RUN_LOG = "quantkit-run.json"  # holds times, so it differs between any two runs
+# Hold times, so they differ between any two runs.
+TIMED = ("quantkit-run.json", "report.json", "report.html", "junit.xml", "README.md")
+COMMANDS = {
+    "quantize": "quantize --recipe {recipe} --samples {samples} -o out",
+    "gguf": "quantize --recipe rtn-int4 --set format=gguf -o out",
+    "convert": "convert ../source --to awq -o out",
+    "verify": "verify ../source --suite none --no-bench --no-sensitivity --text ../text --gate kl<=1000 -o out",
+    "search": "search --recipe rtn-int4 --bits 6 --candidates int4:64,int8:64 --text ../text --tokens 64 -o out.yaml",
+}
 
 
 def main() -> None:
     """Measure an undisturbed run, then kill and resume as often as asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--command", choices=COMMANDS, default="quantize")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--recipe", default="gptq-int4")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "quantkit", "quantize", "--recipe", options.recipe, "-o", "out"]
-    command += ["--samples", str(options.samples), "--quiet"]
+    program = [sys.executable, "-m", "quantkit"]
+    command = [*program, *COMMANDS[options.command].format(**vars(options)).split(), "--quiet"]
     generator, failures = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "text").write_text("The small fox walks along the river and sleeps. " * 40)
+        if "../source" in command:
+            source = ["--set", "format=gptq", "-o", str(Path(folder) / "source"), "--quiet"]
+            subprocess.run(
+                [*program, "quantize", "--recipe", "rtn-int4", *source], check=True, stdout=subprocess.DEVNULL
+            )
         expected, seconds = watched(command, Path(folder) / "undisturbed")
         for number in range(options.kills):
             moment = generator.uniform(0, seconds)
@@ -56,18 +72,27 @@ def watched(command: list[str], place: Path) -> tuple[dict[str, str], float]:
 
 
 def await_work(process: subprocess.Popen[bytes], place: Path) -> None:
-    """Wait until the run has begun to write."""
-    while process.poll() is None and not (place / "out.partial" / "progress.json").exists():
+    """Wait until the run has begun to write, or to do what comes before that."""
+    began = time.perf_counter()
+    while process.poll() is None and not any(place.glob("out*")) and time.perf_counter() < began + 3:
         time.sleep(0.005)
 
 
 def finish(command: list[str], place: Path) -> dict[str, str]:
-    """Run to the end; SHA-256 of every file of the output but the run log."""
+    """Run to the end; every file, with its SHA-256 where it holds no times."""
     place.mkdir(exist_ok=True)
-    if not (place / "out").exists():
+    if not _is_finished(place) or "verify" in command:  # which writes file by file into a folder of the user's
         subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
-    files = sorted(path for path in (place / "out").iterdir() if path.name != RUN_LOG)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return {
+        str(path.relative_to(place)): "" if path.name in TIMED else hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if not any(name.endswith((".search", ".partial")) for name in path.parts)
+    }
+
+
+def _is_finished(place: Path) -> bool:
+    return any((place / name).exists() for name in ("out", "out.yaml"))
 
 
 def kill(command: list[str], place: Path, moment: float) -> str:
@@ -78,7 +103,7 @@ def kill(command: list[str], place: Path, moment: float) -> str:
     time.sleep(moment)
     process.kill()
     process.wait()
-    if (place / "out").exists():
+    if _is_finished(place):
         return "a finished output"
     shards = list(place.glob("out.partial/checkpoint/*.safetensors"))
     return f"{len(shards)} shards" if (place / "out.partial").exists() else "nothing"

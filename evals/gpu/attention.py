@@ -7,12 +7,14 @@ arithmetic, so its rows have the share of the rate of a large product.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from peer_attention import PEERS, Case
-from timing import Results, dtype_on, gemm_rate, parse
+from peer_attention import COMPILED, PEERS, Case
+from results import Results
+from timing import dtype_on, gemm_rate, open_results, parse
 
 from quantkit.benchmark.timing import measure, num_copies
 from quantkit.kernels.batch import ForwardBatch
@@ -30,10 +32,11 @@ TINY = Case(batch=2, context=70, heads=4, kv_heads=2, dim=32, page=16)
 TINY_PREFILL = Case(batch=1, context=40, new=20, heads=4, kv_heads=2, dim=32, page=16)
 
 
-def make_batch(case: Case, device: str) -> tuple[ForwardBatch, int]:
-    """`new` tokens at the end of each sequence, pages in shuffled order; and the number of pages."""
+def make_batch(case: Case, device: str, table: torch.Tensor | None = None) -> tuple[ForwardBatch, int]:
+    """`new` tokens at the end of each sequence, pages as given or in shuffled order; and the number of pages."""
     pages = -(-case.context // case.page)
-    table = torch.randperm(case.batch * pages).view(case.batch, pages)
+    if table is None:
+        table = torch.randperm(case.batch * pages).view(case.batch, pages)
     positions = torch.arange(case.context - case.new, case.context)
     slots = table[:, positions // case.page] * case.page + positions % case.page  # (B, L)
     return ForwardBatch(
@@ -87,47 +90,52 @@ def peer(kind: str, case: Case, device: str) -> dict[str, Any]:
     return {**measure(PEERS[kind](case, device), device), "bytes": case.kv_bytes}
 
 
-def bench(cases: list[Case], arguments: argparse.Namespace, results: Results) -> None:
+def bench(plan: Iterable[tuple[Case, str]], device: str, results: Results) -> None:
     """All cases, while there is time."""
-    device = arguments.device
-    for number, case in enumerate(cases):
-        base: float | None = None
-        for kind in (*KV_TYPES, *PEERS):
-            if number and "flex" in kind:  # it is compiled anew for each shape
-                continue
-            label = "quantkit bf16" if kind == "auto" else kind if kind in PEERS else f"quantkit {kind}"
-            work = partial(peer if kind in PEERS else paged, kind, case, device)
-            timing = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-            if timing is None:
-                continue
-            base = timing["us"] if kind == "auto" else base
-            bandwidth, rate = timing["bytes"] / timing["us"] * 1e6, case.flop / timing["us"] * 1e6
-            results.extend(
-                speedup_to_own_bf16=base / timing["us"] if base else None,
-                gigabytes_per_s=bandwidth / 1e9,
-                share_of_copy=bandwidth / results.meta["copy_bandwidth"],
-                teraflops=rate / 1e12,
-                share_of_gemm=rate / results.meta["gemm_rate"],
-            )
-    results.save()
+    base: dict[Case, float] = {}
+    for case, kind in plan:
+        label = "quantkit bf16" if kind == "auto" else kind if kind in PEERS else f"quantkit {kind}"
+        work = partial(peer if kind in PEERS else paged, kind, case, device)
+        row = results.attempt(work, batch=case.batch, context=case.context, new=case.new, kind=label)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if row is None:
+            continue
+        if kind == "auto":
+            base[case] = row["us"]
+        bandwidth, rate = row["bytes"] / row["us"] * 1e6, case.flop / row["us"] * 1e6
+        results.extend(
+            row,
+            speedup_to_own_bf16=base[case] / row["us"] if case in base else None,
+            gigabytes_per_s=bandwidth / 1e9,
+            share_of_copy=bandwidth / results.meta["copy_bandwidth"],
+            teraflops=rate / 1e12,
+            share_of_gemm=rate / results.meta["gemm_rate"],
+        )
+    results.finish()
+
+
+def plan_of(arguments: argparse.Namespace) -> list[tuple[Case, str]]:
+    """Cases and kinds, most telling first."""
+    if arguments.prefill:
+        cases = [Case(batch=batch, context=new + before, new=new) for batch, new, before in PREFILL]
+    else:
+        cases = [Case(batch=batch, context=context) for batch, context in DECODE]
+    if arguments.tiny:
+        cases = [TINY_PREFILL if arguments.prefill else TINY]
+    if arguments.first:
+        return [(cases[0], kind) for kind in KV_TYPES]
+    quick = [kind for kind in PEERS if kind != COMPILED]
+    # torch compiles its flex attention anew for each shape, which takes longer than all the rest of a case.
+    return [*((case, kind) for case in cases for kind in (*KV_TYPES, *quick)), (cases[0], COMPILED)]
 
 
 def main() -> None:
-    """Write attention.json and prefill.json."""
-    arguments = parse()
-    decode = [TINY] if arguments.tiny else [Case(batch=batch, context=context) for batch, context in DECODE]
-    prefill = [Case(batch=batch, context=new + before, new=new) for batch, new, before in PREFILL]
-    total = arguments.seconds
-    for name, share, cases in (
-        ("attention", 0.65, decode),
-        ("prefill", 0.35, [TINY_PREFILL] if arguments.tiny else prefill),
-    ):
-        arguments.seconds = share * total
-        results = Results(name, arguments)
-        results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
-        bench(cases, arguments, results)
+    """Write attention.json, or prefill.json."""
+    arguments = parse(prefill="chunks of prompts, not decode steps", first="only the first case, and no peer")
+    results = open_results("prefill" if arguments.prefill else "attention", arguments)
+    results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
+    bench(plan_of(arguments), arguments.device, results)
 
 
 if __name__ == "__main__":

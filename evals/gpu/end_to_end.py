@@ -14,19 +14,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from timing import Results, parse
+from timing import open_results, parse
 
 # isort: split
 import torch
 from attention import PAGE, decode_batch, fill
 from random_model import make_model
+from results import Results, first_line
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.layouts import KVLayout, page_bytes
@@ -38,8 +38,6 @@ from quantkit.runtime.model.model import NativeModel
 from quantkit.runtime.types import SamplingParams
 
 KV_TYPES = ("auto", "int8", "fp8", "int4")
-# Weights, each built once, most telling first; and by when of the time the next one is begun.
-PLAN = (("bf16", 0.3), ("w4a16 head8", 0.65), ("fp8", 0.78), ("w8a8", 0.9), ("w4a16", 1.0))
 # KV type, batch and context, most telling first.
 TELLING = (("auto", 1, 1024), ("auto", 32, 8192), ("int4", 32, 8192), ("int8", 32, 8192), ("fp8", 32, 8192))
 TELLING += (("int8", 1, 1024), ("int4", 1, 1024))
@@ -48,6 +46,25 @@ REST = tuple(
     for batch, context in ((8, 1024), (1, 8192), (32, 1024), (8, 8192), (1, 32768), (8, 32768), (32, 32768))
     for kv in KV_TYPES
 )
+ENGINE = ()
+# Weights and cases of steps, or the engine, most telling first; the first entries are a part of their own.
+PLAN = (
+    ("bf16", TELLING),
+    ("w4a16 head8", TELLING),
+    ("w4a16 head8", ENGINE),
+    ("bf16", ENGINE),
+    ("bf16", REST),
+    ("fp8", TELLING),
+    ("w8a8", TELLING),
+    ("w4a16", TELLING),
+    ("w4a16 head8", REST),
+    ("fp8", REST),
+    ("w8a8", REST),
+    ("w4a16", REST),
+)
+NUM_STEPS = 2
+PATIENCE = 20.0  # seconds for what counts launches, once nothing else is left to do
+TINY_PLAN = (("bf16", (("int4", 2, 70),)), ("bf16", ENGINE), ("w8a8", (("int4", 2, 70),)))
 # How the engine runs: graphs, overlap.
 WAYS = {"graph, overlap": (True, True), "graph": (True, False), "eager": (False, False)}
 PROMPTS = (512, 2048, 8192)
@@ -122,26 +139,16 @@ def one_step(model: NativeModel, kv: str, batch: int, context: int, device: str)
     return {**times, "bytes": moved, "tokens_per_s": batch / best * 1e3, "gigabytes_per_s": moved / best / 1e6}
 
 
-def steps(
-    model: NativeModel,
-    weights: str,
-    cases: tuple[tuple[str, int, int], ...],
-    until: float,
-    results: Results,
-    device: str,
-    launches: dict[str, float],
-) -> None:
-    """Decode steps while there is time for this model."""
+def steps(models: Models, weights: str, cases: Iterable[tuple[str, int, int]], results: Results, device: str) -> None:
+    """Decode steps of one model, while there is time."""
     for kv, batch, context in cases:
-        if results.used > until:
-            return
         labels = {"weights": weights, "kv": kv, "batch": batch, "context": context}
-        if results.attempt(partial(one_step, model, kv, batch, context, device), part="step", **labels):
-            bandwidth = results.rows[-1]["gigabytes_per_s"] * 1e9
-            results.extend(
-                share_of_copy=bandwidth / results.meta["copy_bandwidth"],
-                launches_per_layer=launches.get(f"{weights}, {kv}"),
-            )
+
+        def work(kv: str = kv, batch: int = batch, context: int = context) -> dict[str, Any]:
+            return one_step(models.get(weights), kv, batch, context, device)
+
+        if row := results.attempt(work, part="step", **labels):
+            results.extend(row, share_of_copy=row["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"])
 
 
 @contextmanager
@@ -229,66 +236,98 @@ def first_token(model: NativeModel, kv: str, prompt: int) -> dict[str, Any]:
     return {"ttft_ms": seconds[-1] * 1e3, "prompt_tokens_per_s": prompt / seconds[-1]}
 
 
-def engine_rows(model: NativeModel, weights: str, results: Results, tiny: bool) -> None:
+def engine_rows(models: Models, weights: str, results: Results, tiny: bool) -> None:
     """The engine around one model: batches in every way, and prompts."""
     batches, prompt, new = ((2,), 9, 4) if tiny else ((32, 1), 512, 64)
-    for kv in ("int4",) if weights == "w4a16 head8" else ("auto",):
-        for batch in batches:
-            for way in WAYS if not tiny else ("graph, overlap",):
-                results.attempt(
-                    partial(serve, model, kv, batch, prompt, new, way),
-                    part="engine",
-                    weights=weights,
-                    kv=kv,
-                    batch=batch,
-                    context=prompt,
-                    way=way,
-                )
-        for length in (9,) if tiny else PROMPTS:
-            results.attempt(
-                partial(first_token, model, kv, length),
-                part="first token",
-                weights=weights,
-                kv=kv,
-                batch=1,
-                context=length,
-            )
+    kv = "int4" if weights == "w4a16 head8" else "auto"
+    for batch in batches:
+        for way in ("graph, overlap",) if tiny else WAYS:
+
+            def engine(batch: int = batch, way: str = way) -> dict[str, Any]:
+                return serve(models.get(weights), kv, batch, prompt, new, way)
+
+            results.attempt(engine, part="engine", weights=weights, kv=kv, batch=batch, context=prompt, way=way)
+    for length in (9,) if tiny else PROMPTS:
+
+        def first(length: int = length) -> dict[str, Any]:
+            return first_token(models.get(weights), kv, length)
+
+        results.attempt(first, part="first token", weights=weights, kv=kv, batch=1, context=length)
 
 
-def _count_launches(tiny: bool) -> subprocess.Popen[str]:
-    """Begin to count the launches of a step; a process of its own, because there they are not made."""
-    command = [sys.executable, str(Path(__file__).with_name("step_count.py")), "--json"]
-    command += ["--shape", "tiny"] if tiny else ["--batch", "8"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+class Models:
+    """Models as they are needed; only the last one is kept, for its memory is needed.
+
+    Args:
+        shape: see `random_model`.
+        device: where.
+    """
+
+    def __init__(self, shape: str, device: str) -> None:
+        self._shape, self._device = shape, device
+        self._weights, self._model, self._problem = "", None, ""
+
+    def get(self, weights: str) -> NativeModel:
+        """The model with these weights.
+
+        Raises:
+            RuntimeError: it could not be made, now or before.
+        """
+        if weights != self._weights:
+            self._weights, self._model, self._problem = weights, None, ""
+            begun = time.monotonic()
+            try:
+                self._model = make_model(self._shape, weights, torch.device(self._device))
+                _wait(self._device)
+            except Exception as error:
+                self._problem = f"no model: {type(error).__name__}: {first_line(error)}"
+            print(f"{weights}: {self._problem or 'a model'} after {time.monotonic() - begun:.1f} s", flush=True)
+        if self._model is None:
+            raise RuntimeError(self._problem)
+        return self._model
+
+
+class LaunchCount:
+    """Launches per layer of a step, counted by a process of its own, because there none is made; nobody waits for it.
+
+    Args:
+        tiny: of the tiny model.
+    """
+
+    def __init__(self, tiny: bool) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("step_count.py")), "--json"]
+        command += ["--shape", "tiny"] if tiny else ["--batch", "8"]
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        self._per_layer: dict[str, float] | None = None
+
+    def fill(self, results: Results, patience: float = 0.0) -> None:
+        """Write the counts into all rows of steps, if they are there after so many seconds."""
+        if self._per_layer is None:
+            try:
+                said, _ = self._process.communicate(timeout=patience)
+            except subprocess.TimeoutExpired:
+                return
+            self._per_layer = {} if self._process.returncode else json.loads(said.splitlines()[-1])
+        for row in results.rows:
+            if row.get("part") == "step" and "launches_per_layer" not in row:
+                results.extend(row, launches_per_layer=self._per_layer.get(f"{row['weights']}, {row['kv']}"))
 
 
 def bench(arguments: argparse.Namespace, results: Results) -> None:
-    """All models, while there is time."""
-    device = torch.device(arguments.device)
-    counting = _count_launches(arguments.tiny)
-    begun = time.monotonic()
-    model: NativeModel | None = None
-    launches: dict[str, float] = {}
-    for weights, until in PLAN[::3] if arguments.tiny else PLAN:
-        if results.out_of_time:
-            break
-        model = None  # its memory is needed
-        model = make_model("tiny" if arguments.tiny else "8B", weights, device)
-        _wait(arguments.device)
-        print(f"{weights}: {model.stored_bytes / 1e9:.2f} GB per step, at {time.monotonic() - begun:.1f} s", flush=True)
-        if not launches:
-            said, _ = counting.communicate()
-            launches = json.loads(said.splitlines()[-1]) if counting.returncode == 0 else {"none": 0.0}
-        telling = (("int4", 2, 70),) if arguments.tiny else TELLING
-        steps(model, weights, telling, 1.0 if arguments.tiny else until, results, arguments.device, launches)
-        if weights in ("bf16",) if arguments.tiny else ("bf16", "w4a16 head8"):
-            engine_rows(model, weights, results, arguments.tiny)
-        if not arguments.tiny:
-            steps(model, weights, REST, until, results, arguments.device, launches)
-    results.save()
+    """All of the plan, while there is time."""
+    launches = LaunchCount(arguments.tiny)
+    models = Models("tiny" if arguments.tiny else "8B", arguments.device)
+    for weights, what in TINY_PLAN if arguments.tiny else PLAN[:NUM_STEPS] if arguments.steps else PLAN:
+        if what == ENGINE:
+            engine_rows(models, weights, results, arguments.tiny)
+        else:
+            steps(models, weights, what, results, arguments.device)
+        launches.fill(results)
+    launches.fill(results, PATIENCE)
+    results.finish()
 
 
 if __name__ == "__main__":
-    options = parse(110)
-    bench(options, Results("end_to_end", options))
+    options = parse(110, steps="only decode steps of the first entries of the plan")
+    bench(options, open_results("end_to_end", options, row_seconds=120))

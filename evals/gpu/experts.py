@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import Absent, Results, dtype_on, parse
+from results import Absent, Results
+from timing import dtype_on, open_results, parse
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -128,24 +129,25 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
             made: list[Mix] = []
             for tokens in every:
                 work = partial(_run, kind, made, label, tokens, arguments.device)
-                timing = results.attempt(work, shape=label, tokens=tokens, kind=kind)
-                if timing is None:
+                row = results.attempt(work, shape=label, tokens=tokens, kind=kind)
+                if row is None:
                     continue
                 if kind == KINDS[0]:
-                    base[label, tokens] = timing["us"]
+                    base[label, tokens] = row["us"]
                 _, picks, hidden, width = SHAPES[label]
                 results.extend(
-                    speedup=base[label, tokens] / timing["us"] if (label, tokens) in base else None,
-                    share_of_copy=timing["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
-                    teraflops=6 * tokens * picks * hidden * width / timing["us"] / 1e6,
+                    row,
+                    speedup=base[label, tokens] / row["us"] if (label, tokens) in base else None,
+                    share_of_copy=row["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
+                    teraflops=6 * tokens * picks * hidden * width / row["us"] / 1e6,
                 )
             made.clear()
             if arguments.device == "cuda":
                 torch.cuda.empty_cache()
-    results.save()
+    results.finish()
 
 
 if __name__ == "__main__":
     options = parse(28.0)
     with torch.inference_mode():
-        bench(options, Results("experts", options))
+        bench(options, open_results("experts", options))

@@ -11,6 +11,9 @@ from typing import Any
 
 PARTS = (
     "machine",
+    "imports",
+    "smoke",
+    "tests",
     "linears",
     "experts",
     "attention",

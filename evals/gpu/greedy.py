@@ -4,7 +4,7 @@ The weights are rounded as each shipped recipe stores them (to nearest: how they
 The CPU computes in float32, the GPU in float16, so two words that are almost equally likely may change places: where
 the text differs, the distance of the two best logits on the CPU is shown, and below 1 % of their range it counts as a
 tie. Recipes that round activations are shown, not judged: a last bit before that rounding is a whole step after it.
-Exit code 1 if anything else differs. MODELS="folder folder" adds other models as they are.
+Anything else that differs counts as wrong. MODELS="folder folder" adds other models as they are.
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timing import Results, parse
+from timing import open_results, parse
 
 # isort: split
 import torch
+from results import Results
 
 import quantkit
 from quantkit.compress.recipe.load import build, load, shipped
 from quantkit.errors import RecipeError
 from quantkit.runtime.types import SamplingParams
 
+# Imported late, when a checkpoint is written.
+NEEDS = ("accelerate", "compressed_tensors")
 PROMPTS = ("Once upon a time", "The little dog", "Sums:42+37=", "One day, a girl named Lily wanted to", "He said that")
 TIE = 0.01
 # How the GPU engine runs: sequences at once, graphs.
 WAYS = {"alone, graph": (1, True), "batch, graph": (8, True), "batch, eager": (8, False), "alone, eager": (1, False)}
+TINY_WAYS = ("batch, eager", "alone, eager")
 
 
 def variants(tiny: bool) -> Iterator[tuple[str, str, str, bool]]:
     """Name, recipe ("" = the demo model as it is) or folder, KV type, and whether activations are rounded."""
     if tiny:
         yield "as it is", "", "int8", False
+        yield "rtn-int4", "rtn-int4", "auto", False
         return
     for kv in ("auto", "int8", "fp8", "int4"):
         yield "as it is", "", kv, False
@@ -77,24 +83,27 @@ class Checkpoints:
 
     def __init__(self, recipes: Iterable[str], work: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._work, self._made = work, {}
+        self._work, self._makers = work, {}
         for recipe in dict.fromkeys(name for name in recipes if name and not Path(name).is_dir()):
             command = [sys.executable, __file__, "--quantize", recipe, str(work / recipe)]
-            self._made[recipe] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+            with self._said(recipe).open("w") as said:
+                self._makers[recipe] = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
     def path(self, recipe: str) -> Path | None:
         """Where one is, once it is there; other models are as they are, the demo model is None."""
-        if recipe not in self._made:
+        if recipe not in self._makers:
             return Path(recipe) if recipe else None
-        _, said = self._made[recipe].communicate()
-        if self._made[recipe].returncode:
-            raise RuntimeError(f"not made: {said.strip().splitlines()[-1]}")
+        if self._makers[recipe].wait():
+            raise RuntimeError(f"not made: {(self._said(recipe).read_text().strip() or 'no word').splitlines()[-1]}")
         return self._work / recipe
 
     def stop(self) -> None:
         """End what is still at work."""
-        for process in self._made.values():
+        for process in self._makers.values():
             process.kill()
+
+    def _said(self, recipe: str) -> Path:
+        return self._work / f"{recipe}.log"
 
 
 def generate(llm: quantkit.LLM, num_tokens: int) -> list[list[int]]:
@@ -115,18 +124,17 @@ def compare(
     path: Path | None, kv: str, device: str, way: str, num_tokens: int, memory: dict[str, Any]
 ) -> dict[str, Any]:
     """How far one way of the GPU engine gives the CPU engine's text."""
-    known = memory.setdefault(f"{path} {kv}", {})
-    if not known:
-        known["llm"] = open_llm(path, "reference", kv, 1)
-        known["tokens"] = generate(known["llm"], num_tokens)
+    if memory.get("of") != (path, kv):  # the ways of a variant follow one another
+        reference = open_llm(path, "reference", kv, 1)
+        memory.update(of=(path, kv), llm=reference, tokens=generate(reference, num_tokens))
     sequences, graphs = WAYS[way]
     llm = open_llm(path, device, kv, sequences, graphs)
     tokens = generate(llm, num_tokens)
     gaps = []
-    for prompt, ours, theirs in zip(PROMPTS, tokens, known["tokens"], strict=False):
+    for prompt, ours, theirs in zip(PROMPTS, tokens, memory["tokens"], strict=False):
         equal = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         if equal is not None:
-            gaps.append(_gap(known["llm"], known["llm"].encode(prompt) + theirs[:equal]))
+            gaps.append(_gap(memory["llm"], memory["llm"].encode(prompt) + theirs[:equal]))
     return {
         "prompts": len(tokens),
         "same": len(tokens) - len(gaps),
@@ -143,30 +151,29 @@ def _gap(llm: quantkit.LLM, ids: list[int]) -> float:
     return ((best[0] - best[1]) / (logits.max() - logits.min())).item()
 
 
-def bench(arguments: argparse.Namespace, results: Results) -> int:
-    """All variants in all ways, while there is time; how many rows are wrong."""
-    wrong = 0
+def bench(arguments: argparse.Namespace, results: Results) -> None:
+    """All variants in all ways, while there is time."""
     num_tokens = 2 if arguments.tiny else 48
-    todo = list(variants(arguments.tiny))
+    todo = [
+        (recipe, {"weights": name, "kv": kv, "way": way, "judged": not rounds})
+        for name, recipe, kv, rounds in variants(arguments.tiny)
+        for way in (TINY_WAYS if arguments.tiny else WAYS)
+    ]
+    todo = [(recipe, labels) for recipe, labels in todo if results.known(**labels) is None]
     with tempfile.TemporaryDirectory() as folder:
-        made = Checkpoints([recipe for _, recipe, _, _ in todo], Path(folder))
-        for name, recipe, kv, rounds in todo:
-            memory: dict[str, Any] = {}
-            for way in ("batch, eager",) if arguments.tiny else WAYS:
+        checkpoints = Checkpoints([recipe for recipe, _ in todo], Path(folder))
+        memory: dict[str, Any] = {}
 
-                def work(recipe: str = recipe, kv: str = kv, way: str = way, memory: Any = memory) -> dict[str, Any]:
-                    return compare(made.path(recipe), kv, arguments.device, way, num_tokens, memory)
+        def work(recipe: str, kv: str, way: str) -> dict[str, Any]:
+            return compare(checkpoints.path(recipe), kv, arguments.device, way, num_tokens, memory)
 
-                before = len(results.rows)
-                outcome = results.attempt(work, weights=name, kv=kv, way=way, judged=not rounds)
-                if outcome is not None and not rounds:
-                    wrong += outcome["same"] + outcome["ties"] < outcome["prompts"]
-                elif outcome is None and len(results.rows) > before:
-                    wrong += 1
-        made.stop()
+        for recipe, labels in todo:
+            results.attempt(partial(work, recipe, labels["kv"], labels["way"]), **labels)
+        checkpoints.stop()
+    judged = [row for row in results.rows if row["judged"]]
+    wrong = sum("error" in row or row["same"] + row["ties"] < row["prompts"] for row in judged)
     results.meta["wrong"] = wrong
-    results.save()
-    return wrong
+    results.finish(is_wrong=bool(wrong))
 
 
 if __name__ == "__main__":
@@ -174,4 +181,4 @@ if __name__ == "__main__":
         quantize(sys.argv[2], Path(sys.argv[3]))
         sys.exit()
     options = parse(60)
-    sys.exit(bool(bench(options, Results("greedy", options))))
+    bench(options, open_results("greedy", options, row_seconds=90))

@@ -101,8 +101,8 @@ def page(data: dict[str, dict[str, dict[str, Any]]]) -> str:
         "",
         "Made by `python evals/gpu/instructions.py --write`: machine instructions per weight in the main loop of",
         "products with packed weights, counted in compiled code; in brackets barriers and stores to shared memory",
-        "per block. Nothing was run. At 4 instructions per weight and full issue an H100 takes as long for a weight",
-        "of 4 bits as its memory does at 3 TB/s.",
+        "per block. Nothing was run. At 4 instructions per weight and full issue an H100 takes about as long for a",
+        "weight of 4 bits as its memory does at 3 TB/s.",
     ]
     for version, chips in sorted(data.items()):
         head = " | ".join(["weight, rows", *(f"sm_{chip}" for chip in chips)])

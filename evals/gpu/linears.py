@@ -13,7 +13,8 @@ from typing import Any
 
 import peer_linears
 import torch
-from timing import Results, dtype_on, gemm_rate, parse
+from results import Results
+from timing import dtype_on, gemm_rate, open_results, parse
 from torch import Tensor
 
 from quantkit.benchmark.timing import measure, num_copies
@@ -81,8 +82,9 @@ KINDS: dict[str, tuple[Make, float]] = {
 W4 = ("cublas bf16", "quantkit w4a16 g128", "gptqmodel marlin", "torch tinygemm")
 SLOW = ("gemlite a16w4", "torchao int4")  # which tune themselves first
 A8 = ("cublas bf16", "quantkit w8a8 fp8", "quantkit w8a8 int8", "torch _scaled_mm", "torch _int_mm")
-# Shapes, kinds and rows, most telling first.
+# Shapes, kinds and rows, most telling first; the first entry is a part of its own.
 PLAN: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]], ...] = (
+    (("8192 squared",), W4[:2], (1, 16, 64)),
     (("8192 squared",), W4, (1, 16, 64, 256)),
     (("8B gate+up", "8B down"), W4, (1, 16, 64, 256)),
     (("8192 squared", "8B gate+up"), A8, (512, 1024, 4096)),
@@ -122,7 +124,8 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
     results.meta["gemm_rate"] = gemm_rate(128 if arguments.tiny else 8192, arguments.device)
     base: dict[tuple[str, int], float] = {}
     seen: set[tuple[str, str, int]] = set()
-    for shapes, kinds, rows in TINY_PLAN if arguments.tiny else PLAN:
+    plan = TINY_PLAN if arguments.tiny else PLAN
+    for shapes, kinds, rows in plan[:1] if arguments.first else plan:
         for label in shapes:
             for kind in kinds:
                 new = tuple(count for count in rows if (label, kind, count) not in seen)
@@ -130,7 +133,7 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
                     new = tuple(count for count in new if count > 16)  # what it takes
                 seen.update((label, kind, count) for count in new)
                 _bench_one(label, kind, new, arguments.device, results, base)
-    results.save()
+    results.finish()
 
 
 def _bench_one(
@@ -144,15 +147,16 @@ def _bench_one(
     """One kind of linear of one shape, with what follows from its times."""
     shape, (build, weight_bytes) = SHAPES[label], KINDS[kind]
     for count, work in _measure(build, weight_bytes, shape, rows, device):
-        timing = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
-        if timing is None:
+        row = results.attempt(work, shape=label, n=shape[0], k=shape[1], m=count, kind=kind)
+        if row is None:
             continue
         if kind == "cublas bf16":
-            base[label, count] = timing["us"]
-        rate = 2 * count * shape[0] * shape[1] / timing["us"] * 1e6
+            base[label, count] = row["us"]
+        rate = 2 * count * shape[0] * shape[1] / row["us"] * 1e6
         results.extend(
-            speedup=base[label, count] / timing["us"] if (label, count) in base else None,
-            share_of_copy=timing["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
+            row,
+            speedup=base[label, count] / row["us"] if (label, count) in base else None,
+            share_of_copy=row["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"],
             teraflops=rate / 1e12,
             share_of_gemm=rate / results.meta["gemm_rate"],
         )
@@ -161,6 +165,6 @@ def _bench_one(
 
 
 if __name__ == "__main__":
-    options = parse()
+    options = parse(first="only the first entry of the plan")
     with torch.inference_mode():
-        bench(options, Results("linears", options))
+        bench(options, open_results("linears", options))

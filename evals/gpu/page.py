@@ -20,6 +20,7 @@ from goals import ITEMS, PARTS, Figure, Item, Row, Run, best_peer, read_run
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
+LABELS = ("program", "family", "case", "test", "kind", "weights", "kv", "shape", "m")
 NOTHING = (
     "No figure here comes from a GPU: the kernels for CUDA devices are compiled ahead of time and held to their\n"
     "references in Triton's interpreter, and no run on a GPU has been recorded yet. `evals/gpu/run.sh` makes the\n"
@@ -129,7 +130,7 @@ def _left_out(run: Run) -> Iterator[str]:
         for row in part.get("rows", []):
             said = row.get("absent") or row.get("error")
             if said:
-                labels = ", ".join(str(row[key]) for key in ("kind", "weights", "kv", "shape", "m") if row.get(key))
+                labels = ", ".join(str(row[key]) for key in LABELS if row.get(key))
                 yield f"- {name}: {labels}: {said}"
 
 
@@ -144,6 +145,11 @@ def run_lines(name: str, run: Run) -> Iterator[str]:
     versions = ", ".join(f"{name} {meta.get(name)}" for name in ("torch", "triton", "cuda", "python"))
     yield f"{versions}; {ceilings}, measured in the same run by `evals/gpu/run.sh`. Figures: `evals/results/{name}/`."
     yield ""
+    for part, what in (("smoke", "kernels, each run once,"), ("tests", "tests")):
+        if rows := run.parts.get(part, {}).get("rows"):
+            wrong = sum("error" in row for row in rows)
+            yield f"{len(rows)} {what} of which {wrong} {'is' if wrong == 1 else 'are'} wrong."
+            yield ""
     yield from item_lines(run)
     yield from bench_lines(run)
     missing = list(_left_out(run))

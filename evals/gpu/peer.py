@@ -7,37 +7,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from timing import Absent, Results, dtype_on, parse
+from timing import dtype_on, open_results, parse
 
 # isort: split
 import torch
+import transformers
 from random_model import settings
+from results import Absent
 
 
 def main() -> None:
     """Write peer.json."""
     arguments = parse(45)
-    results = Results("peer", arguments)
-    try:
-        import transformers
-    except ImportError as error:
-        results.add(kind="transformers", absent=f"peer not present: {error}")
-        return
+    results = open_results("peer", arguments, row_seconds=90)
     results.meta["transformers"] = str(transformers.__version__)
-    model = _model(transformers, "tiny" if arguments.tiny else "8B", arguments.device)
+    shape, device = "tiny" if arguments.tiny else "8B", arguments.device
+    model = cache(partial(_model, shape, device))
     prompt, short, long = (8, 1, 3) if arguments.tiny else (1024, 4, 36)
     for batch in (2,) if arguments.tiny else (1, 32, 8):
-        ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=arguments.device)
+        ids = torch.randint(3, settings(shape)["vocab_size"], (batch, prompt), device=device)
         for kind, rate in (("transformers generate", _generate), ("transformers continuous batching", _continuous)):
-            work = partial(_per_token, partial(rate, transformers, model, ids), ids, short, long)
+            work = partial(_per_token, lambda count, rate=rate, ids=ids: rate(model(), ids, count), ids, short, long)
             results.attempt(work, kind=kind, weights="bf16", batch=batch, context=prompt)
-    results.save()
+    results.finish()
 
 
-def _model(transformers: Any, shape: str, device: str) -> Any:
+def _model(shape: str, device: str) -> Any:
     """The model with random weights of ordinary size, drawn on the device."""
     config = transformers.LlamaConfig(**settings(shape))
     old = torch.get_default_dtype()
@@ -54,7 +52,7 @@ def _model(transformers: Any, shape: str, device: str) -> Any:
     return model
 
 
-def _generate(transformers: Any, model: Any, ids: torch.Tensor, count: int) -> None:
+def _generate(model: Any, ids: torch.Tensor, count: int) -> None:
     with torch.inference_mode():
         model.generate(
             ids,
@@ -66,7 +64,7 @@ def _generate(transformers: Any, model: Any, ids: torch.Tensor, count: int) -> N
         )
 
 
-def _continuous(transformers: Any, model: Any, ids: torch.Tensor, count: int) -> None:
+def _continuous(model: Any, ids: torch.Tensor, count: int) -> None:
     if not hasattr(model, "generate_batch"):
         raise Absent(f"transformers {transformers.__version__} has no generate_batch")
     if not ids.is_cuda:
@@ -92,4 +90,5 @@ def _per_token(run: Callable[[int], None], ids: torch.Tensor, short: int, long: 
     return {"step_ms": step * 1e3, "tokens_per_s": len(ids) / step}
 
 
-main()
+if __name__ == "__main__":
+    main()

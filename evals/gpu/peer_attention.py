@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import Absent, dtype_on
+from results import Absent
+from timing import dtype_on
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -132,8 +133,9 @@ def _prefill_wrapper(library: Any, case: Case, device: str) -> Any:
     return wrapper
 
 
+COMPILED = "torch flex bf16, contiguous"
 PEERS: dict[str, Callable[[Case, str], Calls]] = {
     "torch sdpa bf16, contiguous": sdpa,
     "flashinfer bf16, paged": flashinfer,
-    "torch flex bf16, contiguous": flex,
+    COMPILED: flex,
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import Absent
+from results import Absent
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]

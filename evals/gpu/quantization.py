@@ -13,14 +13,16 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timing import Results, parse
+from timing import open_results, parse
 
 # isort: split
 import torch
 from random_model import settings
+from results import Results
 from safetensors.torch import save_file
 
 import quantkit
@@ -28,15 +30,17 @@ from quantkit.compress.pipeline.events import Listener
 from quantkit.results import LayerRecord
 
 LAYERS = 32
+# Imported late, when a checkpoint is written.
+NEEDS = ("accelerate", "compressed_tensors")
 _TOKENIZER = Path(quantkit.__file__).parent / "demo" / "model"
 
 
 class _Clock(Listener):
-    """Notes when layers begin and end."""
+    """Notes when layers begin and end, each at once."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, results: Results, on_gpu: bool) -> None:
         self.seconds: list[float] = []
-        self._on_gpu, self._begun = on_gpu, 0.0
+        self._results, self._on_gpu, self._begun = results, on_gpu, 0.0
 
     def layer_started(self, index: int, name: str) -> None:
         """See `Listener`."""
@@ -47,6 +51,7 @@ class _Clock(Listener):
         if self._on_gpu:
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._begun)
+        self._results.note(seconds_of_layers=self.seconds)
 
 
 def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,7 +87,7 @@ def write_samples(path: Path, count: int, length: int, vocabulary: int) -> None:
             file.write(json.dumps({"input_ids": row}) + "\n")
 
 
-def quantize(work: Path, device: str, tiny: bool) -> dict[str, Any]:
+def quantize(work: Path, device: str, tiny: bool, results: Results) -> dict[str, Any]:
     """Compress, and say what it took."""
     count, length = (4, 32) if tiny else (128, 2048)
     vocabulary = json.loads((_TOKENIZER / "config.json").read_text())["vocab_size"]
@@ -92,7 +97,7 @@ def quantize(work: Path, device: str, tiny: bool) -> dict[str, Any]:
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    clock, begun = _Clock(on_gpu), time.perf_counter()
+    clock, begun = _Clock(results, on_gpu), time.perf_counter()
     overrides = {
         "calibration.data": str(work / "samples.jsonl"),
         "calibration.samples": count,
@@ -117,10 +122,12 @@ def quantize(work: Path, device: str, tiny: bool) -> dict[str, Any]:
 def main() -> None:
     """Write quantization.json."""
     arguments = parse(60)
-    results = Results("quantization", arguments)
+    results = open_results("quantization", arguments, row_seconds=arguments.seconds)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
-        results.attempt(lambda: quantize(Path(folder), arguments.device, arguments.tiny), kind="gptq-int4 g128")
-    results.save()
+        work = partial(quantize, Path(folder), arguments.device, arguments.tiny, results)
+        results.attempt(work, kind="gptq-int4 g128")
+    results.finish()
 
 
-main()
+if __name__ == "__main__":
+    main()

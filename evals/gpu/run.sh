@@ -1,80 +1,84 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under nine minutes: tests, text, kernels, whole models, peers, a page.
+# Everything that needs a GPU, in calls of under nine minutes each that take up what the last one left.
 #
-#   evals/gpu/run.sh                     on a machine with a GPU; nothing is installed or downloaded
-#   evals/gpu/run.sh --device cpu --tiny rehearsal: every part on tiny shapes, kernels in Triton's interpreter
+#   evals/gpu/run.sh               the parts of parts.txt, in that order, as far as they are not done yet
+#   evals/gpu/run.sh PART...       these, also what failed in them before
+#   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with PART...
 #
-# Writes JSON, one log and a page to $OUT: by default evals/results/<name of the GPU>, of a rehearsal a temporary folder.
-# Each part has a time limit of its own and writes its file after every row; a part that fails or is stopped does not
-# stop the others. PARTS="linears peer" runs only those; REHEARSAL=8 makes all limits 8 times as long, for slow machines.
-# PYTHON=.venv/bin/python says which Python has torch and triton; OUT=DIR where to write.
-# Exit code: number of parts that failed; 64 if nothing could start.
+# PYTHON is one with torch, triton, transformers, safetensors and numpy; what else is imported comes as wheels in .gpu/,
+# fetched by wheels.sh. BUDGET is seconds, 530 if not said. $WORK/<name of the GPU>/ has a JSON and a log of each part,
+# written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the time, and in the end
+# Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without them, and without
+# $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that are not well done.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python3}
-case " $* " in
-  *" -h "* | *" --help "*) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' evals/gpu/run.sh; exit 0 ;;
-  *" --device cpu "*) needed="import torch" lacks="torch" ;;
-  *) needed="import torch, triton; torch.cuda.init()" lacks="torch, triton or CUDA device" ;;
-esac
-if ! why=$("$PYTHON" -c "$needed" 2>&1); then
-  echo "error: $PYTHON finds no $lacks (${why##*$'\n'}); set PYTHON=.venv/bin/python, or rehearse: --device cpu --tiny" >&2
-  exit 64
-fi
-case " $* " in
-  *" --device cpu "*) factor=${REHEARSAL:-4} place=${TMPDIR:-/tmp}/quantkit-rehearsal ;;
-  *)
-    gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')
-    factor=${REHEARSAL:-1} place=evals/results/${gpu:-gpu}
-    ;;
-esac
-for name in ${PARTS:-}; do
-  grep -Eq "(part|bench) $name [0-9]" evals/gpu/run.sh && continue
-  echo "error: PARTS: there is no part '$name'; evals/gpu/README.md lists them" >&2
+cd "$(dirname "$0")/../.." || exit
+here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} PARTS=${PARTS:-evals/gpu/parts.txt}
+flags=() names=() factor=1 needed="import torch, triton; torch.cuda.init()"
+for word in "$@"; do
+  case $word in
+    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$here/run.sh"; exit 0 ;;
+    --rehearse) flags=(--device cpu --tiny) factor=${REHEARSAL:-8} gpu=rehearsal needed="import torch, triton" ;;
+    *) names+=("$word") ;;
+  esac
+done
+mapfile -t parts < <(grep -v '^#' "$PARTS")
+for name in "${names[@]}"; do
+  [[ $'\n'$(printf '%s\n' "${parts[@]}") = *$'\n'"$name "* ]] && continue
+  echo "error: there is no part '$name'; $PARTS lists them" >&2
   exit 64
 done
-OUT=${OUT:-$place}
-mkdir -p "$OUT"
-export OUT PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
-LOG=$OUT/log.txt
-: > "$LOG"
+if ! why=$("$PYTHON" -c "$needed" 2>&1); then
+  echo "error: $PYTHON: ${why##*$'\n'}; set PYTHON=.venv/bin/python, or rehearse on the CPU: --rehearse" >&2
+  exit 64
+fi
+gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
+export RESULTS=$WORK/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
+export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+budget=$((${BUDGET:-530} * factor)) least=$((15 * factor)) tidy=$((12 * factor))
+[ ${#names[@]} = 0 ] || export RETRY=1
+"$PYTHON" "$here/results.py" unpack .gpu
+mkdir -p "$RESULTS"
+for wheel in .gpu/*.whl; do [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$WORK/site"; done
+trap '"$PYTHON" "$here/page.py" --results "$RESULTS" --write "$RESULTS/performance.md"; "$PYTHON" "$here/results.py" pack' EXIT
+
+state() { grep -s "^$1 " "$RESULTS/state" | tail -n 1 | cut -d' ' -f2; }
+
+part() { # part NAME SECONDS PROGRAM ARGUMENTS...: in as many processes as it takes
+  local name=$1 end=$((SECONDS + $2 * factor)) limit begun pid code again=0
+  shift 2
+  while [ "$again" = 0 ]; do
+    begun=$SECONDS limit=$(((end < budget ? end : budget) - SECONDS))
+    [ "$limit" -gt "$least" ] || return
+    echo "== $name: at most $limit s"
+    timeout -k 10 "$limit" "$PYTHON" "$here/$1" "${@:2}" --seconds $((limit - tidy)) "${flags[@]}" >>"$RESULTS/$name.log" 2>&1 &
+    pid=$!
+    wait "$pid"
+    code=$?
+    kill -KILL -- "-$pid" 2>/dev/null # what it has begun and left
+    tail -n "${TAIL:-12}" "$RESULTS/$name.log" | cut -c -240
+    "$PYTHON" "$here/results.py" close "$name" "$code" $((SECONDS - begun))
+    again=$?
+  done
+}
+
+is_meant() { [[ ${#names[@]} = 0 || " ${names[*]} " = *" $1 "* ]]; }
+
+# What no call has begun comes before what one has not finished.
+for turn in "" unfinished; do
+  for line in "${parts[@]}"; do
+    read -r name seconds command <<<"$line"
+    is_meant "$name" || continue
+    # shellcheck disable=SC2086  # a program and its arguments
+    if [[ $(state "$name") = "$turn" || (-z $turn && ${#names[@]} != 0) ]]; then part "$name" "$seconds" $command; fi
+  done
+done
 failed=0
-started=$(date +%s)
-
-part() { # part NAME SECONDS COMMAND...
-  local name=$1 limit=$(($2 * factor)) begun status
-  shift 2
-  if [ -n "${PARTS:-}" ] && [[ " $PARTS " != *" $name "* ]]; then return; fi
-  begun=$(date +%s)
-  echo "== $name (at most $limit s)" | tee -a "$LOG"
-  timeout -k 5 "$limit" "$@" 2>&1 | tee -a "$LOG" | tail -n "${TAIL:-60}"
-  status=${PIPESTATUS[0]}
-  [ "$status" = 0 ] || { failed=$((failed + 1)); echo "== $name FAILED with $status" | tee -a "$LOG"; }
-  echo "== $name took $(($(date +%s) - begun)) s" | tee -a "$LOG"
-}
-
-bench() { # bench NAME SECONDS ARGUMENTS...: a part that stops by itself in time to write
-  local name=$1 limit=$2
-  shift 2
-  part "$name" "$limit" "$PYTHON" "evals/gpu/$name.py" --seconds "$(((limit - 12) * factor))" "$@"
-}
-
-# The limits add up to 530 s at most; a test counts them.
-part machine 20 "$PYTHON" evals/gpu/machine.py "$@"
-# Most of the tests' time is Triton's compiler, hence several processes where the plugin is there.
-"$PYTHON" -c "import xdist" 2>/dev/null && workers="-n 8" || workers=""
-# shellcheck disable=SC2086  # two words or none
-part tests 75 "$PYTHON" -m pytest -o addopts= -o required_plugins= -q --maxfail=30 --tb=line -m gpu -p no:cacheprovider $workers tests/kernels/gpu
-bench linears 80 "$@"
-bench experts 40 "$@"
-bench attention 55 "$@"
-bench end_to_end 95 "$@"
-bench greedy 55 "$@"
-bench peer 40 "$@"
-bench quantization 40 "$@"
-bench sanitizer 25 "$@"
-# Takes too long to be part of the whole: only where PARTS names it.
-[[ " ${PARTS:-} " != *" tune "* ]] || bench tune 60 "$@"
-part page 5 "$PYTHON" evals/gpu/page.py --results "$OUT" --write "$OUT/performance.md"
-echo "== all parts: $(($(date +%s) - started)) s, $failed failed" | tee -a "$LOG"
+for line in "${parts[@]}"; do
+  name=${line%% *}
+  if is_meant "$name" && [ "$(state "$name")" != done ]; then
+    failed=$((failed + 1))
+    echo "== $name: $(state "$name")"
+  fi
+done
+echo "== $SECONDS s, $failed parts not done, or with errors"
 exit "$failed"

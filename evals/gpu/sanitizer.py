@@ -9,14 +9,16 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from timing import Absent, Results, parse
+from results import Absent
+from timing import open_results, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "test_gated or (test_linears and 256 and float16 and int4) or (test_norms and 1000 and float16)"
-SHARE = {"memcheck": 0.6, "racecheck": 0.4}
+SHARE = {"memcheck": 0.55, "racecheck": 0.4}
 
 
 def check(tool: str, seconds: float, device: str) -> dict[str, Any]:
@@ -39,22 +41,15 @@ def check(tool: str, seconds: float, device: str) -> dict[str, Any]:
     return {"errors": int(summary[-1]), "tests_passed": int(tests[1]) if tests else 0}
 
 
-def main() -> int:
-    """Write sanitizer.json; 1 if something was found."""
-    arguments = parse(20)
-    results = Results("sanitizer", arguments)
-    wrong = 0
+def main() -> None:
+    """Write sanitizer.json."""
+    arguments = parse(250)
+    results = open_results("sanitizer", arguments, row_seconds=arguments.seconds)
     for tool, share in SHARE.items():
-        kind = f"compute-sanitizer {tool}"
-        outcome = results.attempt(lambda tool=tool, share=share: _check(tool, share, arguments), kind=kind)
-        wrong += 0 if outcome is None else outcome["errors"]
-    results.save()
-    return int(wrong > 0)
-
-
-def _check(tool: str, share: float, arguments: Any) -> dict[str, Any]:
-    return check(tool, max(5.0, share * arguments.seconds), arguments.device)
+        work = partial(check, tool, share * arguments.seconds, arguments.device)
+        results.attempt(work, kind=f"compute-sanitizer {tool}")
+    results.finish(is_wrong=any(row.get("errors") for row in results.rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

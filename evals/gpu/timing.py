@@ -1,4 +1,4 @@
-"""What all GPU benches share: arguments, rows of results, the machine and its ceilings, measured in the same run.
+"""What all GPU benches share: arguments, results, the machine and its ceilings, measured in the same run.
 
 Imported before quantkit by every part, because a rehearsal on the CPU has to choose Triton's interpreter first.
 """
@@ -6,14 +6,10 @@ Imported before quantkit by every part, because a rehearsal on the CPU has to ch
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +17,24 @@ if "--device=cpu" in sys.argv or " --device cpu" in " ".join(sys.argv):
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
+from results import Absent as Absent
+from results import Results
 
 from quantkit.benchmark.timing import measure
 
-# After so many errors, and no success, a kind is not tried again.
-_MOST_FAILURES = 3
+ROOT = Path(__file__).resolve().parents[2]
 
 
-class Absent(Exception):
-    """A peer, or a part of this machine, is not there; the message says why."""
+def parse(seconds: float = 60.0, **switches: str) -> argparse.Namespace:
+    """Arguments that all parts share; without a GPU the kernels are then run by Triton's interpreter.
 
-
-def parse(seconds: float = 60.0) -> argparse.Namespace:
-    """Arguments that all parts share; without a GPU the kernels are then run by Triton's interpreter."""
+    Args:
+        seconds: that the part takes on its own.
+        switches: what else it can be told, with help.
+    """
     parser = argparse.ArgumentParser()
+    for name, text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes for a rehearsal")
     parser.add_argument("--seconds", type=float, default=seconds, help="stop starting new measurements after these")
@@ -59,79 +59,27 @@ def dtype_on(device: str) -> torch.dtype:
     return torch.float16 if device == "cpu" else torch.bfloat16
 
 
-class Results:
-    """Rows of one part, written after each so that a part that is stopped loses nothing."""
+def open_results(name: str, arguments: argparse.Namespace, row_seconds: float = 60.0) -> Results:
+    """The rows of a part, with what this machine is.
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.path = Path(os.environ.get("OUT", "evals/results/gpu")) / f"{name}.json"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.meta: dict[str, Any] = describe(arguments.device)
-        self.rows: list[dict[str, Any]] = []
-        self._absent: set[str] = set()
-        self._failures: Counter[str] = Counter()
-        self._begun, self._seconds = time.monotonic(), arguments.seconds
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether no further measurement should be started."""
-        return self.used > 1.0
-
-    @property
-    def used(self) -> float:
-        """Share of the time that is over."""
-        return (time.monotonic() - self._begun) / self._seconds
-
-    def add(self, **row: Any) -> None:
-        """Keep a row and print it."""
-        self.rows.append(row)
-        print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
-        self.save()
-
-    def attempt(self, work: Callable[[], dict[str, Any]], **labels: Any) -> dict[str, Any] | None:
-        """Run one measurement; an error becomes a row of its own, a peer that is not there one row in all."""
-        kind = str(labels.get("kind", ""))
-        if self.out_of_time or kind in self._absent:
-            return None
-        try:
-            figures = work()
-        except (Absent, ImportError) as error:
-            self._absent.add(kind)
-            self.add(kind=kind, absent=f"peer not present: {first_line(error)}")
-            return None
-        except Exception as error:  # whatever a kernel raises on a machine it has never seen
-            self._failures[kind] += 1
-            if kind and self._failures[kind] >= _MOST_FAILURES:
-                self._absent.add(kind)
-            self.add(**labels, error=f"{type(error).__name__}: {first_line(error)}")
-            return None
-        self._failures[kind] = -(10**6)  # it works; what fails from here on is about the shape
-        self.add(**labels, **figures)
-        return figures
-
-    def guard(self, work: Callable[[], None], **labels: Any) -> None:
-        """Run work that adds rows itself; an error becomes a row."""
-        try:
-            work()
-        except Exception as error:
-            self.add(**labels, error=f"{type(error).__name__}: {first_line(error)}")
-
-    def extend(self, **values: Any) -> None:
-        """Add to the last row what only follows from others."""
-        self.rows[-1].update(values)
-        self.save()
-
-    def save(self) -> None:
-        """Write everything so far."""
-        self.path.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n")
+    Args:
+        name: of the file.
+        arguments: see `parse`.
+        row_seconds: the longest that one measurement may take on a GPU.
+    """
+    factor = 1.0 if arguments.device == "cuda" else 20.0
+    return Results(name, describe(arguments.device), arguments.seconds, row_seconds * factor, is_lost)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, short."""
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def is_lost() -> bool:
+    """Whether an earlier kernel has broken this process's access to its device: all that follows fails too."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -143,8 +91,7 @@ def describe(device: str) -> dict[str, Any]:
     except ImportError:
         triton_version = "absent"
     meta: dict[str, Any] = {"torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    meta["commit"] = done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
+    meta["commit"] = commit()
     if device != "cuda":
         return {
             **meta,
@@ -163,6 +110,15 @@ def describe(device: str) -> dict[str, Any]:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
     }
+
+
+def commit() -> str:
+    """Of the sources; without git, or outside a clone, what the environment says."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT)
+    except OSError:
+        return os.environ.get("QUANTKIT_COMMIT", "unknown")
+    return done.stdout.strip() or os.environ.get("QUANTKIT_COMMIT", "unknown")
 
 
 def copy_bandwidth(num_bytes: int = 4 << 30, device: str = "cuda") -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.allocation.candidates import (
     SKIP,
     Candidate,
@@ -36,7 +38,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
 from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL, GENERAL_TEXT
+from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, GateFailure, InputError, RecipeError
 from quantkit.evaluate.data import read_named_text, speaks_demo
 from quantkit.evaluate.engine import load_llm
@@ -83,7 +85,7 @@ def _prepare(
     work = outputs.work.path
     candidates, notes = _candidates(model, options, target.bits)
     engine = {"dtype": "float32", "device": options.device, **options.engine}
-    folder = DEMO_MODEL if model is None else resolve(model)
+    folder = resolve(model)
     progress("loading the original")
     original = load_llm(str(folder), **engine)
     name, windows, text_notes = _windows(original, options)
@@ -91,6 +93,8 @@ def _prepare(
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
     identity = _identity(options.recipe, folder, original, used)
     state = SearchState(work / "state.json", identity)
+    engine["threads"] = state.threads
+    torch.set_num_threads(state.threads)
     if state.resumed:
         progress(f"{state.resumed} numbers taken over from an earlier search in {work}")
     runner = TrialRunner(

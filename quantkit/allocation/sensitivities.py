@@ -26,6 +26,7 @@ from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult, LinearRecord
 from quantkit.runtime.llm import LLM
+from quantkit.untrusted import read_object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +61,13 @@ class TrialRunner:
             return quantize(self.model, recipe, output, device=self.device)
         try:
             manifest, made = (
-                json.loads((output / f"{name}.json").read_bytes()) for name in ("quantkit", "quantkit-run")
+                read_object(output / f"{name}.json", ResumeError) for name in ("quantkit", "quantkit-run")
             )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
             asked = json.loads(json.dumps(recipe.source))
             same = (manifest["recipe"], manifest["identity"]["source"], sizes) == (asked, self.source, present)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ResumeError, KeyError, TypeError, AttributeError):
             same = False
         if not same:
             raise ResumeError(

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.checkpoints.writer import write_json
 from quantkit.compress.pipeline.identity import differences
+from quantkit.devices import MAX_THREADS
 from quantkit.errors import ResumeError
+from quantkit.untrusted import read_object
 
 
 class SearchState:
@@ -29,6 +33,7 @@ class SearchState:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
         self._numbers: dict[str, float] = {}
+        self.threads = torch.get_num_threads()  # that the first of them was measured with
         self.resumed = 0
         if path.exists():
             self._read()
@@ -44,7 +49,7 @@ class SearchState:
         if key not in self._numbers:
             self._numbers[key] = measure()
             # At once: measuring takes seconds to minutes, and a kill may come at any time.
-            write_json(self._path, {"identity": self._identity, "numbers": self._numbers})
+            write_json(self._path, {"identity": self._identity, "threads": self.threads, "numbers": self._numbers})
         return self._numbers[key]
 
     def knows(self, key: str) -> bool:
@@ -52,15 +57,17 @@ class SearchState:
         return key in self._numbers
 
     def _read(self) -> None:
+        todo = "start over with --no-resume"
+        saved = read_object(self._path, ResumeError, todo)
         try:
-            saved = json.loads(self._path.read_bytes())
             self._numbers = {str(key): float(value) for key, value in saved["numbers"].items()}
+            self.threads = min(max(1, int(saved.get("threads", self.threads))), MAX_THREADS)
             changes = list(differences(saved["identity"], self._identity))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ResumeError(f"{self._path} is damaged ({error}); start over with --no-resume") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResumeError(f"{self._path} is damaged ({error}); {todo}") from error
         if changes:
             raise ResumeError(
                 f"the search in {self._path.parent} was started from something else ({'; '.join(changes[:3])}); "
-                "give another --work, or start over with --no-resume"
+                f"give another --work, or {todo}"
             )
         self.resumed = len(self._numbers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results.statistics.summary import median
 
 Verdict = Literal["faster", "slower", "noise"]
 
@@ -81,14 +82,10 @@ class Ratio:
         return self.value / self.baseline
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 _METRICS: dict[str, tuple[Callable[[BenchmarkRun], float | None], bool]] = {
-    "TTFT": (lambda run: _median(run.ttft_s), False),
-    "ITL": (lambda run: _median(run.inter_token_s), False),
-    "TPOT": (lambda run: _median(run.tpot_s), False),
+    "TTFT": (lambda run: median(run.ttft_s), False),
+    "ITL": (lambda run: median(run.inter_token_s), False),
+    "TPOT": (lambda run: median(run.tpot_s), False),
     "tokens/s": (lambda run: run.output_tokens_per_s, True),
 }
 

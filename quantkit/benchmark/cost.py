@@ -42,7 +42,7 @@ class Cost:
     Args:
         read_bytes: of the weights that a step of one sequence reads.
         expert_bytes: of them, those of experts; with more tokens more experts are read.
-        num_experts, chosen_experts: of a layer, and of each token; 1 and 1 without experts.
+        expert_share: of a layer's experts, those that each token is sent to; 1 without experts.
         parameters: weights of the products that one token passes, the head not counted.
         head_parameters, head_bytes: of the head.
         layers: attention.
@@ -51,8 +51,7 @@ class Cost:
 
     read_bytes: int
     expert_bytes: int = 0
-    num_experts: int = 1
-    chosen_experts: int = 1
+    expert_share: float = 1.0
     parameters: int
     head_parameters: int = 0
     head_bytes: int = 0
@@ -61,8 +60,7 @@ class Cost:
 
     def weight_bytes(self, tokens: int) -> int:
         """Bytes of weights that a step of so many tokens reads, when each token picks its experts by chance."""
-        share = self.chosen_experts / self.num_experts
-        grown = (1 - (1 - share) ** tokens) / share
+        grown = (1 - (1 - self.expert_share) ** tokens) / self.expert_share
         return round(self.read_bytes + self.expert_bytes * (grown - 1))
 
     def kv_bytes(self, context: int) -> float:
@@ -126,8 +124,7 @@ def model_cost(model: Model, layouts: Sequence[KVLayout]) -> Cost:
     return Cost(
         read_bytes=model.stored_bytes,
         expert_bytes=round(sum(linear.stored_bytes * share for linear, routed in linears if routed)),
-        num_experts=1 if experts is None else experts.num_experts,
-        chosen_experts=1 if experts is None else experts.num_chosen,
+        expert_share=share,
         parameters=round(sum(_size(linear) * (share if routed else 1.0) for linear, routed in linears)),
         head_parameters=_size(model.head),
         head_bytes=model.head.stored_bytes,

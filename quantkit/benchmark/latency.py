@@ -7,44 +7,16 @@ speculative burst share a timestamp; ITL counts the gaps between them as zero, T
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import replace
 
 from quantkit.benchmark.workload import Load
 from quantkit.errors import RequestError
 from quantkit.results import BenchmarkRun, RequestTiming
-from quantkit.runtime.types import SamplingParams, StepOutput
-
-
-class Steppable(Protocol):
-    """What is measured: an `Engine`, or something that behaves like one."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        ...
-
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request; returns its number."""
-        ...
-
-    def step(self) -> list[StepOutput]:
-        """Compute one batch; returns what it added."""
-        ...
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request under way."""
-
-    number: int
-    prompt_tokens: int
-    arrived_s: float
-    token_s: list[float] = field(default_factory=list)
+from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.types import Completion, SamplingParams
 
 
 class Driver:
@@ -58,14 +30,14 @@ class Driver:
 
     def __init__(
         self,
-        engine: Steppable,
+        engine: Engine,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.clock, self.sleep = clock, sleep
         self.finished: list[RequestTiming] = []
         self._engine = engine
-        self._under_way: dict[int, _Request] = {}
+        self._under_way: dict[int, tuple[float, list[float]]] = {}  # arrival and tokens by number, seconds
 
     @property
     def num_under_way(self) -> int:
@@ -82,40 +54,37 @@ class Driver:
         """
         now = self.clock()
         number = self._engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-        self._under_way[number] = _Request(number, len(prompt), now if arrived_s is None else arrived_s)
+        self._under_way[number] = (now if arrived_s is None else arrived_s), []
 
     def step(self) -> None:
         """One step of the engine, and the time at which its tokens were there."""
         outputs = self._engine.step()
         now = self.clock()
         for output in outputs:
-            request = self._under_way.get(output.request_id)
-            if request is None:
+            if output.request_id not in self._under_way:
                 continue  # somebody else's
-            request.token_s.extend([now] * len(output.token_ids))
+            arrived_s, token_s = self._under_way[output.request_id]
+            token_s.extend([now] * len(output.token_ids))
             if output.completion is not None:
-                del self._under_way[request.number]
-                self._finish(request, output, now)
+                del self._under_way[output.request_id]
+                self._finish(output.completion, arrived_s, tuple(token_s), now)
 
     def drain(self) -> None:
         """Step until nothing is under way."""
         while self._under_way:
             self.step()
 
-    def _finish(self, request: _Request, output: StepOutput, now: float) -> None:
-        completion = output.completion
-        assert completion is not None
+    def _finish(self, completion: Completion, arrived_s: float, token_s: tuple[float, ...], now: float) -> None:
         if completion.finish_reason != "length":
             raise RequestError(
-                f"request {request.number} ended with {completion.finish_reason!r} after {len(request.token_s)} tokens "
-                "instead of at its length; its time would mislead"
+                f"request {completion.timing.request_id} ended with {completion.finish_reason!r} after {len(token_s)} "
+                "tokens instead of at its length; its time would mislead"
             )
-        times: dict[str, Any] = {"arrived_s": request.arrived_s, "token_s": tuple(request.token_s), "finished_s": now}
-        self.finished.append(dataclasses.replace(completion.timing, **times))
+        self.finished.append(replace(completion.timing, arrived_s=arrived_s, token_s=token_s, finished_s=now))
 
 
 def run_load(
-    engine: Steppable,
+    engine: Engine,
     load: Load,
     *,
     static: bool = False,

@@ -7,11 +7,10 @@ pages of the pool only when they are written. What the process as a whole takes 
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.predict import Prediction
+from quantkit.checkpoints.memory import resident_bytes
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.llm import LLM
@@ -71,15 +71,7 @@ def observed_activation_bytes(work: Callable[[], object], device: torch.device) 
 
 def process_bytes(device: torch.device) -> int | None:
     """What the process has been given: resident memory on a CPU, reserved by the allocator on CUDA."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOptions) -> tuple[MemoryRecord, ...]:
@@ -147,34 +139,17 @@ def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
 
 
 def _walk(root: object) -> Iterator[Tensor]:
-    """All tensors that can be reached from an object through its attributes and containers."""
+    """All tensors that can be reached from an object through whatever it refers to: attributes, containers, slots."""
     seen, waiting = {id(root)}, [root]
     while waiting:
         item = waiting.pop()
         if isinstance(item, Tensor):
             yield item
             continue
-        for child in _children(item):
+        for child in gc.get_referents(item):
             if id(child) not in seen and not isinstance(child, _CLOSED):
                 seen.add(id(child))
                 waiting.append(child)
-
-
-def _children(item: Any) -> Iterator[Any]:
-    if isinstance(item, Mapping):
-        yield from item.values()
-    elif isinstance(item, list | tuple | set | frozenset):
-        yield from item
-    elif isinstance(item, MethodType):
-        yield item.__self__
-    elif isinstance(item, partial):
-        yield from (item.func, *item.args, *item.keywords.values())
-    else:
-        yield from getattr(item, "__dict__", {}).values()
-        for kind in type(item).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                yield getattr(item, name, None)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

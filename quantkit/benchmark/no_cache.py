@@ -7,11 +7,11 @@ before it. So the difference is the cache and nothing else. Prefix caching has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quantkit.benchmark.latency import Driver, Steppable
 from quantkit.results import RequestTiming
-from quantkit.runtime.types import SamplingParams
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import Completion, SamplingParams
 
 _MARKS = (1, 10, 30, 100, 300, 1000, 3000, 10_000)
 
@@ -57,50 +57,37 @@ class CacheComparison:
 
 
 def compare_cache(
-    engine: Steppable, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
+    llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> CacheComparison:
     """Generate greedily both ways.
 
     Args:
-        engine: idle, with its prefix cache off.
+        llm: idle, with its prefix cache off.
         prompt: token ids.
         new_tokens: to generate.
         progress: told the number of tokens recomputed so far.
     """
-    generate_by_recomputing(engine, prompt, 2)  # warm-up
-    driver = Driver(engine)
-    ids = _generate(engine, prompt, 2)
-    driver.send(prompt, new_tokens)
-    driver.drain()
-    ids, recomputed = generate_by_recomputing(engine, prompt, new_tokens, progress)
-    again = _generate(engine, prompt, new_tokens)
-    same = next((i for i, (a, b) in enumerate(zip(ids, again, strict=True)) if a != b), new_tokens)
-    return CacheComparison(cached=driver.finished[0], recomputed=recomputed, num_same=same)
+    generate_by_recomputing(llm, prompt, 2)  # warm-up
+    _generate(llm, prompt, 2)
+    cached = _generate(llm, prompt, new_tokens)
+    ids, recomputed = generate_by_recomputing(llm, prompt, new_tokens, progress)
+    same = next((i for i, (a, b) in enumerate(zip(ids, cached.token_ids, strict=True)) if a != b), new_tokens)
+    return CacheComparison(cached=cached.timing, recomputed=recomputed, num_same=same)
 
 
 def generate_by_recomputing(
-    engine: Steppable, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
+    llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[int], RequestTiming]:
     """Greedy tokens, each from a prefill of everything before it, and when they came."""
-    clock = Driver(engine).clock
-    ids, times = list(prompt), []
-    start = clock()
+    ids, timings = list(prompt), list[RequestTiming]()
     for _ in range(new_tokens):
-        ids.extend(_generate(engine, ids, 1))
-        times.append(clock())
-        progress(len(times))
-    timing = RequestTiming(
-        request_id=0, prompt_tokens=len(prompt), arrived_s=start, token_s=tuple(times), finished_s=times[-1]
-    )
-    return ids[len(prompt) :], timing
+        completion = _generate(llm, ids, 1)
+        ids.extend(completion.token_ids)
+        timings.append(completion.timing)
+        progress(len(timings))
+    times = tuple(timing.token_s[0] for timing in timings)
+    return ids[len(prompt) :], replace(timings[0], token_s=times, finished_s=times[-1])
 
 
-def _generate(engine: Steppable, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    number = engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    token_ids: list[int] = []
-    while True:
-        for output in engine.step():
-            if output.request_id == number:
-                token_ids.extend(output.token_ids)
-                if output.completion is not None:
-                    return token_ids
+def _generate(llm: LLM, prompt: Sequence[int], new_tokens: int) -> Completion:
+    return llm.generate(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))[0]

@@ -1,39 +1,36 @@
 """Bytes of a model before it is loaded: config.json and shard headers say what the weights will be laid out as.
 
-This is arithmetic of its own, not a call into the loader: that prediction and observation agree, to the byte for
-weights and cache, is what shows that both are understood. Activations are an estimate, and say so.
+The model is put together as the loader does it, of weights of which only headers are read; what their layouts take is
+arithmetic of its own. That prediction and observation agree, to the byte for weights and cache, is what shows that both
+are understood. Activations are an estimate, and say so.
 N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from quantkit.benchmark.linear_bytes import LinearKernels, dense_bytes, quantized_bytes
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError
 from quantkit.kernels import cpu
 from quantkit.kernels.layouts import page_bytes, residual_bytes
+from quantkit.kernels.types import Linear, LinearFacts
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.models.families import find
-from quantkit.numerics.dtype import INT4, INT8
-from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
+from quantkit.numerics.scheme import LinearScheme
 from quantkit.runtime.model.cache_schemes import read_stored_cache
-from quantkit.runtime.model.config import ModelConfig, read_config
-from quantkit.runtime.model.loader import find_format, pick_dtype
-from quantkit.runtime.model.manifest import head_name, manifest_of
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, read_headers
+from quantkit.runtime.model.manifest import head_name, is_quantized, manifest_of
 from quantkit.runtime.model.model import config_layouts
-
-_HEADS = {"int8": INT8, "int4": INT4}
+from quantkit.runtime.model.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,19 +92,21 @@ def predict(
         path: the directory.
         dtype, device, kv_cache, page_size, head_dtype: as for `LLM`.
     Returns:
-        None for a model that only transformers runs: how it lays weights out is not known here.
+        None for a model that only transformers runs, as how it lays weights out is not known here; and for one that
+        cannot be loaded, which the loader has the words for.
     """
+    target = torch.device(device)
+    on_cpu = target.type == "cpu" and cpu.library() is not None
     try:
-        reader, config, scheme = _read_headers(Path(path))
+        reader = CheckpointReader(Path(path))
+        config, _, _ = read_headers(reader)
+        chosen, _ = pick_dtype(dtype, reader, config, target)
+        layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
+        weights = _count(reader, LinearKernels(device=target, dtype=chosen, native=on_cpu), head_dtype)
     except InputError:
         return None
-    target = torch.device(device)
-    chosen, _ = pick_dtype(dtype, reader, config, target)
-    on_cpu = target.type == "cpu" and cpu.library() is not None
-    kernels = LinearKernels(device=target, dtype=chosen, native=on_cpu)
-    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
     return Prediction(
-        weight_bytes=_Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).total(head_dtype),
+        weight_bytes=weights.num_bytes,
         page_bytes=page_bytes(layouts),
         residual_bytes=residual_bytes(layouts, 1),
         config=config,
@@ -126,10 +125,9 @@ def quantized_linears(path: Path) -> tuple[ModelConfig, list[tuple[str, int, int
     Raises:
         ModelError, CheckpointError: there is no such model, or only transformers runs it.
     """
-    reader, config, scheme = _read_headers(path)
     kernels = LinearKernels(device=torch.device("cpu"), dtype=torch.bfloat16, native=False)
-    products = _Sizes(reader=reader, config=config, scheme=scheme, kernels=kernels).products()
-    return config, [(p.name, p.rows, p.width, p.scheme) for p in products if p.scheme is not None]
+    weights = _count(CheckpointReader(path), kernels)
+    return weights.config, weights.quantized
 
 
 def max_length(model: Path | str | None) -> int | None:
@@ -138,103 +136,82 @@ def max_length(model: Path | str | None) -> int | None:
     Args:
         model: directory or hub id; None = the demo model.
     """
-    prediction = predict(DEMO_MODEL if model is None else resolve(str(model)))
+    prediction = predict(resolve(model))
     return None if prediction is None else prediction.config.max_length
 
 
-def _read_headers(path: Path) -> tuple[CheckpointReader, ModelConfig, Scheme | None]:
-    """A checkpoint, its config, and how its linears are stored; None = as values."""
-    reader = CheckpointReader(path)
-    config = read_config(reader.config, find(reader.config))
-    return reader, config, find_format(reader)[1]
+@dataclass(kw_only=True, slots=True)
+class _HeaderWeights(Weights):
+    """Weights of which only headers are read: what they would take is counted. *Mutable*.
 
+    Args:
+        kernels: that would run the linears.
+        quantized: linears that are stored so, fused as they run: name of the first, N, K and scheme.
+    """
 
-class _Product(NamedTuple):
-    """Linears (N, K) that run as one, by the name of the first; scheme None = its weight is values."""
-
-    name: str
-    rows: int
-    width: int
-    scheme: LinearScheme | None
-    bias: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sizes:
-    """What parts of one checkpoint take in memory."""
-
-    reader: CheckpointReader
-    config: ModelConfig
-    scheme: Scheme | None
     kernels: LinearKernels
+    quantized: list[tuple[str, int, int, LinearScheme]] = field(default_factory=list)
+    _sizes: dict[str, tuple[int, int]] = field(init=False)
 
-    def total(self, head_dtype: str | None) -> int:
-        manifest = manifest_of(self.config, self.reader)
-        table = f"{self.config.family.embedding}.weight"
-        plain = {**manifest.tensors, **{k: v for k, v in manifest.optional.items() if k in self.reader}}
-        total = self._head(head_dtype, self._stored(table))
-        for name, shape in plain.items():
-            if len(shape) == 3:  # all experts of a layer
-                count, rows, width = shape
-                total += count * dense_bytes(rows, width, False, self._stored(name), self.kernels)
-            else:  # the embedding stays as it is stored
-                kept = self._stored(name) if name == table else self.kernels.dtype
-                total += math.prod(shape) * kept.itemsize
-        rounded = head_name(self.config.family, self.reader) if head_dtype is not None else None
-        return total + sum(self._product_bytes(product) for product in self.products() if product.name != rounded)
+    def __post_init__(self) -> None:
+        Weights.__post_init__(self)  # `super` does not know a class with slots
+        self._sizes = manifest_of(self.config, self.reader).linears
 
-    def products(self) -> Iterator[_Product]:
-        """Linears as they are multiplied with: fused where they are stored alike."""
-        linears = manifest_of(self.config, self.reader).linears
-        for group in self._fused_groups(set(linears)):
-            kinds = [(self._scheme_of(name), self._stored(f"{name}.weight")) for name in group]
-            bias = any(f"{name}.bias" in self.reader for name in group)  # zero where only others have one
-            alike = all(kind == kinds[0] for kind in kinds)
-            for names in [group] if alike else [[name] for name in group]:
-                rows, width = sum(linears[name][0] for name in names), linears[names[0]][1]
-                yield _Product(names[0], rows, width, self._scheme_of(names[0]), bias)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        value = torch.empty(self.reader.info(name).shape, dtype=dtype or self.dtype, device="meta")
+        self.num_bytes += value.nbytes
+        return value
 
-    def _fused_groups(self, linears: set[str]) -> Iterator[list[str]]:
-        """Linears as they are fused: query, key and value, and the two that an MLP's input goes through."""
-        family, experts = self.config.family, self.config.family.experts
-        fused: list[tuple[str, ...]] = [family.parts.qkv, family.parts.up]
-        if experts is not None and self.config.experts is not None:
-            fused.append(experts.shared_up)
-            for number in range(self.config.experts.num_experts):
-                fused.append(tuple(name.format(expert=number) for name in experts.up))
-        for index, names in itertools.product(range(len(self.config.layers)), fused):
-            group = [f"{family.layers}.{index}.{name}" for name in names]
-            if group and linears.issuperset(group):
-                yield group
-                linears -= set(group)
-        yield from ([name] for name in sorted(linears))
+    def linear(self, names: Sequence[str], order: Tensor | None = None, read_share: float = 1.0) -> Linear:
+        kinds = [(self._scheme(name), self.stored(f"{name}.weight")) for name in names]
+        bias = any(f"{name}.bias" in self.reader for name in names)  # zero where only others have one
+        for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
+            rows, width = sum(self._sizes[name][0] for name in group), self._sizes[group[0]][1]
+            scheme, stored = kinds[names.index(group[0])]
+            if scheme is None:
+                self.num_bytes += dense_bytes(rows, width, bias, stored, self.kernels)
+            else:
+                scale = self.stored(f"{group[0]}.weight_scale", torch.float16)
+                self.num_bytes += quantized_bytes(rows, width, scheme, bias, scale, self.kernels)
+                self.quantized.append((group[0], rows, width, scheme))
+        return _COUNTED
 
-    def _scheme_of(self, name: str) -> LinearScheme | None:
-        """How a linear is stored; None = as values."""
-        quantized = f"{name}.weight" not in self.reader or f"{name}.weight_scale" in self.reader
-        return self.scheme.find(name) if self.scheme is not None and quantized else None
+    def expert(self, name: str, number: int, read_share: float) -> Linear:
+        _, rows, width = self.reader.info(name).shape
+        self.num_bytes += dense_bytes(rows, width, False, self.stored(name), self.kernels)
+        return _COUNTED
 
-    def _stored(self, name: str) -> torch.dtype:
+    def stored(self, name: str, otherwise: torch.dtype | None = None) -> torch.dtype:
         """Of a tensor in the checkpoint; of the computation where there is none of that name."""
-        return self.reader.info(name).dtype if name in self.reader else self.kernels.dtype
+        return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
-    def _product_bytes(self, product: _Product) -> int:
-        name, rows, width, scheme, bias = product
-        if scheme is None:
-            return dense_bytes(rows, width, bias, self._stored(f"{name}.weight"), self.kernels)
-        scale = f"{name}.weight_scale"
-        stored = self.reader.info(scale).dtype if scale in self.reader else torch.float16
-        return quantized_bytes(rows, width, scheme, bias, stored, self.kernels)
+    def head(self, head_dtype: str | None) -> None:
+        """Count the output head, or a copy of the embedding where that cannot be multiplied with as it is."""
+        name, rows, width = head_name(self.config.family, self.reader), self.config.vocab_size, self.config.hidden_size
+        tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
+        if head_dtype is not None:
+            scheme, bias = LinearScheme(weight=head_scheme(head_dtype, width)), f"{name}.bias" in self.reader
+            stored = table if tied else self.stored(f"{name}.weight")
+            self.num_bytes += quantized_bytes(rows, width, scheme, bias, stored, self.kernels)
+        elif not tied:
+            self.linear([name])
+        elif self.kernels.native or table != self.dtype:
+            self.num_bytes += dense_bytes(rows, width, False, table, self.kernels)
 
-    def _head(self, head_dtype: str | None, table: torch.dtype) -> int:
-        """An output head that is rounded, or that shares the embedding: a copy where kernels have their own layout."""
-        rows, width = self.config.vocab_size, self.config.hidden_size
-        if head_dtype is None:
-            shared = not self.config.tied or (not self.kernels.native and table == self.kernels.dtype)
-            return 0 if shared else dense_bytes(rows, width, False, table, self.kernels)
-        name = head_name(self.config.family, self.reader)
-        bias, stored = f"{name}.bias" in self.reader, table if self.config.tied else self._stored(f"{name}.weight")
-        kind = _HEADS[head_dtype]
-        size = None if kind is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
-        scheme = LinearScheme(weight=WeightScheme(dtype=kind, group_size=size))
-        return quantized_bytes(rows, width, scheme, bias, stored, self.kernels)
+    def _scheme(self, name: str) -> LinearScheme | None:
+        """How a linear is stored; None = as values."""
+        local, scheme = self._local.get(name, set()), self.scheme
+        return scheme.find(name) if scheme is not None and is_quantized(name, local, scheme) else None
+
+
+_COUNTED = cast(Linear, LinearFacts((0, 0), 0, "counted"))
+
+
+def _count(reader: CheckpointReader, kernels: LinearKernels, head_dtype: str | None = None) -> _HeaderWeights:
+    """The weights of a model after all of its parts have been asked for."""
+    config, format_, scheme = read_headers(reader)
+    where: dict[str, Any] = {"dtype": kernels.dtype, "device": torch.device("cpu"), "kernels": kernels}
+    weights = _HeaderWeights(reader=reader, config=config, format=format_, scheme=scheme, **where)
+    build_parts(weights)
+    weights.head(head_dtype)
+    return weights

@@ -19,7 +19,6 @@ from quantkit.benchmark.predict import Prediction, predict
 from quantkit.benchmark.roofline import decode_record, prefill_record
 from quantkit.benchmark.workload import check_capacity, make_load, request_key
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
 from quantkit.devices import pick_device, processor_name
 from quantkit.results import BenchmarkResult, BenchmarkRun, Workload
 from quantkit.runtime.llm import LLM
@@ -56,7 +55,7 @@ def check_target(
         ModelError: there is no such model.
     """
     settings = engine or {}
-    path = DEMO_MODEL if model is None else resolve(str(model))
+    path = resolve(model)
     known = {name: settings[name] for name in ("dtype", "kv_cache", "page_size", "head_dtype") if name in settings}
     prediction = predict(path, device=pick_device(settings.get("device", "auto")), **known)
     if prediction is not None:

@@ -8,10 +8,9 @@ the prompt.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, RequestTiming
+from quantkit.results import BenchmarkResult, BenchmarkRun
 from quantkit.results.statistics.summary import PolynomialFit, fit_polynomial
 
 
@@ -67,7 +66,7 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
 def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
     """ITL = a + b context, seconds and tokens, over all steps of a single sequence; None with too few."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
-    return fit_polynomial([step.context for step in steps], [step.seconds for step in steps])
+    return fit_polynomial([(step.context, step.seconds) for step in steps])
 
 
 def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
@@ -75,16 +74,6 @@ def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
 
     A straight line where there are too few lengths for a curve; None where there are too few for that.
     """
-    alone = [timing for run in result.runs if _is_single(run) for timing in run.requests if timing.token_s]
-    lengths, seconds = _points(alone)
-    degree = 2 if len(set(lengths)) >= 4 else 1
-    return fit_polynomial(lengths, seconds, degree=degree)
-
-
-def _is_single(run: BenchmarkRun) -> bool:
-    return run.workload.name == SWEEP_NAME or run.workload.concurrency == 1
-
-
-def _points(timings: Iterable[RequestTiming]) -> tuple[list[float], list[float]]:
-    pairs = [(float(t.prompt_tokens), t.ttft_s) for t in timings if t.ttft_s is not None]
-    return [length for length, _ in pairs], [seconds for _, seconds in pairs]
+    alone = [timing for run in result.runs if run.workload.concurrency == 1 for timing in run.requests]
+    points = [(timing.prompt_tokens, timing.ttft_s) for timing in alone if timing.ttft_s is not None]
+    return fit_polynomial(points, degree=2 if len({length for length, _ in points}) >= 4 else 1)

@@ -6,7 +6,6 @@ The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import InputError
 from quantkit.kernels import gpu
 from quantkit.kernels.gpu import configs, tuned
+from quantkit.registry import installed_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +87,8 @@ def find_gpu(name: str) -> torch.device:
 
 def versions() -> dict[str, str]:
     """Of what a measurement depends on."""
-    known = {"torch": str(torch.__version__)}
-    for name in ("quantkit", "triton"):
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            known[name] = "not installed"
-    return known
+    others = {name: installed_version(name, "not installed") for name in ("quantkit", "triton")}
+    return {"torch": str(torch.__version__), **others}
 
 
 def find_files() -> list[TunedFile]:

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.types import AttentionOptions, States
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.inputs import fake_quantize_inputs
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 
 _TOLERANCE = 0.05  # of what comes out, in units of its root mean square; a tile left out is more
 _MOST_SPILLS = 8  # registers; the assembler puts a few aside to fit one more block on a processor
@@ -135,16 +137,15 @@ def _pages(work: PageWork, device: torch.device, dtype: torch.dtype) -> tuple[li
         dtype=dtype,
         scheme=kv_scheme(work.kv_cache),
     )
-    table = _page_table(work)
-    known = work.context - work.new
-    before, step = _batch(work, table, 0, known, device), _batch(work, table, known, work.context, device)
-    views = _empty_views(layout, table.numel(), work.batch, device)
-    if len(before.token_ids):
-        reference.store(*_random_states(work, len(before.token_ids), device, dtype)[1:], views, before)
-    states = _random_states(work, work.batch * work.new, device, dtype)
+    pages, known = -(-work.context // DEFAULT_PAGE_SIZE), work.context - work.new
+    step_of, views = _steps(work, pages, device), _empty_views(layout, pages * work.batch, work.batch, device)
+    if known:
+        past = _random_states(work, work.batch * known, device, dtype)
+        reference.store(*past[1:], views, step_of(0, known))
+    states, step = _random_states(work, work.batch * work.new, device, dtype), step_of(known, work.context)
     options = AttentionOptions(scale=work.shapes.head_dim**-0.5)
     expected = reference.attend(states, views, step, options)
-    copies = num_copies(page_bytes([layout]) * table.numel(), str(device)) - 1
+    copies = num_copies(page_bytes([layout]) * pages * work.batch, str(device)) - 1
     attentions = [paged_attention(one) for one in (views, *(_copy(views) for _ in range(copies)))]
     return [lambda attend=attend: attend(states, step, options) for attend in attentions], expected  # type: ignore[misc]
 
@@ -170,29 +171,15 @@ def _copy(views: KVViews) -> KVViews:
     return views.layout.views(views.pool.clone(), residual)
 
 
-def _page_table(work: PageWork) -> Tensor:
-    """(B, P) int32, all pages in disorder."""
-    pages = -(-work.context // DEFAULT_PAGE_SIZE)
-    order = torch.randperm(work.batch * pages, generator=torch.Generator().manual_seed(0))
-    return order.view(work.batch, pages).to(torch.int32)
-
-
-def _batch(work: PageWork, table: Tensor, start: int, stop: int, device: torch.device) -> ForwardBatch:
-    """A step in which every sequence gets the tokens start..stop."""
-    new, positions = stop - start, torch.arange(start, stop)
-    slots = table[:, positions // DEFAULT_PAGE_SIZE].long() * DEFAULT_PAGE_SIZE + positions % DEFAULT_PAGE_SIZE
-    return ForwardBatch(
-        token_ids=torch.zeros(work.batch * new, dtype=torch.int64, device=device),
-        positions=positions.repeat(work.batch).to(device),
-        query_starts=(torch.arange(work.batch + 1, dtype=torch.int32) * new).to(device),
-        page_table=table.to(device),
-        slots=slots.flatten().to(device),
-        residual_rows=torch.arange(work.batch, device=device),
-        logit_rows=torch.arange(work.batch, device=device),
-        query_lengths=(new,) * work.batch,
-        context_lengths=(stop,) * work.batch,
-        sequence_ids=tuple(range(work.batch)),
-    )
+def _steps(work: PageWork, pages: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
+    """Makes the step in which every sequence gets its tokens start..stop, valid until the next; pages in disorder."""
+    order = torch.randperm(work.batch * pages, generator=torch.Generator().manual_seed(0)).view(work.batch, pages)
+    holders: list[Any] = [
+        SimpleNamespace(id=row, row=row, pages=own, num_table_entries=0) for row, own in enumerate(order.tolist())
+    ]
+    sizes = {"max_sequences": work.batch, "max_pages": pages, "page_size": DEFAULT_PAGE_SIZE}
+    build = BatchBuilder(**sizes, device=device).build
+    return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
 
 def _spilling_kernels(device: torch.device) -> set[int]:

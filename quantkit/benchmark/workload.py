@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from quantkit.errors import RequestError
 from quantkit.results import SWEEP_NAME, Workload
@@ -37,71 +38,43 @@ class Load:
     num_warmup: int
 
 
-def closed_loop(
-    concurrency: int, *, prompt_tokens: int, new_tokens: int, num_requests: int | None = None, seed: int = 0
-) -> Workload:
+def closed_loop(concurrency: int, *, num_requests: int | None = None, **sizes: int) -> Workload:
     """So many requests in flight at any time: the next is sent when one is answered.
 
     Args:
         concurrency: requests in flight.
-        prompt_tokens, new_tokens: of each.
         num_requests: in all; None = twice the concurrency, at least 4.
-        seed: of the prompts.
+        sizes: `prompt_tokens` and `new_tokens` of each, and the `seed` of the prompts.
     """
-    return Workload(
-        name=f"closed-{concurrency}",
-        mode="closed",
-        num_requests=max(4, 2 * concurrency) if num_requests is None else num_requests,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        seed=seed,
-        concurrency=concurrency,
-        num_warmup=min(concurrency, 2),
-    )
+    count = max(4, 2 * concurrency) if num_requests is None else num_requests
+    shape: dict[str, Any] = {"concurrency": concurrency, "num_warmup": min(concurrency, 2), **sizes}
+    return Workload(name=f"closed-{concurrency}", mode="closed", num_requests=count, **shape)
 
 
-def poisson(
-    rate_per_s: float, *, prompt_tokens: int, new_tokens: int, num_requests: int | None = None, seed: int = 0
-) -> Workload:
+def poisson(rate_per_s: float, *, num_requests: int | None = None, **sizes: int) -> Workload:
     """Requests arrive by chance, so many per second on average, whether or not others are answered.
 
     Args:
         rate_per_s: arrivals per second.
-        prompt_tokens, new_tokens: of each.
         num_requests: in all; None = 16.
-        seed: of prompts and arrivals.
+        sizes: see `closed_loop`; the seed is also that of the arrivals.
     """
-    return Workload(
-        name=f"poisson-{rate_per_s:g}",
-        mode="poisson",
-        num_requests=16 if num_requests is None else num_requests,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        seed=seed,
-        rate_per_s=rate_per_s,
-        num_warmup=2,
-    )
+    count = 16 if num_requests is None else num_requests
+    shape: dict[str, Any] = {"rate_per_s": rate_per_s, "num_warmup": 2, **sizes}
+    return Workload(name=f"poisson-{rate_per_s:g}", mode="poisson", num_requests=count, **shape)
 
 
-def sweep(*, prompt_tokens: int, new_tokens: int, num_requests: int = 12, seed: int = 0) -> Workload:
+def sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workload:
     """One request at a time, prompts from short to long and back: what the two fits need.
 
     Args:
         prompt_tokens: of the longest.
         new_tokens: at most so many of each.
-        num_requests: in all.
         seed: of the prompts.
     """
-    return Workload(
-        name=SWEEP_NAME,
-        mode="closed",
-        num_requests=num_requests,
-        prompt_tokens=prompt_tokens,
-        new_tokens=min(new_tokens, _SWEEP_TOKENS),
-        seed=seed,
-        concurrency=1,
-        num_warmup=1,
-    )
+    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": min(new_tokens, _SWEEP_TOKENS), "seed": seed}
+    alone = closed_loop(1, num_requests=2 * _SWEEP_PARTS, **sizes)
+    return replace(alone, name=SWEEP_NAME)
 
 
 def make_load(

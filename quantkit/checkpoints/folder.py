@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo, read_header
-from quantkit.checkpoints.links import check_links
+from quantkit.checkpoints.links import check_links, check_pointers
 from quantkit.errors import CheckpointError, ModelError
-from quantkit.untrusted import opened, parse_object
+from quantkit.untrusted import read_object, shorten
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -38,8 +38,11 @@ def check_folder(path: Path) -> Path:
     Raises:
         ModelError: it is missing or a file, or holds links that lead out of it; see `links`.
     """
+    if "\0" in str(path):
+        raise ModelError(f"{str(path)!r} is no path: it holds a zero byte; check it")
     if path.is_dir():
         check_links(path)
+        check_pointers(path)
         return path
     if path.exists():
         raise ModelError(f"{path} is a file; give the directory that holds config.json and the weights")
@@ -59,12 +62,32 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         if "quantization_config" not in config and beside.is_file():
             # ModelOpt says in a file of its own what others say here.
             config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
-        return config
+        return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
     if any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} holds GGUF files and no config.json; {_GGUF}")
     raise ModelError(f"{path} is missing; a model directory has config.json, *.safetensors and tokenizer files")
+
+
+def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """A config.json whose names are names, also those of the language model in one: they are looked up in tables.
+
+    Raises:
+        ModelError: one is something else.
+    """
+    inner = config.get("text_config")
+    for entries in (config, inner if isinstance(inner, dict) else {}):
+        names = {key: entries.get(key) for key in ("model_type", "dtype", "torch_dtype")}
+        classes = entries.get("architectures")
+        if isinstance(classes, list):
+            names |= {f"architectures[{index}]": name for index, name in enumerate(classes)}
+        elif classes is not None:
+            raise ModelError(f"{where}: architectures is {shorten(classes)}, not a list of names; correct it")
+        for key, name in names.items():
+            if not isinstance(name, str | None):
+                raise ModelError(f"{where}: {key} is {shorten(name)}, not a name; correct it or download it again")
+    return config
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
@@ -138,19 +161,6 @@ def _no_weights(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return f"{folder} has no safetensors files, only GGUF; {_GGUF}"
     return f"{folder} has no safetensors files; download the weights beside config.json"
-
-
-def read_object(path: Path, kind: type[ModelError] | type[CheckpointError]) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Args:
-        path: of the file.
-        kind: what to raise.
-    Raises:
-        ModelError, CheckpointError: it cannot be read, or is none.
-    """
-    with opened(path, kind) as file:
-        return parse_object(file.read(), str(path), kind)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

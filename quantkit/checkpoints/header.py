@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from quantkit.errors import CheckpointError
 from quantkit.quantities import byte_size
-from quantkit.untrusted import opened, parse_object
+from quantkit.untrusted import opened, parse_object, shorten
 
 if TYPE_CHECKING:
     import torch
 
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
+_MAX_DIMS = 64
 _DAMAGED = "the file is damaged; download or copy it again"
 
 # In the order in which the safetensors library writes them: wide types first, which keeps every tensor aligned.
@@ -85,7 +86,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     with opened(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        header = parse_object(_read_text(path, file, file_bytes), f"the header of {path}", CheckpointError)
+        header = parse_object(_read_text(path, file, file_bytes), f"the header of {path}", CheckpointError, _DAMAGED)
         data_start = file.tell()
     header.pop("__metadata__", None)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in header.items()}
@@ -170,11 +171,11 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(kind, str):
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {kind!r}, which is not supported; {_DAMAGED}")
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {shorten(kind)}, which is not supported; {_DAMAGED}")
     if not _is_sizes(shape):
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r}; {_DAMAGED}")
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(shape)}; {_DAMAGED}")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets!r}; {_DAMAGED}")
+        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {shorten(offsets)}; {_DAMAGED}")
     num_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * _ITEM_BYTES.get(kind, 0)
     if num_bytes < 0 or (kind in _ITEM_BYTES and num_bytes != expected):
@@ -186,8 +187,9 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _is_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Whether this is a list of whole numbers >= 0; JSON's true is none."""
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    """Whether this is a short list of whole numbers >= 0; JSON's true is none."""
+    is_short = isinstance(values, list) and len(values) <= _MAX_DIMS  # their product is taken
+    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, file_bytes: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.errors import ModelError, first_line
+from quantkit.untrusted import read_object, shorten
 
 # Folders inside a model's folder that transformers reads.
 _READ_FOLDERS = ("additional_chat_templates",)
@@ -37,6 +38,33 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
             _check_entry(path, folder / path.relative_to(root), root, blobs)
     except OSError as error:
         raise ModelError(f"cannot read the folder {folder}: {first_line(error)}; check its permissions") from None
+
+
+def check_pointers(folder: Path) -> None:
+    """Refuse files that send transformers elsewhere: to a vocabulary outside the folder, or to another model.
+
+    Args:
+        folder: of the model.
+    Raises:
+        ModelError: names the file, and what it points to.
+    """
+    if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds a model and adapter_config.json, which would load another; merge the adapter, or remove it"
+        )
+    try:
+        settings = read_object(folder / "tokenizer_config.json", ModelError)
+    except ModelError:  # missing or damaged, as whoever needs it says
+        return
+    root = Path(os.path.realpath(folder))
+    for key, name in settings.items():
+        if key.endswith("_file") and isinstance(name, str) and "\0" not in name:
+            target = Path(os.path.realpath(root / name))
+            if target.exists() and not target.is_relative_to(root):
+                raise ModelError(
+                    f"{folder / 'tokenizer_config.json'}: {key} is {shorten(name)}, a file outside the model's folder; "
+                    "remove the entry"
+                )
 
 
 def _blobs(root: Path) -> Path | None:

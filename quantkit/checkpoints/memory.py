@@ -24,10 +24,18 @@ def peak_bytes() -> int:
 
     From /proc where there is one: what getrusage says there includes the program that started this one.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        if peak:
-            return int(peak[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return proc_bytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process now; None where the system does not say."""
+    return proc_bytes("self/status", "VmRSS")
+
+
+def proc_bytes(file: str, key: str) -> int | None:
+    """The entry `key:   12 kB` of a file in /proc, in bytes; None where there is none."""
+    with contextlib.suppress(OSError):
+        entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
+        return int(entry[1]) * 1024 if entry else None
+    return None

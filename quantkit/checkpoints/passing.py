@@ -66,22 +66,25 @@ class Recorder(nn.Module):
             return getattr(self.__dict__["_layer"][0], name)
 
 
-def pass_through(model: nn.Module, backbone: str, layers: str, **inputs: Tensor) -> list[Recorder]:
+def pass_through(
+    model: nn.Module, backbone: str, layers: str, first: nn.Module | None = None, **inputs: Tensor
+) -> list[Recorder]:
     """Run a model up to its last layer without computing any.
 
     Args:
         model: parameters may be on the meta device but for those that are used before the layers.
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
         layers: name of the list of them.
+        first: the first layer with weights: it is computed, and the second ends the run.
         inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T).
     Returns:
-        a recorder for each layer.
+        a recorder for each layer that was reached.
     Raises:
-        ModelError: the hidden states do not pass through all of these layers in order.
+        ModelError: the hidden states do not pass through these layers in order.
     """
     for length in range(4):  # a model may take the first of several outputs
         try:
-            recorders = _pass(model, backbone, layers, length, inputs)
+            recorders = _pass(model, backbone, layers, length, inputs, first)
         except (_OtherShape, IndexError):
             continue
         except ValueError as error:
@@ -94,25 +97,9 @@ def pass_through(model: nn.Module, backbone: str, layers: str, **inputs: Tensor)
     raise ModelError(f"the model's forward does not pass its hidden states through {layers}")
 
 
-def pass_first(
-    model: nn.Module, backbone: str, layers: str, first: nn.Module, hidden: Tensor
-) -> tuple[Recorder, Recorder]:
-    """As `pass_through` up to the second layer, with the first one computed.
-
-    Args:
-        model, backbone, layers: likewise.
-        first: the first layer with weights.
-        hidden: (B, T, D).
-    Returns:
-        what the first and the second layer are called with.
-    """
-    recorders = _pass(model, backbone, layers, 0, {"inputs_embeds": hidden}, first)
-    return recorders[0], recorders[1]
-
-
 @torch.inference_mode()
 def _pass(
-    model: nn.Module, backbone: str, layers: str, length: int, inputs: dict[str, Tensor], first: nn.Module | None = None
+    model: nn.Module, backbone: str, layers: str, length: int, inputs: dict[str, Tensor], first: nn.Module | None
 ) -> list[Recorder]:
     owner, _, leaf = layers.rpartition(".")
     parent, originals = model.get_submodule(owner), model.get_submodule(layers)
@@ -130,7 +117,7 @@ def _pass(
         pass
     finally:
         setattr(parent, leaf, originals)
-    return recorders
+    return recorders[: last + 1]
 
 
 def build_model(reader: CheckpointReader) -> nn.Module:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata, matches_any
-from quantkit.errors import OutputError
+from quantkit.errors import CheckpointError, OutputError
+from quantkit.untrusted import read_object
 
 MANIFEST = "quantkit.json"
 
@@ -80,9 +79,9 @@ def _is_ours(path: Path) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 30:
         return False
     try:
-        manifest: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        manifest = read_object(path, CheckpointError)
+    except CheckpointError:
         return False
-    if not isinstance(manifest, dict) or type(manifest.get("schema_version")) is not int:
+    if type(manifest.get("schema_version")) is not int:
         return False
     return isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoints.experts import rebuild_layer, set_parameter
-from quantkit.checkpoints.passing import Recorder, build_model, pass_first, pass_through
+from quantkit.checkpoints.passing import Recorder, build_model, pass_through
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.family import Family
@@ -95,10 +95,6 @@ class Skeleton:
             return leaf in self._model.get_submodule(owner)._parameters
         except AttributeError:
             return False
-
-    def first_two(self, first: nn.Module, hidden: Tensor) -> tuple[Recorder, Recorder]:
-        """What the model calls its first two layers with, the first one computed, for hidden states (B, T, D)."""
-        return pass_first(self._model, self.family.backbone, self.family.layers, first, hidden)
 
     def blank_layer(self, index: int) -> nn.Module:
         """A copy of one layer without weights, on the meta device, in evaluation mode."""
@@ -190,7 +186,7 @@ class Skeleton:
         embedding = copy.deepcopy(self._embedding())
         embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
         set_parameter(embedding, "weight", table.to(self.dtype))
-        hidden = self._record(embedding(row_of[token_ids]))[0].hidden
+        hidden = self.record(embedding(row_of[token_ids]))[0].hidden
         assert hidden is not None
         return hidden
 
@@ -200,7 +196,7 @@ class Skeleton:
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
-            recorded = self._record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
+            recorded = self.record(torch.zeros(*key, hidden.shape[2], dtype=self.dtype))
             moved: dict[int, Tensor] = {}  # layers share their tensors: each is moved once
             self._arguments[key] = [_to_device(recorder.arguments, self.device, moved) for recorder in recorded]
         return self._arguments[key][index]
@@ -208,10 +204,9 @@ class Skeleton:
     def _embedding(self) -> nn.Module:
         return self._model.get_submodule(self.family.embedding)
 
-    def _record(self, hidden: Tensor) -> list[Recorder]:
-        """A recorder for each layer, after a forward pass of hidden states (B, T, D) through them."""
-        names = self.family
-        return pass_through(self._model, names.backbone, names.layers, inputs_embeds=hidden)
+    def record(self, hidden: Tensor, first: nn.Module | None = None) -> list[Recorder]:
+        """What the model calls its layers with for hidden states (B, T, D); see `pass_through`."""
+        return pass_through(self._model, self.family.backbone, self.family.layers, first, inputs_embeds=hidden)
 
 
 def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:

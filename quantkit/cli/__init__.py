@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-from quantkit.cli._command import CommandGroup
 from quantkit.cli._errors import end_output, open_streams, report_error
+from quantkit.cli._memory import guard_imports
+from quantkit.cli._output import CommandGroup
 from quantkit.errors import suggestion
 from quantkit.registry import Registry
 
@@ -47,6 +48,7 @@ class _Commands(CommandGroup):
         if not standalone_mode:
             return super().main(words, standalone_mode=False, **extra)
         open_streams()
+        guard_imports()
         stdout = sys.stdout
         failure: BaseException | None = None
         result: Any = 0

@@ -22,6 +22,7 @@ import click
 
 from quantkit.errors import QuantkitError, ResourceError
 
+_LONGEST_LINE = 2000
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
 
 # Torch's classes and the loader's failures are told by name and text: nothing is imported to report an error, C++ and
@@ -130,4 +131,7 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """A text of at most some screens, without what terminals obey."""
+    line = " ".join(text[: 2 * _LONGEST_LINE].split())
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE - 3]}..."

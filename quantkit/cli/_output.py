@@ -1,8 +1,8 @@
-"""What all commands share: results to stdout, everything else to stderr."""
+"""What all commands share: help that ends in examples, results to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -76,17 +76,39 @@ class Output:
         raise GateFailure(failure())
 
 
-def output_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --json, --quiet and --verbose to a command, which gets them as its first argument, an Output."""
+class _Documented(click.Command):
+    """A command whose docstring is the whole of its help: what begins at the first `\\b` is printed below the options.
 
-    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
-    @click.option("--quiet", is_flag=True, help="No progress and no warnings.")
-    @click.option("--verbose", is_flag=True, expose_value=False, help="Tracebacks of errors.")
-    @functools.wraps(function)
-    def command(*, as_json: bool, quiet: bool, **options: Any) -> None:
-        function(Output(as_json=as_json, quiet=quiet), **options)
+    Args:
+        help: the docstring; click keeps the lines of a paragraph that begins with `\\b` as they are.
+        epilog: printed before them, in the same paragraph.
+    """
 
-    return command
+    def __init__(self, name: str | None, *, help: str | None = None, epilog: str = "\b", **settings: Any) -> None:
+        text, _, below = inspect.cleandoc(help or "").partition("\b\n")
+        super().__init__(name, help=text.rstrip(), epilog=f"{epilog}\n{below}", **settings)
+
+
+class Command(_Documented):
+    """A command with --json, --quiet and --verbose; its function gets them as `output_to`, an Output."""
+
+    def __init__(self, name: str | None, *, params: list[click.Parameter] | None = None, **settings: Any) -> None:
+        own = (
+            click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on stdout, nothing else."),
+            click.Option(["--quiet"], is_flag=True, help="No progress and no warnings."),
+            click.Option(["--verbose"], is_flag=True, expose_value=False, help="Tracebacks of errors."),
+        )
+        super().__init__(name, params=[*(params or ()), *own], **settings)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.params["output_to"] = Output(as_json=ctx.params.pop("as_json"), quiet=ctx.params.pop("quiet"))
+        return super().invoke(ctx)
+
+
+class CommandGroup(_Documented, click.Group):
+    """A group of such commands."""
+
+    command_class = Command
 
 
 def plain_console(*, stderr: bool = False) -> Console:

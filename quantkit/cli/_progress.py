@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from quantkit.checkpoints.memory import resident_bytes
 from quantkit.cli._errors import say
 from quantkit.cli._output import Output, plain_console
 from quantkit.compress.pipeline.events import SILENT, Listener
@@ -37,7 +36,7 @@ class Log(Listener):
         self._done += 1
         # Layers of an earlier run took no time of this one.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
-        parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(memory_in_use())]
+        parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(resident_bytes() or 0)]
         if left > 0:
             parts.append(f"{elapsed(left)} left")
         say(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}")
@@ -83,7 +82,7 @@ class Bar(Listener):
         self.progress.console.print(f"warning: {text}", style="yellow")
 
     def _show(self, description: str) -> None:
-        self.progress.update(self._task, description=description, memory=byte_size(memory_in_use()))
+        self.progress.update(self._task, description=description, memory=byte_size(resident_bytes() or 0))
 
 
 @contextmanager
@@ -119,14 +118,6 @@ def worst_error(record: LayerRecord) -> str:
         return ""
     worst = max(record.linears, key=lambda linear: linear.error)
     return f"worst error {worst.error:.4f} ({worst.name})"
-
-
-def memory_in_use() -> int:
-    """Resident bytes of this process now; 0 where the kernel does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _num(summary: dict[str, Any], key: str) -> int:

@@ -152,13 +152,12 @@ def verify_result(
     Raises:
         GateFailure: it failed.
     """
-    from quantkit.demo import DEMO_MODEL
     from quantkit.evaluate.verify.files import set_aside, write_files
     from quantkit.evaluate.verify.pair import check_pair
     from quantkit.evaluate.verify.run import verify_pair
 
     path = Path(result.output)
-    pair = check_pair(path, DEMO_MODEL if model is None else model, gates)
+    pair = check_pair(path, model, gates)
     options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
     report = verify_pair(pair, options, progress=output_to.tell)
     if not report.held:

@@ -9,9 +9,8 @@ import click
 
 from quantkit.benchmark.options import ROUNDS_AGAINST, BenchmarkOptions
 from quantkit.cli import _bench as show
-from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 
 if TYPE_CHECKING:
     from quantkit.benchmark.ceilings import Ceilings
@@ -31,7 +30,6 @@ NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 @click.option("--against", metavar="MODEL", help="Measure this one in turns with CHECKPOINT, and compare.")
 @click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
-@output_options
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
 def bench_command(
@@ -143,7 +141,7 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
     load = make_load(options.workloads()[0], target.llm.model.vocab_size, avoid=target.llm.model.eos_ids)
     every = max(1, new_tokens // 10)
     comparison = compare_cache(
-        target.llm.engine,
+        target.llm,
         load.prompts[-1],
         new_tokens,
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,

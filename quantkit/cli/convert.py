@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, Settings, option_group, push_option
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size
 from quantkit.report.table import Table, facts
 from quantkit.settings import setting
@@ -44,7 +43,6 @@ _HOW: Settings = {
 )
 @option_group("how", _HOW)
 @push_option
-@output_options
 def convert_command(
     output_to: Output, *, checkpoint: str, to: str, output: str | None, push_to_hub: str | None, how: dict[str, Any]
 ) -> None:

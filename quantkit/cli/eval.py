@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._command import Command
 from quantkit.cli._options import Settings, option_group, settings_of
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
 from quantkit.runtime.config import EngineConfig
@@ -28,7 +27,6 @@ _ENGINE: Settings = {
 @click.argument("checkpoint", required=False)
 @click.option("--baseline", metavar="MODEL", help="Ask this model the same, and compare item by item.")
 @click.option("--noise", is_flag=True, help="Also ask the baseline in another arithmetic, to see how much is noise.")
-@output_options
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))
 def eval_command(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
-from quantkit.cli._output import Output, output_options, plain_console
+from quantkit.cli._output import Command, Output, plain_console
 from quantkit.quantities import byte_size, duration
 from quantkit.report.table import Table, facts
 from quantkit.runtime.types import SamplingParams
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
-@output_options
 @runtime_options
 def generate(
     output_to: Output,

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli._command import Command
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size
 from quantkit.report.table import Column, Table, facts
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint")
 @click.argument("other", required=False)
-@output_options
 def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
 

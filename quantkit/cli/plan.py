@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._command import Command
 from quantkit.cli._options import Settings, option_group, set_option
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import (
     byte_size,
     duration,
@@ -87,7 +86,6 @@ _ESTIMATE: Settings = {
 @option_group("sizes", _ESTIMATE)
 @set_option
 @option_group("device", _DEVICE)
-@output_options
 def plan_command(
     output_to: Output, *, model: str | None, device: dict[str, Any], sizes: dict[str, Any], changes: tuple[str, ...]
 ) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, Settings, option_group, push_option, set_option
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
 from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
@@ -48,7 +47,6 @@ _ACTIVATIONS = setting(
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result; one that fails is kept as DIR.failed, exit code 3.")
 @_verify.gate_option
-@output_options
 def quantize_command(
     output_to: Output,
     *,

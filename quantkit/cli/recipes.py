@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli._command import CommandGroup
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import CommandGroup, Output
 from quantkit.report.table import Column, Table
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ def recipes() -> None:
 
 
 @recipes.command("list")
-@output_options
 def list_command(output_to: Output) -> None:
     """List the shipped recipes.
 
@@ -49,7 +47,6 @@ def list_command(output_to: Output) -> None:
 
 @recipes.command("show", short_help="Print a shipped recipe, ready to be copied.")
 @click.argument("name")
-@output_options
 def show_command(output_to: Output, *, name: str) -> None:
     """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in.
 
@@ -73,7 +70,6 @@ def show_command(output_to: Output, *, name: str) -> None:
 
 @recipes.command("check", short_help="Say whether a recipe file is valid.")
 @click.argument("file")
-@output_options
 def check_command(output_to: Output, *, file: str) -> None:
     """Say whether the recipe in FILE is valid, and what in it is probably not meant.
 

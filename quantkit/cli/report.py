@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli._command import Command
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 
 if TYPE_CHECKING:
     from quantkit.results import Report
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 @click.command("report", cls=Command, short_help="Compare checkpoints by their reports.")
 @click.argument("checkpoints", nargs=-1, required=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write a page (HTML) here.")
-@output_options
 def report_command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None) -> None:
     """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.allocation.options import SearchOptions, SearchTarget
-from quantkit.cli._command import Command
 from quantkit.cli._options import RUN, option_group, set_option, settings_of
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, elapsed
 from quantkit.report.table import Table, facts
 from quantkit.runtime.config import EngineConfig
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 @set_option
 @option_group("how", {**settings_of(SearchOptions), **RUN})
 @option_group("engine", settings_of(EngineConfig, "dtype", "threads"), shown={"dtype": "fp32"})
-@output_options
 def search_command(
     output_to: Output,
     *,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.benchmark.options import TuneOptions
-from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, settings_of
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.quantities import elapsed
 from quantkit.report.table import Column, Table
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @option_group("settings", settings_of(TuneOptions))
 @click.option("--list", "listing", is_flag=True, help="Show which files are in force, and measure nothing.")
-@output_options
 def tune_command(output_to: Output, *, model: str | None, listing: bool, settings: dict[str, Any]) -> None:
     """Choose tiles for MODEL, a directory or a hub id, on a GPU of this machine; without it, for an 8B Llama in INT4.
 

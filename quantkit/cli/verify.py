@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from quantkit.cli import _verify
-from quantkit.cli._command import Command
 from quantkit.cli._options import option_group, runtime_options, settings_of
-from quantkit.cli._output import Output, output_options
+from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 
 ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
@@ -29,7 +28,6 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 @click.option("--text", metavar="FILE", help="Text that both models' distributions are compared on.")
 @_verify.gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
-@output_options
 @runtime_options
 def verify_command(
     output_to: Output,

@@ -8,6 +8,7 @@ from pathlib import Path
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError
 from quantkit.runtime.llm import LLM
+from quantkit.untrusted import MAX_TEXT_BYTES, read_text
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
@@ -49,7 +50,4 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
             looked = ", ".join(map(str, folders)) or "no --data folder was given"
             raise DataError(f"text {name!r} is no file here and not below --data ({looked}); pass --text FILE")
         path = Path(texts[0])
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as text: {error}") from None
+    return read_text(path, DataError, MAX_TEXT_BYTES)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,12 +174,8 @@ def ledger_writer(items: Path) -> Writer:
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """The largest count that fits, by doubling and halving; 0 when none does."""
+    """The largest count that fits, by doubling and then halving; 0 when none does."""
     high = 1
     while fits(high):
         high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, high), True, key=lambda count: not fits(count))

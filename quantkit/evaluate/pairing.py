@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
 from quantkit.errors import DataError
+from quantkit.untrusted import read_object
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
@@ -20,7 +19,7 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
         DataError: the vocabularies differ.
         ModelError: one of them is no directory and no hub id.
     """
-    ours, theirs = (DEMO_MODEL if name is None else resolve(name) for name in (model, baseline))
+    ours, theirs = map(resolve, (model, baseline))
     one, other = _vocabulary(ours), _vocabulary(theirs)
     if one is None or other is None or one == other:
         return
@@ -38,10 +37,9 @@ def other_arithmetic(name: str) -> str:
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token ids by text; None where tokenizer.json is missing or keeps them in a way not known here."""
     try:
-        data: Any = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = data["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
+        vocabulary: Any = read_object(folder / "tokenizer.json", DataError)["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
+            return {token: index for index, (token, *_) in enumerate(vocabulary)}
+        return dict(vocabulary)
+    except (DataError, ValueError, LookupError, TypeError):
         return None
-    if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order
-        return {token: index for index, (token, *_) in enumerate(vocabulary)}
-    return dict(vocabulary)

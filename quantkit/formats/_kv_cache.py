@@ -23,14 +23,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._compressed_tensors_config import cache_only_config, fp8_cache_args
-from quantkit.numerics.kv_cache import (
-    FP8_HEAD,
-    FP8_TENSOR,
-    LayerCache,
-    Scales,
-    scheme_from_dict,
-    scheme_to_dict,
-)
+from quantkit.numerics.kv_cache import FP8_HEAD, FP8_TENSOR, Scales, scheme_from_dict, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 
 CONFIG_KEY = "quantkit_kv_cache"
@@ -42,16 +35,20 @@ _FIXED = {"tensor": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR), "attn_head": KVS
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "qkv_proj.{}_scale", "kv_scale")
 
 
-def cache_tensors(attention: str, cache: LayerCache) -> dict[str, Tensor]:
-    """The scales of one layer as they are stored; none where its number types need none.
+def cache_tensors(
+    attention: str, keys: tuple[float, ...], values: tuple[float, ...], *, by_head: bool
+) -> dict[str, Tensor]:
+    """The fixed scales of one layer as they are stored.
 
     Args:
         attention: name of the attention module.
-        cache: with the scales that calibration found.
+        keys, values: one scale each, or one per key/value head.
+        by_head: whether they are per head.
     """
+    scales, shape = {"k": keys, "v": values}, (-1, 1, 1) if by_head else (1,)
     return {
-        f"{attention}.{side}_scale": _stored(scales)
-        for side, scales in (("k", cache.key_scale), ("v", cache.value_scale))
+        f"{attention}.{side}_scale": torch.tensor(own, dtype=torch.float32).reshape(shape)
+        for side, own in scales.items()
     }
 
 
@@ -144,11 +141,6 @@ def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
     return tuple(
         scheme_from_dict(layers[str(index)]) if str(index) in layers else default for index in range(num_layers)
     )
-
-
-def _stored(scales: Scales) -> Tensor:
-    tensor = torch.tensor(scales, dtype=torch.float32)
-    return tensor.reshape(-1, 1, 1) if isinstance(scales, tuple) else tensor.reshape(1)
 
 
 def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:

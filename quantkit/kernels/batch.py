@@ -30,7 +30,7 @@ class ForwardBatch:
         page_table: (B, P) int32, page numbers of each sequence in order; -1 past its end.
         slots: (T,) int64, where the keys and values of each new token are stored: page * page_size + offset.
         residual_rows: (B,) int64, the sequence's row in the buffers of residual windows.
-        logit_rows: (R,) int64, the new tokens after which logits are wanted, each once; all of them only in order.
+        logit_rows: (R,) int64, the new tokens after which logits are wanted, in order.
         query_lengths: new tokens by sequence, on the host.
         context_lengths: tokens by sequence after this step, new ones included, on the host.
         sequence_ids: stable number of each sequence, for models that keep state of their own.

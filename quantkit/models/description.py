@@ -110,9 +110,7 @@ class ModelDescription:
     def attention(self, index: int) -> AttentionShape:
         """What one layer keeps of each token, and reads."""
         if self.family.block is not None:
-            own = self.family.block(self.entries, index).attention
-            assert own is not None, "a block of a family's own says what its attention keeps"
-            return own
+            return self.family.block(self.entries, index).attention
         sizes = self.latent
         if sizes is None:
             return AttentionShape(

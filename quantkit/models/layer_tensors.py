@@ -43,7 +43,7 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     else:
         bias = model.entries.flag(family.biases.mlp)
         matrices += _mlp(model, family.parts.up, family.parts.down, model.width, bias=bias, gated=family.parts.gated)
-    return LayerTensors(matrices=tuple(matrices), vectors=vectors)
+    return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=model.attention(index))
 
 
 def outer_tensors(model: ModelDescription) -> Shapes:

@@ -49,9 +49,6 @@ class LinearSet:
         return tuple(tuple(names) for names in together.values())
 
 
-WIDEN = "widen the pattern in overrides or ignore to cover all of them"
-
-
 def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
     """What is said of each fused set whose linears do not have one scheme.
 

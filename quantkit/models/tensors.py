@@ -62,15 +62,20 @@ class LayerTensors:
     Args:
         matrices: its linears, in running order.
         vectors: shape by relative name of everything else but biases of linears: norms, sinks, balances.
-        attention: its cache, where the family's data does not say it.
+        attention: its cache.
     """
 
     matrices: tuple[Matrix, ...]
-    vectors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    attention: AttentionShape | None = None
+    vectors: Mapping[str, tuple[int, ...]]
+    attention: AttentionShape
 
     @property
     def other_parameters(self) -> int:
         """Parameters that are in no matrix."""
         biases = sum(matrix.copies * matrix.out_features for matrix in self.matrices if matrix.bias)
         return biases + sum(map(math.prod, self.vectors.values()))
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return self.other_parameters + sum(matrix.num_parameters for matrix in self.matrices)

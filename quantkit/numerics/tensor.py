@@ -76,7 +76,8 @@ class QuantizedTensor:
             if self.zero_point is not None:
                 values -= self.zero_point.float()[:, index]
             return values.mul_(self.scale.float()[:, index]).to(dtype)
-        values = self.codes.to(torch.float32).view(rows, self.scale.shape[1], -1)  # (N, G, g)
+        # A copy also of codes that are float32 already, since it is multiplied in place.
+        values = self.codes.to(torch.float32, copy=True).view(rows, self.scale.shape[1], -1)  # (N, G, g)
         if self.zero_point is not None:
             values -= self.zero_point.float().unsqueeze(-1)
         return values.mul_(self.scale.float().unsqueeze(-1)).view(rows, width).to(dtype)

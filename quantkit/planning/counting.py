@@ -11,8 +11,8 @@ from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
-from quantkit.models.tensors import Matrix
-from quantkit.planning.shape import DTYPE_BYTES, LayerShape, ModelShape
+from quantkit.models.tensors import LayerTensors, Matrix
+from quantkit.planning.shape import DTYPE_BYTES, ModelShape
 
 _IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
@@ -32,12 +32,6 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
         ModelError: a size is missing.
     """
     embedding = model.vocab_size * model.hidden_size
-    layers = []
-    for index in range(model.num_layers):
-        tensors = model.tensors(index)
-        layers.append(
-            LayerShape(attention=model.attention(index), matrices=tensors.matrices, other=tensors.other_parameters)
-        )
     return ModelShape(
         name=name,
         family=model.family,
@@ -47,7 +41,7 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         max_length=model.entries.optional_count("max_position_embeddings"),
-        layers=tuple(layers),
+        layers=tuple(map(model.tensors, range(model.num_layers))),
         prefix=model.family.layers,
         embedding=embedding,
         head=0 if model.tied else embedding,
@@ -135,15 +129,15 @@ def _remarks(model: ModelDescription) -> Iterator[str]:
         yield "config.json says that the weights are quantized already; their bytes are counted as if they were not"
 
 
-def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorInfo]]) -> LayerShape:
+def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorInfo]]) -> LayerTensors:
     active = model.experts.num_chosen if model.experts is not None and model.with_experts[index] else 1
     sizes: Counter[tuple[str, int, int]] = Counter()
-    other = 0
+    vectors: dict[str, tuple[int, ...]] = {}
     data = model.family.experts
     for local, stored in tensors:
         linears = _matrix_sizes(local, stored.shape, transposed=data is not None and data.transposed)
         if not linears:
-            other += math.prod(stored.shape)
+            vectors[local] = stored.shape
         sizes.update(linears)
     matrices = tuple(
         Matrix(
@@ -156,7 +150,7 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
         )
         for (name, rows, columns), count in sizes.items()
     )
-    return LayerShape(attention=model.attention(index), matrices=matrices, other=other)
+    return LayerTensors(matrices=matrices, vectors=vectors, attention=model.attention(index))
 
 
 def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:

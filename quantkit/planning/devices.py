@@ -102,16 +102,11 @@ def make_device(
     Raises:
         InputError: no such device, or one made of figures without its memory.
     """
-    if name is not None:
-        base = find_device(name)
-    elif memory_bytes is not None:
-        base = Device(
-            name="given", title="as given", memory_bytes=memory_bytes, bandwidth=0.0, peaks={}, source="given"
-        )
-    elif bandwidth is None and peak is None:
-        return None
-    else:
+    if name is None and memory_bytes is None:
+        if bandwidth is None and peak is None:
+            return None
         raise InputError("--bandwidth and --peak say nothing about memory; give --device or --memory too")
+    base = _device("given", "as given", 0, 0.0, "given") if name is None else find_device(name)
     peaks = base.peaks
     if peak is not None:
         first = base.peaks.get("bf16", peak)

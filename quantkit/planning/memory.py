@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
 from quantkit.models.cache import KVForm
-from quantkit.models.tensors import Matrix
-from quantkit.planning.shape import LayerShape, ModelShape
+from quantkit.models.tensors import LayerTensors, Matrix
+from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm
 
 # Which form a matrix of a layer gets; None = it stays as it is stored.
@@ -90,9 +90,8 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
     total = disk = quantized = codes = 0
     read = 0.0
     for index, layer in enumerate(shape.layers):
-        total += layer.other * size
-        read += layer.other * size
-        disk += layer.other * size
+        other = layer.other_parameters * size
+        total, disk, read = total + other, disk + other, read + other
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
             here = file = size * matrix.out_features * matrix.in_features
@@ -191,18 +190,18 @@ def _alike(total: int, bits: float, read: float) -> WeightBytes:
 def _touched(shape: ModelShape, batch: int) -> float:
     """Parameters that one decode step reads."""
     inside = sum(
-        layer.other + sum(m.out_features * m.in_features * experts_read(m, batch) for m in layer.matrices)
+        layer.other_parameters + sum(m.out_features * m.in_features * experts_read(m, batch) for m in layer.matrices)
         for layer in shape.layers
     )
     return inside + shape.other + shape.head_parameters
 
 
-def _width(layer: LayerShape) -> int:
+def _width(layer: LayerTensors) -> int:
     """Numbers per token that a layer has in flight: the wider of attention and MLP, each with what it puts out."""
     return max(_outputs(layer, True), _outputs(layer, False))
 
 
-def _outputs(layer: LayerShape, attention: bool) -> int:
+def _outputs(layer: LayerTensors, attention: bool) -> int:
     def chosen() -> Iterator[Matrix]:
         return (m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention)
 

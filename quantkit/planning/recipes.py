@@ -5,16 +5,13 @@ Loading a recipe imports torch, so nothing else here does; a plan without a reci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.compress.algorithms.base import Step
-from quantkit.errors import RecipeError, SchemeError
+from quantkit.errors import RecipeError
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.families import UNKNOWN
-from quantkit.models.linear_sets import WIDEN, fused_conflicts
-from quantkit.models.tensors import Matrix
 from quantkit.planning.memory import WeightChoice
 from quantkit.planning.shape import ModelShape
 from quantkit.planning.weights import WeightForm, from_linear
@@ -55,12 +52,16 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """
-    chosen = {
-        (index, matrix.name): _find(shape, recipe, index, matrix)
-        for index, layer in enumerate(shape.layers)
-        for matrix in layer.matrices
-    }
-    forms = {linear: from_linear(linear, recipe.format) for linear in set(chosen.values()) - {None}}
+    from quantkit.compress.recipe.assignment import LayerLinears, assign, conflicts
+
+    layers = []
+    for index, layer in enumerate(shape.layers):
+        sizes = {m.first: (m.out_features, m.in_features) for m in layer.matrices if m.quantizable}
+        sets = (shape.family or UNKNOWN).sets_of_layer(sizes.__contains__)
+        layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
+    assigned = assign(recipe, layers)
+    schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
+    forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
     calibration, goal = recipe.calibration, recipe.kv_cache
     samples = calibration.samples if calibration else 0
 
@@ -69,7 +70,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         format=recipe.format,
         scheme=WeightChoice(
             name=recipe.name,
-            choose=lambda index, matrix: forms.get(chosen[index, matrix.name]),
+            choose=lambda index, matrix: forms.get(assigned[index].get(matrix.first)),
             head=head,
             beside=_cache_scale_bytes(shape, goal),
         ),
@@ -77,7 +78,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         num_tokens=samples * calibration.sequence_length if calibration else 0,
         samples=samples,
         steps=recipe.steps,
-        conflicts=tuple(_conflicts(shape, recipe, chosen)),
+        conflicts=tuple(map(str, conflicts(recipe, layers, assigned))),
         cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
     )
 
@@ -100,36 +101,3 @@ def require_possible(plan: RecipePlan) -> None:
         others = len(plan.conflicts) - 1
         rest = f" ({others} more like this)" if others else ""
         raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
-
-
-def _find(shape: ModelShape, recipe: Any, index: int, matrix: Matrix) -> Any:
-    return recipe.scheme.find(f"{shape.prefix}.{index}.{matrix.first}") if matrix.quantizable else None
-
-
-def _conflicts(shape: ModelShape, recipe: Any, chosen: dict[tuple[int, str], Any]) -> Iterator[str]:
-    from quantkit.formats import REGISTRY as FORMATS
-
-    yield from _unmatched(shape, recipe)
-    if not any(chosen.values()) and recipe.kv_cache is None:
-        yield "it leaves every linear alone, so nothing would be quantized; take patterns out of ignore"
-    format_, seen = FORMATS.load(recipe.format), set()
-    for index, layer in enumerate(shape.layers):
-        for matrix in layer.matrices:
-            linear, size = chosen[index, matrix.name], (matrix.out_features, matrix.in_features)
-            if linear is None or (linear, size) in seen:
-                continue
-            seen.add((linear, size))
-            try:
-                format_.check(linear, size)
-            except SchemeError as error:
-                yield f"{shape.prefix}.{index}.{matrix.first}: {error}"
-    for index, layer in enumerate(shape.layers):
-        schemes = {matrix.first: chosen[index, matrix.name] for matrix in layer.matrices}
-        sets = (shape.family or UNKNOWN).sets_of_layer(schemes.__contains__)
-        yield from (f"{shape.prefix}.{index}: {conflict}; {WIDEN}" for conflict in fused_conflicts(sets, schemes))
-
-
-def _unmatched(shape: ModelShape, recipe: Any) -> Iterator[str]:
-    names = [f"{shape.prefix}.{index}.{m.first}" for index, layer in enumerate(shape.layers) for m in layer.matrices]
-    for rule in recipe.scheme.unmatched(names):
-        yield f"pattern {rule.pattern!r} matches none of its linears; names look like {names[0]!r}"

@@ -9,29 +9,9 @@ from dataclasses import dataclass
 from quantkit.models.attention import AttentionShape
 from quantkit.models.cache import KVForm
 from quantkit.models.family import Family
-from quantkit.models.tensors import Matrix
+from quantkit.models.tensors import LayerTensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerShape:
-    """One decoder layer.
-
-    Args:
-        attention: its cache.
-        matrices: its linears.
-        other: parameters of norms, biases and the like.
-    """
-
-    attention: AttentionShape
-    matrices: tuple[Matrix, ...]
-    other: int
-
-    @property
-    def num_parameters(self) -> int:
-        """All of them."""
-        return self.other + sum(matrix.num_parameters for matrix in self.matrices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +45,7 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     max_length: int | None
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerTensors, ...]
     prefix: str = "model.layers"
     embedding: int = 0
     head: int = 0

@@ -5,27 +5,23 @@ No weight is read, and from the hub only config.json is fetched.
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import find_tensors, weight_files
+from quantkit.checkpoints.folder import checked_names, find_tensors, weight_files
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.links import check_links
-from quantkit.demo import DEMO_MODEL
-from quantkit.errors import ModelError, SchemeError, first_line, suggestion
+from quantkit.checkpoints.source import download, is_hub_id, resolve
+from quantkit.errors import ModelError, SchemeError, suggestion
 from quantkit.models.cache import KVForm, form_of_schemes
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
-from quantkit.untrusted import parse_yaml, read_text
+from quantkit.untrusted import parse_yaml, read_object, read_text
 
-_MAX_JSON_BYTES = 1 << 26
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # What a shape file may say: every entry of a config.json that the count reads.
 KEYS = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -50,17 +46,18 @@ def from_model(model: str | Path | None) -> ModelShape:
         CheckpointError: a shard is damaged.
     """
     if model is None:
-        return _from_folder(DEMO_MODEL, "demo")
+        return _from_folder(resolve(None), "demo")
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, path.resolve().name)
     if path.is_file():
         return from_config(description_of(_read(path), str(path)), path.stem, "config.json")
-    if not _HUB_ID.fullmatch(str(model)):
+    if not is_hub_id(str(model)):
         raise ModelError(
             f"no such model directory or config file: {model}; check the path, or give --shape or --params"
         )
-    return from_config(description_of(_read(_download(str(model))), f"{model}/config.json"), str(model), "config.json")
+    data = _read(download(str(model), "config.json"))
+    return from_config(description_of(data, f"{model}/config.json"), str(model), "config.json")
 
 
 def from_shape_file(path: str | Path) -> ModelShape:
@@ -161,31 +158,9 @@ def description_of(data: dict[str, Any], where: str) -> ModelDescription:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    data = _parse(path, read_text(path, ModelError, _MAX_JSON_BYTES))
+    if path.suffix not in (".yaml", ".yml"):
+        return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
+    data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no mapping of names to sizes; write it like a config.json")
-    return data
-
-
-def _parse(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if path.suffix not in (".yaml", ".yml"):
-            raise ModelError(
-                f"{path} is not valid JSON ({first_line(error)}); correct it or download it again"
-            ) from None
-    return parse_yaml(text, str(path), ModelError)
-
-
-def _download(model: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # the hub fails in many ways that share no class
-        raise ModelError(
-            f"{model!r} is no directory here and its config.json cannot be fetched from the hub "
-            f"({type(error).__name__}: {first_line(error).rstrip('.')}); check the spelling and the network, "
-            "or give a directory, --shape or --params"
-        ) from error
+    return checked_names(data, str(path))

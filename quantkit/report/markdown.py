@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from quantkit.report import speed_tables, tables
@@ -30,11 +33,12 @@ LOADERS = {  # title, language and code, of each engine that a format may name
 
 def render_markdown(report: Report) -> str:
     """The model card of a checkpoint, front matter included."""
+    report = _without_paths(report)
     model, original = report.model, report.baseline_model
     source = original.name if original else (report.compression.model if report.compression else "another model")
     if original is not None and original.hub_id:
         source = f"[{source}](https://huggingface.co/{original.hub_id})"
-    gates = [f"- {line}" for line in gate_lines(report.gates)]
+    gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
     known = _license(report)
     runs = list(speed_tables.report_runs(report))
     results = [
@@ -47,8 +51,8 @@ def render_markdown(report: Report) -> str:
     ]
     parts = [
         _front_matter(report),
-        f"# {model.name}",
-        f"{model.scheme or model.format} version of {source}, made with quantkit. {headline(report)}",
+        f"# {plain(model.name)}",
+        plain(f"{model.scheme or model.format} version of {source}, made with quantkit. {headline(report)}"),
         "\n".join(["## Gates", "", *gates]) if gates else "",
         "## Results",
         *(markdown_table(table) for table in results if table is not None),
@@ -58,9 +62,29 @@ def render_markdown(report: Report) -> str:
         "## How to load it",
         *_loading(report),
         "## License",
-        f"{known}, as the original." if known else "Unknown: the original's license applies, see its model card.",
+        f"{plain(known)}, as the original."
+        if known
+        else "Unknown: the original's license applies, see its model card.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """A text of somebody else as one line of Markdown in which no HTML begins."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(text.split()))
+
+
+def _without_paths(report: Report) -> Report:
+    """The report with names where it has directories of this machine."""
+    model, original, made = report.model, report.baseline_model, report.compression
+    if original is not None and not original.hub_id:
+        original = replace(original, name=PurePath(original.name).name)
+    return replace(
+        report,
+        model=replace(model, name=PurePath(model.name).name, path=PurePath(model.path).name),
+        baseline_model=original,
+        compression=None if made is None else replace(made, model=PurePath(made.model).name),
+    )
 
 
 def _front_matter(report: Report) -> str:
@@ -83,7 +107,7 @@ def markdown_table(table: Table) -> str:
     """A table as GitHub's Markdown writes it."""
     rules = ("---" if column.is_text else "---:" for column in table.columns)
     rows = [[column.title for column in table.columns], rules, *table.cells]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    text = "\n".join("| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n\n".join(part for part in (table.title and f"{table.title}:", text, table.note) if part)
 
 
@@ -91,7 +115,7 @@ def _loading(report: Report) -> list[str]:
     """Each loader that reads the format, with a command."""
     format_ = _format(report.model.format)
     needs = f"`pip install {format_.package}`" if format_ and format_.package else "nothing else needed"
-    path = report.model.hub_id or report.model.path or report.model.name
+    path = plain(report.model.hub_id or report.model.path or report.model.name)
     engines = (*(format_.engines if format_ else ()), "quantkit")
     blocks = [
         f"{title}:\n\n```{language}\n{code}\n```" for title, language, code in (LOADERS[engine] for engine in engines)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.memory import proc_bytes
+
 
 def free_bytes(device: torch.device) -> int:
     """Memory that a process can still take on a device: the least of what the system and its control group leave."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = _meminfo("MemAvailable")
+    available = proc_bytes("meminfo", "MemAvailable")
     limits = [] if available is None else [available]
     group = Path("/sys/fs/cgroup")
     try:
@@ -22,14 +24,3 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, ValueError):
         pass
     return min(limits) if limits else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _meminfo(key: str) -> int | None:
-    """An entry of /proc/meminfo in bytes; None where there is none."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None

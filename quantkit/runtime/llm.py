@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.source import resolve
-from quantkit.demo import DEMO_MODEL
+from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.devices import pick_device
-from quantkit.errors import RequestError, first_line
+from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine import status
@@ -23,10 +24,11 @@ from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
-from quantkit.runtime.engine.threads import choose_threads
+from quantkit.runtime.engine.threads import choose_threads, guard_forks
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.model.model import Model
 from quantkit.runtime.types import Completion, PromptScores, PromptScoring, SamplingParams, ScoredText, StepOutput
+from quantkit.untrusted import bounded
 
 Messages = Many[dict[str, Any]]
 Prompt = str | Many[int]
@@ -38,8 +40,9 @@ class LLM:
         llm = LLM("demo-awq-int4", kv_cache="int8")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
 
-    It belongs to one thread. Several `stream`s may be read in turns; their requests are computed together, and with
-    what is scored meanwhile.
+    Several threads may use it, one at a time does the computing, of the requests of all. Several `stream`s may be read
+    in turns; their requests are computed together, and with what is scored meanwhile. A process that is forked from one
+    that has used it computes with one thread.
 
     Args:
         path: model directory or hub id; None = the demo model that comes with quantkit.
@@ -55,11 +58,17 @@ class LLM:
         self._controller = None
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
-        self.path = DEMO_MODEL if path is None else resolve(str(path))
+        self.path = resolve(path)
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
-        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.path)
+        self.tokenizer: Any = None
+        self._no_tokenizer = ""
+        try:
+            self.tokenizer = load_tokenizer(self.path)
+        except ModelError as error:
+            self._no_tokenizer = str(error)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many and why
+        self._lock = threading.RLock()  # of engine, tokenizer and inboxes
         self._engine = None if lazy else self._load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
 
@@ -68,6 +77,7 @@ class LLM:
         if self.device.type == "cpu" or config.threads is not None:
             choice = choose_threads(config.threads)
             torch.set_num_threads(choice.threads)
+            guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
@@ -82,9 +92,10 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """What computes; its weights are read now if they have not been."""
-        if self._engine is None:
-            self._engine = self._load()
-        return self._engine
+        with self._lock:
+            if self._engine is None:
+                self._engine = self._load()
+            return self._engine
 
     @property
     def model(self) -> Model:
@@ -100,7 +111,8 @@ class LLM:
         """
         tokenizer = self._need_tokenizer()
         # Not verbose: that a prompt is too long is for the engine to say.
-        ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
+        with self._lock:
+            ids: list[int] = list(tokenizer(_checked_text(text), verbose=False)["input_ids"])
         if ids:
             return ids
         if tokenizer.bos_token_id is None:
@@ -119,10 +131,12 @@ class LLM:
         if not getattr(tokenizer, "chat_template", None):
             raise RequestError(f"{self.path} has no chat template; it is not a chat model: give a plain prompt")
         try:
-            text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            with bounded():
+                text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs and fail in ways of their own
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
-        return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
+        with self._lock:
+            return list(tokenizer(_checked_text(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
@@ -226,9 +240,10 @@ class LLM:
     def _add(self, ids: list[int], params: SamplingParams) -> int:
         if self._capacity is not None:
             self._capacity.check(len(ids), params.max_tokens)
-        number = self.engine.add(ids, params)
-        self._inboxes[number] = deque()
-        return number
+        with self._lock:
+            number = self.engine.add(ids, params)
+            self._inboxes[number] = deque()
+            return number
 
     def _run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[Completion]:
         """What requests became, in order; all of them are in the engine before the first is computed."""
@@ -246,13 +261,14 @@ class LLM:
 
     def _next(self, number: int) -> StepOutput:
         """The next news of a request; that of others is kept for them."""
-        inbox = self._inboxes[number]
-        while not inbox:
-            assert self.engine.has_work, f"request {number} is lost"
-            for output in self.engine.step():
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append(output)
-        return inbox.popleft()
+        with self._lock:
+            inbox = self._inboxes[number]
+            while not inbox:
+                assert self.engine.has_work, f"request {number} is lost"
+                for output in self.engine.step():
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
+            return inbox.popleft()
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
         """News of a request, after one that is empty."""
@@ -267,9 +283,10 @@ class LLM:
             self._drop([number])
 
     def _drop(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self.engine.cancel(number)
-            self._inboxes.pop(number, None)
+        with self._lock:
+            for number in numbers:
+                self.engine.cancel(number)
+                self._inboxes.pop(number, None)
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -293,13 +310,3 @@ def _checked_text(text: str) -> str:
     except UnicodeEncodeError:
         raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
     return text
-
-
-def _load_tokenizer(path: Path) -> tuple[Any, str]:
-    """The tokenizer of a directory, or None and why. Code that comes with it is never run, nor is anybody asked to."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), ""
-    except Exception as error:  # many classes for missing and broken files
-        return None, first_line(error)

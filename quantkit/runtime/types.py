@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.errors import RequestError
 from quantkit.results import RequestTiming
 from quantkit.settings import setting
+from quantkit.untrusted import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +101,11 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, "a finite number", lambda x: True)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
-        object.__setattr__(self, "stop", _stop_texts(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
+        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token numbers", _is_integer, "a number")
+        object.__setattr__(self, "stop", texts)
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -200,34 +204,29 @@ class StepOutput:
 
 
 def _check_integer(name: str, value: Any, minimum: int, otherwise: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if value is not None and not (_is_integer(value) and value >= minimum):
         raise RequestError(f"{name} is {value!r}; give an integer of at least {minimum}, or {otherwise}")
 
 
-def _check_number(name: str, value: Any, condition: str, valid: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _check_number(name: str, value: Any, condition: str, valid: Callable[[float], bool]) -> None:
+    good = (_is_integer(value) or isinstance(value, float)) and abs(value) <= sys.float_info.max
     if not good or not valid(value):
-        raise RequestError(f"{name} is {value!r}; it must be {condition}")
+        raise RequestError(f"{name} is {shorten(value)}; it must be {condition}")
 
 
-def _stop_texts(stop: Any) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else stop
-    if texts is None or not isinstance(texts, Iterable):
-        raise RequestError(f"stop is {stop!r} ({type(stop).__name__}); give a text or a list of texts")
-    texts = tuple(texts)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise RequestError(f"stop holds {text!r} ({type(text).__name__}); every entry must be a text, not empty")
-    return texts
+def _listed(name: str, value: Any, expected: str, valid: Callable[[Any], bool], every: str) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is {value!r} ({type(value).__name__}); give {expected}")
+    items = tuple(value)
+    for item in items:
+        if not valid(item):
+            raise RequestError(f"{name} holds {item!r} ({type(item).__name__}); every entry must be {every}")
+    return items
 
 
-def _stop_ids(ids: Any) -> tuple[int, ...]:
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise RequestError(f"stop_token_ids is {ids!r} ({type(ids).__name__}); give a list of token numbers")
-    tokens: tuple[int, ...] = tuple(ids)
-    for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise RequestError(f"stop_token_ids holds {token!r} ({type(token).__name__}); every entry must be a number")
-    return tokens
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

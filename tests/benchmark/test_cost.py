@@ -88,8 +88,6 @@ WEIGHTS = {"read_bytes": 1000, "parameters": 400, "head_parameters": 100, "head_
 COST = Cost(
     **WEIGHTS,
     expert_bytes=0,
-    num_experts=1,
-    chosen_experts=1,
     layers=(LayerCost(token_bytes=10, pair_flops=8, window=None),),
     product="bfloat16",
 )

@@ -27,7 +27,7 @@ def computed(demo, monkeypatch):
 
 
 def test_every_token_is_a_prefill_of_all_before_it(demo, computed):
-    ids, timing = generate_by_recomputing(demo.engine, [5, 6, 7], 6)
+    ids, timing = generate_by_recomputing(demo, [5, 6, 7], 6)
     assert computed == [3, 4, 5, 6, 7, 8]
     assert timing.num_new_tokens == len(ids) == 6
     computed.clear()
@@ -39,14 +39,14 @@ def test_every_token_is_a_prefill_of_all_before_it(demo, computed):
 def test_a_prefix_cache_would_be_no_comparison(computed):
     """What the fixture's engine must not have: with it, pages that are known are not computed again."""
     cached = LLM(max_sequences=2, prefix_cache=True, threads=1, page_size=4)
-    ids, _ = generate_by_recomputing(cached.engine, list(range(10, 30)), 3)
+    ids, _ = generate_by_recomputing(cached, list(range(10, 30)), 3)
     assert cached.stats()["prefix_hit_tokens"] > 0
     assert len(ids) == 3
 
 
 def test_the_comparison(demo):
     reported = []
-    comparison = compare_cache(demo.engine, list(range(10, 30)), 120, reported.append)
+    comparison = compare_cache(demo, list(range(10, 30)), 120, reported.append)
     assert comparison.num_same == 120
     assert reported[-120:] == list(range(1, 121))
     marks = comparison.marks()

@@ -28,7 +28,7 @@ def test_a_file_instead_of_a_directory(single):
         (None, "is missing"),
         ("{", "not valid JSON"),
         ("[1]", "JSON list, not an object"),
-        ("\xff\xfe", "not valid JSON"),
+        ("\xff\xfe", "cannot be read as text"),
     ],
 )
 def test_bad_config(single, content, part):

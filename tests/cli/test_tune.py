@@ -243,7 +243,7 @@ def test_list(run, monkeypatch):
         ("broken", False, None),
         ("GPU Two", False, 1),
     ]
-    assert "no file of tuned choices" in listed[2]["problem"]
+    assert "is not valid JSON" in listed[2]["problem"]
     lines = run("--list").stdout
     assert "there is none" in lines
     assert "quantkit 1, torch 2, triton 3" in lines

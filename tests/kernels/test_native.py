@@ -155,3 +155,19 @@ def test_there_is_one_openmp_in_the_process():
 def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert "kernels/cpu/*.[ch]" in pyproject
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\0" * len(data), lambda _: b""])
+def test_a_damaged_library_is_built_anew(tmp_path, monkeypatch, damage):
+    source = tmp_path / "one.c"
+    source.write_text(SOURCE)
+    monkeypatch.setattr(build, "_FOLDER", tmp_path)
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    library, _ = build.build_library()
+    whole = library.read_bytes()
+    library.write_bytes(damage(whole))
+    assert not build.is_whole(library)
+    assert build.build_library()[0] == library
+    assert build.is_whole(library)
+    assert ctypes.CDLL(str(library)).answer() == 42

@@ -16,9 +16,10 @@ from quantkit.numerics.affine import (
     round_to_nearest,
     search_parameters,
 )
-from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, NVFP4, find_dtype
+from quantkit.numerics.dtype import DTYPES, FP8, INT4, INT8, NF4, NVFP4, find_dtype
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
 
 INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
 
@@ -191,3 +192,13 @@ def test_group_size_that_does_not_divide_names_the_nearest():
 def test_impossible_schemes_are_refused(build, message):
     with pytest.raises(SchemeError, match=message):
         build()
+
+
+def test_decoding_leaves_the_codes_as_they_are():
+    """Also where they are stored as the float32 values that they mean."""
+    codes = torch.tensor([[-1.0, 0.5], [0.25, 1.0]])
+    weight = QuantizedTensor(
+        codes=codes, scale=torch.full((2, 1), 3.0), zero_point=None, scheme=WeightScheme(dtype=NF4, group_size=2)
+    )
+    assert torch.equal(weight.dequantize(), 3.0 * codes)
+    assert torch.equal(weight.dequantize(), 3.0 * codes)

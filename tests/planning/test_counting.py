@@ -123,7 +123,7 @@ def test_headers_and_config_agree(family, family_models):
     assert (counted.embedding, counted.head) == (computed.embedding, computed.head)
     for one, other in zip(counted.layers, computed.layers, strict=True):
         assert set(one.matrices) == set(other.matrices)
-        assert one.other == other.other
+        assert one.other_parameters == other.other_parameters
     assert counted.stored_bytes == CheckpointReader(folder).num_bytes
 
 

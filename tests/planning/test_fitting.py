@@ -205,7 +205,7 @@ def test_fused_linears_with_different_schemes_are_a_conflict():
 
 
 def test_patterns_without_a_match_and_recipes_that_do_nothing_are_conflicts():
-    assert "pattern '*.fc1' matches none" in plan_recipe(LLAMA, recipe_of(ignore=["*.fc1"])).conflicts[0]
+    assert "pattern '*.fc1' matches no linear" in plan_recipe(LLAMA, recipe_of(ignore=["*.fc1"])).conflicts[0]
     assert "leaves every linear alone" in plan_recipe(LLAMA, recipe_of(ignore=["*"])).conflicts[0]
 
 

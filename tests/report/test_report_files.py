@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,13 +13,12 @@ import yaml
 
 from quantkit.errors import ReportError
 from quantkit.report.files import write_report
-from quantkit.report.json import dumps, read_report, schema
+from quantkit.report.json import dumps, read_report
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
 from quantkit.results import ModelFacts, Report
+from tests.report.make_schema import SCHEMA, schema
 from tests.report.synthetic import make_report
-
-SCHEMA = Path(__file__).parents[2] / "docs" / "report.schema.json"
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +27,7 @@ def report() -> Report:
 
 
 def test_the_schema_in_docs_is_the_one_the_types_make():
-    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), (
-        "run: python -c 'import json; from quantkit.report.json import schema; "
-        "print(json.dumps(schema(), indent=2, ensure_ascii=False))' > docs/report.schema.json"
-    )
+    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(schema())), "run: python tests/report/make_schema.py"
 
 
 def test_reports_keep_the_schema(report, broken_report):
@@ -73,8 +68,8 @@ def test_numbers_that_json_lacks_become_null(report):
 
 UNREADABLE = [
     (None, r"report\.json: no such file; `quantkit verify .*` makes one"),
-    ('{"model": ', r"report\.json: not JSON \(line 1: .*is it cut short\?"),
-    ("[]", "not a report: expected an object, found list"),
+    ('{"model": ', r"report\.json is not valid JSON \(.*line 1 .*is it cut short"),
+    ("[]", "holds a JSON list, not an object"),
     ('{"schema_version": 7}', "schema version 7"),
     ('{"schema_version": 1}', "field 'model' is missing"),
 ]
@@ -180,3 +175,15 @@ def test_without_the_extra_everything_but_the_page_is_written(report, tmp_path, 
         write_report(report, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "junit.xml", "report.json"]
     assert "html" not in write_report(report, tmp_path, html=False)
+
+
+def test_a_card_holds_no_path_of_this_machine_and_no_html_of_others(report):
+    hostile = "x\n\n<script>alert(1)</script>\n# title"
+    made = dataclasses.replace(report.compression, recipe=hostile, model="/home/me/secret/model", ignored=(hostile,))
+    original = dataclasses.replace(report.baseline_model, hub_id=None, name="/home/me/secret/model", license=hostile)
+    model = dataclasses.replace(report.model, scheme=hostile, path="/home/me/secret/out", hub_id=None)
+    text = render_markdown(dataclasses.replace(report, compression=made, baseline_model=original, model=model))
+    body = text.split("---\n", 2)[2]
+    assert "<script" not in body
+    assert "\n# title" not in body
+    assert "/home/me" not in text

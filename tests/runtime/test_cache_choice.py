@@ -16,13 +16,13 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError
 from quantkit.evaluate.engine import load_llm
 from quantkit.kernels.layouts import page_bytes, residual_bytes
+from quantkit.models.families import find
 from quantkit.numerics.kv_cache import INT8_TOKEN, scheme_to_dict
 from quantkit.numerics.scheme import KVScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import read_config
-from quantkit.runtime.model.loader import find_native
 from tests.helpers import edit_config, make_model
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -201,7 +201,7 @@ def test_what_is_not_known_is_said_and_not_followed(tmp_path):
     other = {**SCHEME, "num_bits": 8, "type": "int"}
     path = third_party(tmp_path, by_layer("k_scale", "v_scale"), {**PLAIN, "kv_cache_scheme": other})
     reader = CheckpointReader(path)
-    actual = read_stored_cache(reader, read_config(reader.config, find_native(reader)))
+    actual = read_stored_cache(reader, read_config(reader.config, find(reader.config)))
     assert actual.schemes is None
     assert "kv_cache_scheme says 8-bit int" in actual.note
     assert kept(run(path)) == ["keys unquantized, values unquantized"] * 2

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from quantkit.child import ends_well
 from quantkit.errors import InputError
 from quantkit.runtime.engine import threads
 from quantkit.runtime.engine.threads import ThreadTiming
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+from tests.helpers import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +98,31 @@ def test_the_quota_of_a_container_is_read(tmp_path, files, quota):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text + "\n")
     assert threads.cgroup_quota(tmp_path) == quota
+
+
+def test_more_threads_than_can_be_started_are_refused():
+    with pytest.raises(InputError, match="over the limit of"):
+        threads.choose_threads(1_000_000)
+
+
+def _generate(llm):
+    assert threads.choose_threads().threads == 1
+    assert torch.get_num_threads() == 1
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4))
+
+
+def test_a_fork_after_use_with_two_threads_does_not_hang(tmp_path):
+    llm = LLM(make_model(tmp_path), threads=2)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4))
+    torch.ones(2000, 2000) @ torch.ones(2000, 2000)  # both threads are there
+    assert ends_well(lambda: _generate(llm), seconds=60)
+
+
+def test_one_model_in_four_threads_gives_the_same_answers(tmp_path):
+    llm, params = LLM(make_model(tmp_path), threads=1), SamplingParams(max_tokens=8)
+    prompts = [[2 + number, 7, number] for number in range(8)]
+    expected = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        done = [[pool.submit(llm.generate, [prompt], params) for prompt in prompts] for _ in range(4)]
+        assert [[one.result()[0].token_ids for one in row] for row in done] == [expected] * 4
+    llm.engine.check_integrity()

@@ -15,6 +15,7 @@ from quantkit.runtime.types import SamplingParams
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": True}, "temperature is True"),
+        ({"temperature": 10**400}, "temperature is a whole number of"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": -1}, "min_p is -1"),

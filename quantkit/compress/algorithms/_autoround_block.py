@@ -1,19 +1,20 @@
 """A decoder layer ready to be differentiated: weights as leaves, data by sample, the error of its output.
 
-The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses; while a layer is tuned its parameters
-are replaced by ordinary copies. What is differentiated is only the layer itself: the gradient that arrives at a decoded
-weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
+The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses; while a layer is tuned it is called with
+ordinary copies of its parameters. What is differentiated is only the layer itself: the gradient that arrives at a
+decoded weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.calibration.layer import LayerContext, hidden_states, hook_inputs
@@ -62,12 +63,13 @@ class TunedBlock:
     """The layer with weights that gradients are computed for; made by `tunable`.
 
     Args:
-        layer: its block has ordinary parameters.
-        linears: relative names of the linears that are tuned.
+        layer: called with `values` in place of its parameters and buffers.
+        values: ordinary tensors by relative name.
+        weights: those of them that are tuned, by relative name of the linear.
     """
 
-    def __init__(self, layer: LayerContext, linears: tuple[str, ...]) -> None:
-        self._layer, self.weights = layer, {name: layer.linear(name).weight for name in linears}
+    def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+        self._layer, self._values, self.weights = layer, values, weights
 
     def backward(self, hidden: Tensor, target: Tensor) -> float:
         """Add the gradients of this batch's error to those of the weights; the mean squared error over that of zero."""
@@ -90,35 +92,26 @@ class TunedBlock:
     def _forward(self, hidden: Tensor) -> Tensor:
         # Copies, since autograd refuses tensors that inference mode has made.
         arguments = tree_map_only(Tensor, Tensor.clone, self._layer.arguments(hidden))
-        return hidden_states(self._layer.block(hidden, **arguments))
+        return hidden_states(functional_call(self._layer.block, self._values, (hidden,), arguments))
 
 
 @contextmanager
-def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[tuple[TunedBlock, Mapping[str, Tensor]]]:
-    """While open, the layer can be differentiated; afterwards it has its weights back.
+def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBlock]:
+    """While open, a copy of the layer's parameters can be tuned; the layer itself keeps its own.
 
     Args:
-        layer: not to be used otherwise meanwhile.
+        layer: its inputs are quantized meanwhile as the runtime will, whether it has codes or not.
         linears: relative names of those to tune.
-    Yields:
-        The block, and the (N, K) weights of these linears as they were.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
-    tuned = {f"{name}.weight" for name in linears}
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as hooks:
-        for name, value in kept.items():
-            copy = value.detach().clone()  # made outside inference mode: an ordinary tensor
-            is_parameter = isinstance(value, nn.Parameter)
-            _put(layer.block, name, nn.Parameter(copy, requires_grad=name in tuned) if is_parameter else copy)
+        values = {name: value.detach().clone() for name, value in kept.items()}  # outside inference mode: ordinary
+        tuned = {name: values[f"{name}.weight"].requires_grad_() for name in linears}
         for name, scheme in layer.schemes.items():
             # A calibrated scale is found when all linears have codes: until then such inputs stay as they are.
             if scheme.activation is not None and not scheme.activation.is_calibrated:
                 hooks.enter_context(hook_inputs(layer.linear(name), partial(_quantized, scheme=scheme.activation)))
-        try:
-            yield TunedBlock(layer, linears), {name: kept[f"{name}.weight"].data for name in linears}
-        finally:
-            for name, value in kept.items():
-                _put(layer.block, name, value)
+        yield TunedBlock(layer, values, tuned)
 
 
 class _QuantizedInputs(torch.autograd.Function):
@@ -136,13 +129,3 @@ class _QuantizedInputs(torch.autograd.Function):
 def _quantized(values: Tensor, scheme: ActivationScheme) -> Tensor:
     inputs: Tensor = _QuantizedInputs.apply(values, scheme)  # type: ignore[no-untyped-call]
     return inputs
-
-
-def _put(block: nn.Module, name: str, value: Tensor) -> None:
-    """Put a parameter or a buffer in the place of the one of this name."""
-    owner, _, leaf = name.rpartition(".")
-    module = block.get_submodule(owner)
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(leaf, value)
-    else:
-        module._buffers[leaf] = value

@@ -67,8 +67,8 @@ class AutoRoundStep:
         names = tuple(name for _, pending in layer.pending() for name in pending)
         if not names:
             return
-        with tunable(layer, names) as (block, weights):
-            tuned = {name: _start(layer, name, weights[name], importance[name]) for name in names}
+        with tunable(layer, names) as block:
+            tuned = {name: _start(layer, name, importance[name]) for name in names}
             self._tune(layer, block, tuned)
             results = {name: weight.result() for name, weight in tuned.items()}
         del tuned, block
@@ -129,12 +129,11 @@ def _round_the_rest(layer: LayerContext) -> None:
             )
 
 
-def _start(layer: LayerContext, name: str, weight: Tensor, importance: Tensor) -> TunedWeight:
+def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
     """Ranges that a step has left, else those that lose least by the importance of the inputs."""
-    grid = layer.grid(name)
-    return TunedWeight(
-        weight, grid, layer.chosen.ranges.get(name) or search_parameters(weight, grid, importance=importance)
-    )
+    weight, grid = layer.weight(name), layer.grid(name)
+    ranges = layer.chosen.ranges.get(name) or search_parameters(weight, grid, importance=importance)
+    return TunedWeight(weight, grid, ranges)
 
 
 def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:

@@ -62,7 +62,6 @@ class Step(Protocol):
         Args:
             layer: modified: either its weights (SmoothQuant, AWQ) or, by `layer.commit`, its codes (GPTQ).
         """
-        ...
 
 
 def needs_original(steps: Sequence[Step]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import DataError, first_line
+from quantkit.untrusted import MAX_TEXT_BYTES, bounded, read_text
 
 # Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
 _SURPLUS = 4
@@ -64,7 +65,7 @@ def load_samples(
     if path.suffix == ".txt":
         records: Iterable[Any] = [part.strip() for part in _read_file(path).split("\n\n")]
     elif path.suffix == ".jsonl" or path.exists():
-        records = _read_jsonl(path, field)
+        records = _read_objectl(path, field)
     else:
         records = _read_hub(str(data).removeprefix("hub:"), field, split, limit=samples * 8)
     token_ids = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data)))
@@ -144,7 +145,8 @@ def _windows(texts: list[str], tokenizer: Any, samples: int, length: int, genera
 
 def _chat_ids(messages: list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        with bounded():
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -161,16 +163,16 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
         )
 
 
-def _read_jsonl(path: Path, field: str) -> list[Any]:
+def _read_objectl(path: Path, field: str) -> list[Any]:
     records = []
     for number, line in enumerate(_read_file(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}:{number}: not valid JSON ({error.msg}); one JSON object per line is needed"
+                f"{path}:{number}: not valid JSON ({first_line(error)}); one JSON object per line is needed"
             ) from None
         records.append(_content(record, field, f"{path}:{number}"))
     return records
@@ -202,12 +204,9 @@ def _content(record: Any, field: str, where: str) -> Any:
 
 
 def _read_file(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"calibration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"calibration file {path} cannot be read as UTF-8 text: {error}") from error
+    if not path.exists():
+        raise DataError(f"calibration file {path} does not exist")
+    text = read_text(path, DataError, MAX_TEXT_BYTES)
     if not text.strip():
         raise DataError(f"calibration file {path} is empty; give one with text in it")
     return text

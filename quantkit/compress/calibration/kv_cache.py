@@ -18,15 +18,7 @@ from quantkit.compress.calibration.cache_statistics import CacheStatistics, Head
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.numerics.dtype import FP8, INT4
-from quantkit.numerics.kv_cache import (
-    FP8_TOKEN,
-    INT4_CHANNEL,
-    INT8_TOKEN,
-    CacheGoal,
-    LayerCache,
-    Scales,
-    scheme_to_dict,
-)
+from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
@@ -43,30 +35,26 @@ class _Seen(Exception):
     """Raised as soon as the layer has handed over its keys and values."""
 
 
-def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> tuple[LayerCache, CacheRecord]:
+def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
     """Scales and number types of one layer's cache; to be called once its weights are final.
 
     Args:
         layer: its store has the hidden states; none are needed where the goal needs no data. A note is added where the
             decision differs from the goal.
         goal: what the recipe asks for.
-    Returns:
-        how its keys and values are kept, and the same for the run's records.
     Raises:
         ModelError: the layer hands its keys and values to no cache.
         CheckpointError: a key or value is not finite, or all that a scale is for are zero.
     """
     asked = goal.scheme
     if not goal.needs_data:
-        return LayerCache(scheme=asked), CacheRecord(scheme=scheme_to_dict(asked))
+        return CacheRecord(scheme=scheme_to_dict(asked))
     statistics = observe_cache(layer, rotate=asked.rotation != "none")
-    key_scale = _scales(layer.name, "keys", asked.key, statistics.keys, goal)
-    value_scale = _scales(layer.name, "values", asked.value, statistics.values, goal)
     scheme = choose_scheme(statistics, goal)
     record = CacheRecord(
         scheme=scheme_to_dict(scheme),
-        key_scale=_listed(key_scale, asked.key),
-        value_scale=_listed(value_scale, asked.value),
+        key_scale=_scales(layer.name, "keys", asked.key, statistics.keys, goal),
+        value_scale=_scales(layer.name, "values", asked.value, statistics.values, goal),
         largest_key=statistics.keys.peak.max().item(),
         typical_key=statistics.keys.typical().min().sqrt().item(),
         noise_asked=noise(statistics, asked.key),
@@ -74,7 +62,7 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> tuple[LayerCache, C
     )
     if scheme != asked:
         layer.chosen.notes.append(_note(layer, statistics, asked, record, scheme))
-    return LayerCache(scheme=scheme, key_scale=key_scale, value_scale=value_scale), record
+    return record
 
 
 def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatistics:
@@ -162,10 +150,10 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     return KVScheme(value=goal.scheme.value)
 
 
-def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> Scales:
-    """Fixed scales of keys or values, one or one per head; 1.0 where the scheme has none."""
+def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> tuple[float, ...]:
+    """Fixed scales of keys or values, one or one per head; none where the scheme has none."""
     if not scheme.is_fixed:
-        return 1.0
+        return ()
     peaks = numbers.peak if scheme.granularity == "head" else numbers.peak.max().reshape(1)
     if not bool((peaks > 0).all()):
         head = int(peaks.argmin())
@@ -175,14 +163,7 @@ def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics,
             "give other data, or set kv_cache.granularity=token"
         )
     best = numbers.best_clip(peaks) if goal.clip == "mse" else torch.ones_like(peaks)
-    scales = (peaks * best / FP8.maximum).float().tolist()
-    return scales[0] if scheme.granularity == "tensor" else tuple(scales)
-
-
-def _listed(scales: Scales, scheme: CacheScheme) -> tuple[float, ...]:
-    if not scheme.is_fixed:
-        return ()
-    return scales if isinstance(scales, tuple) else (scales,)
+    return tuple((peaks * best / FP8.maximum).float().tolist())
 
 
 def _note(

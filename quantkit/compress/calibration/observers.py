@@ -18,7 +18,6 @@ class Observer(Protocol):
 
     def update(self, inputs: Tensor) -> None:
         """Take in (T, K) inputs of any float dtype; they are not modified."""
-        ...
 
 
 class _MeanMatrix:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoints.folder import read_object
-from quantkit.errors import ModelError, located
+from quantkit.errors import ModelError, first_line, located
+from quantkit.untrusted import read_object, read_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -39,8 +39,18 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
         config: contents of config.json.
         num_rows: of the embedding; a vocabulary with fewer tokens is filled up.
     Raises:
-        ModelError: there is no tokenizer.json, or llama.cpp has no tokenizer like it.
+        ModelError: there is no tokenizer.json, it is damaged, or llama.cpp has no tokenizer like it.
     """
+    try:
+        return _read_vocab(folder, config, num_rows)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder}/tokenizer.json is not built as tokenizers are ({type(error).__name__}: {first_line(error)}); "
+            "download or copy it again"
+        ) from error
+
+
+def _read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     with located("a GGUF file needs the tokenizer of the model"):
         data = read_object(folder / "tokenizer.json", ModelError)
         file = folder / "tokenizer_config.json"
@@ -68,7 +78,7 @@ def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[s
     entries |= _special(data, settings, config, {token: number for number, token in enumerate(tokens)})
     template = settings.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = read_text(folder / "chat_template.jinja", ModelError)
     if isinstance(template, str):
         entries["chat_template"] = template
     return {f"tokenizer.{key}": value for key, value in entries.items()}

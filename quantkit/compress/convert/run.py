@@ -5,7 +5,6 @@ A directory is written under another name and renamed when all has been checked,
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +23,11 @@ from quantkit.compress.convert.gguf import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
 from quantkit.compress.output import Shard, write_rest
-from quantkit.errors import SchemeError, located
+from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import Format
 from quantkit.results import SCHEMA_VERSION
+from quantkit.untrusted import read_object
 
 Progress = Callable[[int, int, str], None]
 
@@ -179,9 +179,9 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     """quantkit.json: that of the source, if it has a readable one, with the new format noted; else only that."""
     try:
-        manifest = dict(json.loads((source.reader.path / MANIFEST).read_bytes()))
+        manifest = read_object(source.reader.path / MANIFEST, CheckpointError)
         manifest["result"]["format"] = target.format.name
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (CheckpointError, KeyError, TypeError):
         manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # of the source's shards
     if type(manifest.get("schema_version")) is not int:

@@ -159,7 +159,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
         ModelError: it sees more.
     """
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
-    first, second = skeleton.first_two(block, hidden)
+    first, second = skeleton.record(hidden, block)
     assert first.hidden is not None and second.hidden is not None
     output = block(first.hidden.clone(), **skeleton.arguments(0, hidden))
     output = output[0] if isinstance(output, (tuple, list)) else output

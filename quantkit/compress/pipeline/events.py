@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.results import LayerRecord
 
 
-class Listener(Protocol):
+class Listener:
     """Called by the pipeline: the plan once; for each layer started, phase..., finished; warnings at any time.
 
-    What a listener that derives from it does not define shows nothing.
+    What a listener does not define shows nothing.
     """
 
     def plan(self, summary: dict[str, Any]) -> None:
@@ -20,7 +20,6 @@ class Listener(Protocol):
             summary: `num_layers`, `resumed_layers`, `predicted_bytes` (memory at its highest), `samples`;
                 a key that does not apply may be missing.
         """
-        return
 
     def layer_started(self, index: int, name: str) -> None:
         """A layer begins.
@@ -29,23 +28,15 @@ class Listener(Protocol):
             index: 0 for the first layer of the model, also after resuming.
             name: full module name, e.g. `model.layers.0`.
         """
-        return
 
     def phase(self, name: str) -> None:
         """The current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance"."""
-        return
 
     def layer_finished(self, record: LayerRecord) -> None:
         """A layer is on disk."""
-        return
 
     def warning(self, text: str) -> None:
         """Something that the user should know but that stops nothing; one sentence."""
-        return
 
 
-class _Silent(Listener):
-    """The listener that shows nothing."""
-
-
-SILENT = _Silent()
+SILENT = Listener()

@@ -11,6 +11,8 @@ import torch
 
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
+from quantkit.devices import MAX_THREADS
+from quantkit.registry import installed_version
 from quantkit.untrusted import shorten
 
 
@@ -36,19 +38,23 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     return identity
 
 
+def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity as JSON has it, with the number of threads that an interrupted run was started with.
+
+    How many are best is measured and differs from hour to hour: a run is finished with what it was begun with.
+    """
+    new: dict[str, Any] = json.loads(json.dumps(identity))
+    compute = saved.get("compute") if isinstance(saved, dict) else None
+    threads = compute.get("threads") if isinstance(compute, dict) else None
+    if type(threads) is int and 0 < threads <= MAX_THREADS:
+        new["compute"]["threads"] = threads
+    return new
+
+
 def describe_versions() -> dict[str, str]:
     """Versions of everything that decides the bits of a result."""
     names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: _version(name) for name in names}
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:  # quantkit itself, imported from a source checkout
-        return "unknown"
+    return {name: installed_version(name, "unknown") for name in names}
 
 
 def identity_digest(identity: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.algorithms.base import needs_original
 from quantkit.compress.calibration.activations import ActivationStore, Mode
 from quantkit.compress.calibration.dataset import Samples, load_samples
@@ -17,7 +18,6 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import RunState
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT
-from quantkit.errors import ModelError, first_line
 
 # Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
 _BATCH_TOKENS = 2048
@@ -33,16 +33,10 @@ def read_samples(plan: Plan) -> Samples | None:
     calibration = plan.recipe.calibration
     if calibration is None:
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(plan.reader.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
-        raise ModelError(f"{plan.reader.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
     bundled = DEMO_TEXT if plan.reader.path.resolve() == DEMO_MODEL.resolve() else GENERAL_TEXT
     samples = load_samples(
         bundled if calibration.data == "bundled" else calibration.data,
-        tokenizer,
+        load_tokenizer(plan.reader.path),
         vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],
         seed=plan.recipe.seed,
         **calibration.model_dump(include={"samples", "sequence_length", "field", "split"}),

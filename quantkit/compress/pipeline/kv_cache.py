@@ -73,9 +73,10 @@ def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheR
         family: of the model.
         layer: modified: gets the scales to write, and a note where the decision differs from the goal.
     """
-    cache, record = calibrate_cache(layer, goal)
+    record = calibrate_cache(layer, goal)
     if goal.has_fixed_scales:
-        layer.chosen.cache_scales = cache_tensors(_attention_module(layer.block, family), cache)
+        name, by_head = _attention_module(layer.block, family), goal.scheme.key.granularity == "head"
+        layer.chosen.cache_scales = cache_tensors(name, record.key_scale, record.value_scale, by_head=by_head)
     return record
 
 

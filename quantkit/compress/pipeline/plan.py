@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -15,20 +14,20 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
 from quantkit.checkpoints.skeleton import Skeleton
 from quantkit.checkpoints.source import resolve
-from quantkit.compress.algorithms.base import reorders_groups, steps_bytes
+from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL
+from quantkit.compress.recipe.assignment import LayerLinears, Schemes, assign, conflicts
 from quantkit.devices import pick_device
-from quantkit.errors import ModelError, RecipeError, SchemeError
+from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.formats import writable
 from quantkit.formats.base import FLOAT_DTYPES, Format
-from quantkit.models.families import find_compressible, supported
+from quantkit.models.config import NotNative
+from quantkit.models.families import find_compressible
 from quantkit.models.family import Family
-from quantkit.models.linear_sets import WIDEN, LinearSet, fused_conflicts, split_experts
-from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.models.linear_sets import LinearSet, split_experts
+from quantkit.numerics.scheme import LinearScheme
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +90,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: one line saying what does not fit.
     """
-    source = CheckpointReader(DEMO_MODEL if model is None else resolve(model))
+    source = CheckpointReader(resolve(model))
     name = "demo" if model is None else model
     short = name if model is None or not Path(model).is_dir() else source.path.resolve().name
     if "quantization_config" in source.config:
@@ -103,12 +102,21 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
-    layers, ignored = _assign(skeleton, recipe)
-    linears = {f"{skeleton.layer_name(i)}.{n}": scheme for i, layer in enumerate(layers) for n, scheme in layer.items()}
+    parts = [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
+    assigned = assign(recipe, parts)
+    for problem in conflicts(recipe, parts, assigned):
+        raise problem
+    layers = tuple({name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in assigned)
+    linears = {
+        f"{part.name}.{n}": scheme for part, layer in zip(parts, layers, strict=True) for n, scheme in layer.items()
+    }
+    ignored = [name for part, schemes in zip(parts, assigned, strict=True) for name in _ignored(part, schemes)]
     format_ = FORMATS.load(recipe.format)
-    _check_format(skeleton, linears, format_)
+    format_.config(linears, ())
     warnings = (*format_.check_model(family, layers), *reader.notes)
-    _check_steps(recipe, format_)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
     return Plan(
@@ -139,11 +147,11 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Raises:
         ModelError: config.json names no class, or the model cannot be compressed; one line says why.
     """
-    names = reader.config.get("architectures")
-    if isinstance(names, list) and names and not set(map(str, names)) & supported().keys():
+    try:
+        return find_compressible(reader.config), None
+    except NotNative:
         discovery = discover(reader)
         return discovery.family, discovery
-    return find_compressible(reader.config), None
 
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
@@ -155,6 +163,13 @@ def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> Mod
                 raise ModelError(f"{path}: the step {name} needs a family that quantkit describes; leave the step out")
             return make_reader(path, family)
     return ModelReader(path, family)
+
+
+def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
+    """Full names of a layer's linears without a scheme, and of what is never quantized beside them."""
+    names = [name for name, scheme in schemes.items() if scheme is None]
+    names += [name for group in layer.sets for name in group.beside]
+    return [f"{layer.name}.{name}" for name in names]
 
 
 def _scale_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
@@ -186,62 +201,6 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
                 "weights must be float32, bfloat16 or float16 to be compressed"
             )
     return reduce(torch.promote_types, (reader.info(name).dtype for name in names))
-
-
-def _assign(skeleton: Skeleton, recipe: Recipe) -> tuple[tuple[dict[str, LinearScheme], ...], list[str]]:
-    """Scheme of every linear of every layer, and those without; fused sets must agree, every rule match something."""
-    scheme, every = recipe.scheme, list[str]()
-    layers: list[dict[str, LinearScheme]] = []
-    ignored: list[str] = []
-    for index in range(skeleton.num_layers):
-        prefix, sets = skeleton.layer_name(index), skeleton.linear_sets(index)
-        assigned = {name: scheme.find(f"{prefix}.{name}") for group in sets for name in group.linears}
-        for conflict in fused_conflicts(sets, assigned):
-            raise RecipeError(f"{prefix}: {conflict}; {WIDEN}")
-        every += [f"{prefix}.{name}" for name in assigned]
-        layers.append({name: item for name, item in assigned.items() if item is not None})
-        ignored += [f"{prefix}.{name}" for name, item in assigned.items() if item is None]
-        ignored += [f"{prefix}.{name}" for group in sets for name in group.beside]
-    for rule in scheme.unmatched(every):
-        raise RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {every[0]!r}")
-    if not any(layers) and recipe.kv_cache is None:
-        raise RecipeError(f"recipe {recipe.name!r} leaves every linear alone; nothing would be quantized")
-    return tuple(layers), ignored
-
-
-def _check_format(skeleton: Skeleton, linears: dict[str, LinearScheme], format_: Format) -> None:
-    shapes = {
-        f"{skeleton.layer_name(index)}.{name}": shape
-        for index in range(skeleton.num_layers)
-        for name, shape in skeleton.linear_shapes(index).items()
-    }
-    alike: dict[tuple[LinearScheme, tuple[int, int]], str] = {}  # thousands of linears have a few schemes and shapes
-    for name, scheme in linears.items():
-        alike.setdefault((scheme, shapes[name]), name)
-    for (scheme, shape), name in alike.items():
-        try:
-            format_.check(scheme, shape)
-        except SchemeError as error:
-            hint = _common_group({shapes[linear][1] for linear in linears}, scheme.weight)
-            raise SchemeError(f"{name}: {error}{hint}") from None
-    format_.config(linears, ())
-
-
-def _common_group(widths: set[int], asked: WeightScheme) -> str:
-    """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
-    common, size = math.gcd(*widths), asked.group_size
-    if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
-        return ""
-    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
-    return f"; for all linears: --set weights.group_size={fitting}"
-
-
-def _check_steps(recipe: Recipe, format_: Format) -> None:
-    if not format_.holds_group_index and reorders_groups(recipe.steps):
-        raise SchemeError(
-            f"format {recipe.format!r} cannot store groups in activation order: "
-            f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
-        )
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -38,9 +37,10 @@ from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import RunState, load_state, was_completed
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import DEMO_MODEL
+from quantkit.errors import CheckpointError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.results import CacheRecord, CompressionResult, LayerRecord
+from quantkit.untrusted import read_object
 
 
 def quantize(
@@ -78,7 +78,7 @@ def quantize(
         return compress(build_plan(model, recipe, output, device), overwrite=overwrite)
     # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
     check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
-    folder = DEMO_MODEL if model is None else resolve(model)
+    folder = resolve(model)
     name = "demo" if model is None else Path(model).name
     file = Path(output) if output else Path(f"{name}-{recipe.name}{FORMATS.load(recipe.format).suffix}")
     check_apart(file, folder)
@@ -103,10 +103,11 @@ def _compress(
             listener.warning(warning)
         identity = run_identity(plan, samples)
         if resume and was_completed(stage, identity):
-            return CompressionResult.from_dict(json.loads((plan.output / "quantkit-run.json").read_text()))
+            return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
         stage.check_output()
-        with writing(stage.work.path):
+        with writing(stage.work.path), _same_threads():
             state = load_state(stage.work, identity, resume=resume)
+            torch.set_num_threads(state.identity["compute"]["threads"])
             resumed = len(state.records)
             listener.plan(_summary(plan, samples, activations, resumed))
             with torch.inference_mode():
@@ -128,6 +129,16 @@ def _summary(plan: Plan, samples: Samples | None, mode: Mode, resumed: int) -> d
         "samples": len(samples.token_ids) if samples else 0,
         "predicted_bytes": peak_bytes() + sum(predicted_bytes(plan, tokens).values()),
     }
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """As many afterwards as before."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

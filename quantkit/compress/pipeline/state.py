@@ -7,7 +7,6 @@ atomically after everything it names is on disk.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from quantkit.checkpoints.staging import Stage
 from quantkit.checkpoints.work_folder import WorkFolder
 from quantkit.checkpoints.writer import write_json
 from quantkit.compress.calibration.activations import check_saved
-from quantkit.compress.pipeline.identity import differences
+from quantkit.compress.pipeline.identity import differences, with_threads_of
 from quantkit.errors import ReportError, ResumeError
 from quantkit.results import LayerRecord
+from quantkit.results._record import Record
+from quantkit.untrusted import read_object
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +63,17 @@ class RunState:
         write_json(self.folder / "progress.json", {**content, "records": records})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved(Record):
+    """What `RunState.save` writes."""
+
+    identity: dict[str, Any]
+    records: tuple[LayerRecord, ...]
+    shards: dict[str, str]
+    weight_map: dict[str, str]
+    activations: tuple[str, ...]
+
+
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
     """The state of a new or interrupted run.
 
@@ -80,12 +92,19 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         state.save()
         return state
     try:
-        saved = json.loads(path.read_text())
-        saved["records"] = [LayerRecord.from_dict(record) for record in saved["records"]]
-        changes = list(differences(saved["identity"], json.loads(json.dumps(identity))))
-        state = RunState(folder=work.path, **{**saved, "identity": identity})
-    except (ValueError, KeyError, TypeError, ReportError) as error:
+        saved = _Saved.from_dict(read_object(path, ResumeError, "start over with --no-resume"))
+    except ReportError as error:
         raise ResumeError(f"{path} is damaged ({error}); start over with --no-resume") from error
+    identity = with_threads_of(saved.identity, identity)
+    state = RunState(
+        folder=work.path,
+        identity=identity,
+        records=list(saved.records),
+        shards=saved.shards,
+        weight_map=saved.weight_map,
+        activations=list(saved.activations),
+    )
+    changes = list(differences(saved.identity, identity))
     if changes:
         raise ResumeError(
             f"the interrupted run in {work.path} was started from something else ({'; '.join(changes[:3])}); "
@@ -107,7 +126,7 @@ def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
         return False
     stage.work.clear()
     try:
-        made_from = json.loads((stage.output / MANIFEST).read_text())["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
+        made_from = read_object(stage.output / MANIFEST, ResumeError).get("identity")
+    except ResumeError:
         return False
-    return bool(made_from == json.loads(json.dumps(identity)))
+    return bool(made_from == with_threads_of(made_from, identity))

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from quantkit.errors import ModelError, ReportError
 from quantkit.evaluate.verify.pair import Pair
 from quantkit.hub import card_entries
 from quantkit.inspection import inspect
+from quantkit.registry import installed_version
 from quantkit.results import CompressionResult, Environment, ModelFacts
 
 _PACKAGES = ("quantkit", "torch", "transformers", "safetensors", "lm-eval", "compressed-tensors")
@@ -85,11 +85,8 @@ def environment(
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    installed = {name: installed_version(name, "") for name in _PACKAGES}
+    return {"python": platform.python_version(), **{name: number for name, number in installed.items() if number}}
 
 
 def _license(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from quantkit.errors import CheckpointError, GateError, ModelError, OutputError
 from quantkit.evaluate.pairing import check_same_language
 from quantkit.inspection import read_manifest, section
 from quantkit.results.gates.language import parse_gates
+from quantkit.untrusted import shorten
 
 RUN = "quantkit-run.json"
 
@@ -80,7 +81,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         baseline_name=name,
         manifest=manifest,
         made=made,
-        gates=check_gates(map(str, manifest.get("gates") or ())) if given is None else given,
+        gates=check_gates(_gates(path, manifest)) if given is None else given,
         hashes=hashes,
         notes=notes,
     )
@@ -121,11 +122,19 @@ def _checked_digest(file: Path, written: Mapping[str, Any]) -> str:
     if not written:
         raise _changed(file, f"{MANIFEST} does not name it")
     if written.get("bytes") != size:  # costs nothing, so it comes first
-        raise _changed(file, f"it has {size} bytes, {written.get('bytes')} were written")
+        raise _changed(file, f"it has {size} bytes, {shorten(written.get('bytes'))} were written")
     digest = file_digest(file)
     if written.get("sha256") != digest:
-        raise _changed(file, f"its SHA-256 is {digest[:12]}..., {written.get('sha256', '')[:12]}... was written")
+        raise _changed(file, f"its SHA-256 is {digest[:12]}..., {shorten(written.get('sha256'), 15)} was written")
     return digest
+
+
+def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Those of the recipe."""
+    gates = manifest.get("gates") or []
+    if not isinstance(gates, list) or not all(isinstance(gate, str) for gate in gates):
+        raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give --gate")
+    return gates
 
 
 def _changed(file: Path, what: str) -> CheckpointError:
@@ -142,12 +151,9 @@ def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> 
         return "demo model", DEMO_MODEL
     if not isinstance(model, str):
         raise ModelError(f"{path} does not say what it was made from; give the original as --baseline")
-    try:
-        return model, resolve(model)
-    except ModelError as error:
-        raise ModelError(
-            f"{path} was made from {model!r}, which is not here ({error}); give it as --baseline"
-        ) from None
+    if not Path(model).is_dir():  # and what a file names is not fetched from the hub without the user's word
+        raise ModelError(f"{path} was made from {shorten(model)}, which is not here; give it as --baseline")
+    return model, resolve(model)
 
 
 def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) -> None:

@@ -59,7 +59,7 @@ def build_library() -> tuple[Path, str]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     folder = cache_folder()
     library = folder / f"quantkit-{digest.hexdigest()[:32]}.so"
-    if not library.exists():
+    if not is_whole(library):
         compile_library(compiler, compile_flags, [s for s in sources if s.suffix == ".c"], library)
     threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
     return library, f"compiled by {version} for AVX-512 with BF16 and VNNI{threads}"
@@ -154,7 +154,27 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
             list(pool.map(_run, commands))
         finished = Path(work) / library.name
         _run([compiler, *objects, *_LINK, "-o", str(finished)])
+        seal(finished)
         finished.replace(library)
+
+
+def seal(library: Path) -> None:
+    """Write the digest of a library behind it, where loaders do not look, and have both on disk."""
+    with library.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is there and as it was sealed; the machine may have stopped while it was written."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 def _run(command: list[str]) -> str:

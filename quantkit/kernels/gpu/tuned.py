@@ -27,6 +27,7 @@ from typing import Any
 
 from quantkit.errors import InputError, OutputError
 from quantkit.kernels.gpu.choices import Choice, Cublas, Decode, Prefill, Tile
+from quantkit.untrusted import read_object
 
 SCHEMA = 3
 CHOICES: dict[str, tuple[type[Choice], ...]] = {
@@ -156,9 +157,7 @@ def read(path: Path, device: str | None = None) -> TunedTable:
         InputError: it is no such file, of another schema, for another GPU, or has a choice that no kernel takes.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise ValueError("it is no object")
+        data = read_object(path, InputError, _AGAIN)
         if data.get("schema") != SCHEMA:
             raise InputError(f"{path}: has schema {data.get('schema')!r}, this quantkit reads {SCHEMA}; {_AGAIN}")
         table = TunedTable(
@@ -168,7 +167,7 @@ def read(path: Path, device: str | None = None) -> TunedTable:
             entries=tuple(_read_entry(entry) for entry in data["entries"]),
             path=path,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path}: no file of tuned choices: {reason}; {_AGAIN}") from error
     if device is not None and table.device != device:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from quantkit.errors import ModelError
+from quantkit.models.config import NotNative
 from quantkit.models.family import SHARED_EXPERTS, Family, Window
 from quantkit.models.linear_sets import MLA_SETS
 from quantkit.registry import Registry
@@ -23,7 +25,8 @@ def find(config: Mapping[str, Any]) -> Family:
     """The family that a model's config.json names.
 
     Raises:
-        ModelError: config.json names none, or one that no file describes.
+        NotNative: it names one that no file describes.
+        ModelError: it names none.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
@@ -31,10 +34,10 @@ def find(config: Mapping[str, Any]) -> Family:
             "config.json has no 'architectures' entry, so the model's family is unknown; add its class name"
         )
     known = supported()
-    for name in names:
+    for name in map(str, names):
         if name in known:
             return known[name]
-    raise ModelError(f"architecture {names[0]!r} is not supported; supported: {', '.join(sorted(known))}")
+    raise NotNative(f"architecture {names[0]!r}")
 
 
 # What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
@@ -50,10 +53,9 @@ UNKNOWN = Family(
 
 def family_for_counting(config: Mapping[str, Any]) -> Family:
     """The family of a model by the classes or the `model_type` of its config.json; `UNKNOWN` where no file fits."""
-    classes, inner = supported(), config.get("text_config")
-    for name in config.get("architectures") or ():
-        if name in classes:
-            return classes[name]
+    with suppress(ModelError):
+        return find(config)
+    inner = config.get("text_config")
     model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
     known: dict[str, Family] = REGISTRY.all()
     for name, family in known.items():
@@ -66,7 +68,8 @@ def find_compressible(config: Mapping[str, Any]) -> Family:
     """As `find`, for the compress side.
 
     Raises:
-        ModelError: config.json names none, one that no file describes, or one that can be run but not compressed.
+        NotNative: as `find`.
+        ModelError: config.json names none, or one that can be run but not compressed.
     """
     family = find(config)
     if family.not_compressible is not None:

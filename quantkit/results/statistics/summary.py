@@ -1,4 +1,4 @@
-"""Summaries of latencies: percentiles, medians with intervals, and straight-line or curved fits with standard errors.
+"""Summaries of latencies: percentiles, medians, and straight-line or curved fits with standard errors.
 
 A percentile here is the linear interpolation between order statistics (Hyndman and Fan's type 7, the default of NumPy):
 for n sorted values, the p-th percentile lies at position (n - 1) p / 100, counted from 0. With fewer than 100 values
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.results import BenchmarkRun
-from quantkit.results.statistics.distributions import binomial_pmf
+
+Points = Sequence[tuple[float, float]]
 
 OUTLIER_DEVIATIONS = 5.0  # residuals beyond this many robust deviations are stalls, not the cost of a step
 NORMAL_PER_MAD = 1.4826  # standard deviation over median absolute deviation, for normal residuals
@@ -58,22 +59,6 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Median and its interval, from order statistics: no assumption but independent values.
-
-    Returns:
-        median, low, high; with too few values for the confidence (under 6 for 95 %), the extremes.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    rank, below = 0, binomial_pmf(0, count) if count else 0.0  # below: chance that at most `rank` lie under the median
-    while rank + 1 < (count + 1) // 2 and 2 * (below + binomial_pmf(rank + 1, count)) <= 1 - confidence:
-        rank += 1
-        below += binomial_pmf(rank, count)
-    # The interval runs from the rank-th smallest to the rank-th largest, counted from 0.
-    return statistics.median(ordered), ordered[rank], ordered[count - 1 - rank]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolynomialFit:
     """y = sum of coefficients[i] * x^i by least squares.
@@ -97,56 +82,55 @@ class PolynomialFit:
         return math.fsum(c * x**i for i, c in enumerate(self.coefficients))
 
 
-def fit_polynomial(
-    x: Sequence[float], y: Sequence[float], *, degree: int = 1, drop_stalls: bool = True
-) -> PolynomialFit | None:
+def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
     """Fit a polynomial, e.g. ITL = a + b * context (degree 1) or TTFT against prompt length (degree 2).
 
+    After a first fit, points above it by more than 5 robust deviations are left out, and it is fitted again.
+
     Args:
-        x, y: the points.
+        points: (x, y) each.
         degree: of the polynomial.
-        drop_stalls: fit, leave out points above the fit by more than 5 robust deviations, fit again.
     Returns:
         None when there are too few points, or too few different x, to know the errors.
     """
-    if len(x) != len(y) or len(x) < degree + 2 or len(set(x)) < degree + 1:
+    if not _are_enough(points, degree):
         return None
-    first = _least_squares(x, y, degree)
-    if not drop_stalls:
-        return first
-    residuals = [b - first.at(a) for a, b in zip(x, y, strict=True)]
+    first = least_squares(points, degree)
+    residuals = [y - first.at(x) for x, y in points]
     centre = statistics.median(residuals)
     spread = NORMAL_PER_MAD * statistics.median(abs(r - centre) for r in residuals)
-    kept = [i for i, r in enumerate(residuals) if r - centre <= OUTLIER_DEVIATIONS * spread or spread == 0]
-    chosen = [x[i] for i in kept]
-    if len(kept) == len(x) or len(kept) < degree + 2 or len(set(chosen)) < degree + 1:
+    limit = centre + OUTLIER_DEVIATIONS * spread if spread else math.inf
+    kept = [point for point, residual in zip(points, residuals, strict=True) if residual <= limit]
+    if len(kept) == len(points) or not _are_enough(kept, degree):
         return first
-    return _least_squares(chosen, [y[i] for i in kept], degree, num_dropped=len(x) - len(kept))
+    return least_squares(kept, degree, num_dropped=len(points) - len(kept))
+
+
+def _are_enough(points: Points, degree: int) -> bool:
+    return len(points) >= degree + 2 and len({x for x, _ in points}) > degree
 
 
 def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
     """ITL = a + b * context of one run, see `fit_polynomial`."""
-    points = run.context_gaps
-    return fit_polynomial([context for context, _ in points], [gap for _, gap in points])
+    return fit_polynomial(run.context_gaps)
 
 
-def _least_squares(x: Sequence[float], y: Sequence[float], degree: int, *, num_dropped: int = 0) -> PolynomialFit:
-    size, scale = degree + 1, max(abs(v) for v in x) or 1.0
-    powers = [[(v / scale) ** i for i in range(size)] for v in x]  # scaled, so that the normal equations stay tame
+def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> PolynomialFit:
+    """`fit_polynomial` to all points, of which there are enough."""
+    size, scale = degree + 1, max(abs(x) for x, _ in points) or 1.0
+    powers = [[(x / scale) ** i for i in range(size)] for x, _ in points]  # scaled: the normal equations stay tame
+    rows = [(row, y) for row, (_, y) in zip(powers, points, strict=True)]
     normal = [[math.fsum(row[i] * row[j] for row in powers) for j in range(size)] for i in range(size)]
-    moment = [math.fsum(row[i] * value for row, value in zip(powers, y, strict=True)) for i in range(size)]
+    moment = [math.fsum(row[i] * y for row, y in rows) for i in range(size)]
     inverse = _invert(normal)
     scaled = [math.fsum(inverse[i][j] * moment[j] for j in range(size)) for i in range(size)]
-    squares = math.fsum(
-        (value - math.fsum(c * p for c, p in zip(scaled, row, strict=True))) ** 2
-        for row, value in zip(powers, y, strict=True)
-    )
-    variance = squares / (len(x) - size)
+    squares = math.fsum((y - math.fsum(c * p for c, p in zip(scaled, row, strict=True))) ** 2 for row, y in rows)
+    variance = squares / (len(points) - size)
     return PolynomialFit(
         coefficients=tuple(c / scale**i for i, c in enumerate(scaled)),
         standard_errors=tuple(math.sqrt(variance * max(0.0, inverse[i][i])) / scale**i for i in range(size)),
         residual=math.sqrt(variance),
-        num_points=len(x),
+        num_points=len(points),
         num_dropped=num_dropped,
     )
 

@@ -19,8 +19,8 @@ from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.model.cache_schemes import read_stored_cache
-from quantkit.runtime.model.config import ModelConfig, read_config
-from quantkit.runtime.model.loader import find_format, find_native, pick_dtype
+from quantkit.runtime.model.config import ModelConfig
+from quantkit.runtime.model.loader import pick_dtype, read_headers
 from quantkit.runtime.model.model import Model, config_layouts
 
 
@@ -60,8 +60,7 @@ def _read(
     """A model's config and how its layers will keep keys and values; None when it does not run natively."""
     reader = CheckpointReader(path)
     try:
-        model = read_config(reader.config, find_native(reader))
-        find_format(reader)
+        model, _, _ = read_headers(reader)
     except NotNative:
         return None
     dtype, _ = pick_dtype(config.dtype, reader, model, device)

@@ -297,8 +297,8 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
         """Take a request out; its pages are free afterwards."""
         sequence.deltas.append(text)
-        del self._requests[sequence.id]
         self.scheduler.remove(sequence)
+        self._requests.pop(sequence.id, None)
         self._forget(sequence)
         completion = sequence.complete(reason, time.perf_counter())
         return StepOutput(request_id=sequence.id, token_ids=added, text=text, completion=completion)

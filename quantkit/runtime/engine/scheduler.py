@@ -66,10 +66,10 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, finished or not; its pages are free at once."""
-        if sequence.row < 0:
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
+        for queue in (self.waiting, self.running):
+            if sequence in queue:  # in none where an interrupt came while it changed queues
+                queue.remove(sequence)
+        if sequence.row >= 0:
             self._free(sequence)
 
     def reserve(self, lengths: Iterable[tuple[Sequence, int]]) -> bool:

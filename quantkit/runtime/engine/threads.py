@@ -6,6 +6,7 @@ more to wait for at each barrier. So counts are tried, for a moment, on what a m
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from quantkit.devices import MAX_THREADS
 from quantkit.errors import InputError
 
 # A count is good enough when its time is within this factor of the best: the rest is left to other processes.
@@ -25,6 +27,7 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 15
 # 48 MB of weights, more than most caches; and a product that is bound by arithmetic.
 _GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
 _GEMM_TOKENS, _GEMM_ROWS = 32, 1024
+_has_pool = True  # threads that OpenMP can give work to
 
 
 class ThreadTiming(NamedTuple):
@@ -54,12 +57,14 @@ def choose_threads(requested: int | None = None) -> ThreadChoice:
     Args:
         requested: taken as it is; None = measure, for at most about 0.15 s.
     Raises:
-        InputError: fewer than one was requested.
+        InputError: fewer than one was requested, or more than OpenMP can be told.
     """
     if requested is not None:
         if requested < 1:
             raise InputError(f"threads {requested} is not a positive number; leave it out to have it measured")
-        return ThreadChoice(requested, "as requested")
+        if requested > MAX_THREADS:
+            raise InputError(f"threads {requested} is over the limit of {MAX_THREADS} on this machine; give fewer")
+        return ThreadChoice(requested if _has_pool else 1, "as requested")
     limit = thread_limit()
     if limit == 1:
         return ThreadChoice(1, "one is all that is allowed")
@@ -71,8 +76,22 @@ def choose_threads(requested: int | None = None) -> ThreadChoice:
     return smallest_near_best(timings)
 
 
+@functools.cache
+def guard_forks() -> None:
+    """From now on a forked child computes with one thread: it inherits OpenMP's pool without the threads in it."""
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _forget_pool() -> None:
+    global _has_pool
+    _has_pool = False
+    torch.set_num_threads(1)
+
+
 def thread_limit() -> int:
     """Threads that this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
+    if not _has_pool:
+        return 1
     limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     quota = cgroup_quota(Path("/sys/fs/cgroup"))
     if quota is not None:

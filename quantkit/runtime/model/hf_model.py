@@ -88,11 +88,11 @@ class TransformersModel(Model):
         for sequence_id, count, context in zip(
             batch.sequence_ids, batch.query_lengths, batch.context_lengths, strict=True
         ):
-            local = sorted(row - start for row in logit_rows if start <= row < start + count)
+            local = [row - start for row in logit_rows if start <= row < start + count]
             tokens = batch.token_ids[start : start + count]
             rows.append(self._advance(sequence_id, tokens, context - count, local))
             start += count
-        return Logits(torch.cat(rows)[_ranks(logit_rows)])
+        return Logits(torch.cat(rows))
 
     def forget(self, sequence_id: int) -> None:
         """Drop the sequence's cache."""
@@ -133,12 +133,6 @@ class TransformersModel(Model):
 
         # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
         return DynamicCache() if self._can_crop else DynamicCache(config=self._model.config)
-
-
-def _ranks(rows: list[int]) -> list[int]:
-    """Index of each wanted row, each of them once, among the same rows sorted: rows [7, 2, 5] -> [2, 0, 1]."""
-    ranks = {row: rank for rank, row in enumerate(sorted(rows))}
-    return [ranks[row] for row in rows]
 
 
 def load_with_transformers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,17 +19,9 @@ from quantkit.kernels.types import ActivationQuantization, Angles, AttentionOpti
 from quantkit.runtime.cache.kv_cache import KVCache
 
 
-class Norm(Protocol):
-    """A norm over the last dimension."""
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Normed sum of x and residual, as x, and the sum itself; x where there is no residual."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class RMSNorm:
-    """Root mean square norm.
+    """Root mean square norm over the last dimension: of the sum of x and residual, as x, and the sum itself.
 
     Args:
         weight: (H,).
@@ -44,6 +36,30 @@ class RMSNorm:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return ops.rms_norm(x, self.weight, self.eps, self.offset, residual, self.quantization)
+
+
+@dataclass(slots=True, eq=False)
+class LayerNorm:
+    """Layer norm, called as `RMSNorm`.
+
+    Args:
+        weight: (H,), or (heads, D) where each head has its own.
+        bias: as weight, or None.
+        eps: added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        if self.weight.dim() > 1:
+            return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
+        return ops.layer_norm(total, self.weight, self.bias, self.eps), total
+
+
+Norm = RMSNorm | LayerNorm
 
 
 def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
@@ -61,27 +77,6 @@ def _common_quantization(readers: Sequence[object]) -> ActivationQuantization | 
     """How all of these quantize their inputs, if they do and alike; see `types.Linear`."""
     quantizations = {getattr(reader, "activation_quantization", None) for reader in readers}
     return quantizations.pop() if len(quantizations) == 1 else None
-
-
-@dataclass(slots=True, eq=False)
-class LayerNorm:
-    """Layer norm.
-
-    Args:
-        weight: (H,), or (heads, D) where each head has its own.
-        bias: as weight, or None.
-        eps: added to the variance.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        if self.weight.dim() > 1:
-            return (ops.layer_norm(total.float(), None, None, self.eps) * self.weight).to(x.dtype), total
-        return ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 
 class SideBySide(LinearFacts):

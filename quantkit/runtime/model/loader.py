@@ -5,7 +5,6 @@ Weights are laid out layer by layer, so memory never holds two copies of the mod
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,21 +22,21 @@ from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.models.config import NotNative
-from quantkit.models.families import find, supported
-from quantkit.models.family import Family
+from quantkit.models.families import find
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
-from quantkit.numerics.dtype import INT4, INT8
+from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.config import HEAD_TYPES
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.manifest import check_memory, check_tensors, head_name
 from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.weights import Weights, build_block
+from quantkit.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
-_HEAD_BITS = {"int8": INT8, "int4": INT4}
 _HEAD_ROWS = 4096
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -68,11 +67,11 @@ def load_model(
     device = torch.device(device)
     if backend not in ("auto", "native", "transformers"):
         raise InputError(f"unknown backend {backend!r}; use auto, native or transformers")
-    if head_dtype is not None and head_dtype not in _HEAD_BITS:
+    if head_dtype is not None and head_dtype not in HEAD_TYPES:
         raise InputError(f"unknown head_dtype {head_dtype!r}; use int8 or int4, or leave it out")
     if backend != "transformers":
         try:
-            config = read_config(reader.config, find_native(reader))
+            config = read_config(reader.config, find(reader.config))
             with entered(device):
                 return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
         except NotNative:
@@ -113,25 +112,14 @@ def load_native(
     chosen, notes = pick_dtype(dtype, reader, config, device)
     check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
-    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
-    embedding = f"{config.family.embedding}.weight"
-    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
-    table = weights.tensor(embedding, reader.info(embedding).dtype)
-    blocks = []
-    for index in range(len(config.layers)):
-        blocks.append(build_block(weights, index, ropes))
-        release_freed_memory()
-    final_norm = weights.norm(config.family.final_norm)
-    head = _build_head(weights, table, head_dtype)
+    parts = build_parts(weights)
+    head = _build_head(weights, parts["embedding"], head_dtype)
     release_freed_memory()
     return NativeModel(
         config=config,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
-        embedding=table,
-        blocks=blocks,
-        ropes=ropes,
-        final_norm=final_norm,
+        **parts,
         head=head,
         num_bytes=weights.num_bytes,
         stored_bytes=weights.stored_bytes,
@@ -141,6 +129,29 @@ def load_native(
         notes=(*notes, *weights.notes, *([stored_cache.note] if stored_cache.note else [])),
         stored_cache=stored_cache,
     )
+
+
+def build_parts(weights: Weights) -> dict[str, Any]:
+    """What a `NativeModel` is made of by the names of its fields, but for the head."""
+    config = weights.config
+    ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+    embedding = f"{config.family.embedding}.weight"
+    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
+    table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
+    blocks = []
+    for index in range(len(config.layers)):
+        blocks.append(build_block(weights, index, ropes))
+        release_freed_memory()
+    return {"embedding": table, "blocks": blocks, "ropes": ropes, "final_norm": weights.norm(config.family.final_norm)}
+
+
+def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
+    """Config, format and scheme of a checkpoint that runs natively.
+
+    Raises:
+        ModelError: it does not, or is no model.
+    """
+    return (read_config(reader.config, find(reader.config)), *find_format(reader))
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
@@ -186,31 +197,14 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     Raises:
         ModelError: they are no token ids.
     """
-    value: Any = None
     path = reader.path / "generation_config.json"
-    if path.is_file():
-        try:
-            value = json.loads(path.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelError(f"{path} is not a readable JSON object ({error}); delete it or copy it again") from None
+    stated = read_object(path, ModelError, "delete it or copy it again") if path.is_file() else {}
+    value = stated.get("eos_token_id")
     value = reader.config.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
         raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")
     return tuple(ids)
-
-
-def find_native(reader: CheckpointReader) -> Family:
-    """The data of a family, which may run natively: `read_config` says.
-
-    Raises:
-        NotNative: no file describes the family.
-        ModelError: config.json names none.
-    """
-    names = reader.config.get("architectures")
-    if isinstance(names, list) and names and not any(name in supported() for name in names):
-        raise NotNative(f"architecture {names[0]!r}")
-    return find(reader.config)
 
 
 def _stored_dtype(reader: CheckpointReader, config: ModelConfig | None) -> torch.dtype:
@@ -247,12 +241,15 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     return head
 
 
+def head_scheme(dtype: str, width: int) -> WeightScheme:
+    """What a head (N, K) of this width K is rounded to."""
+    group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
+    return WeightScheme(dtype=find_dtype(dtype), group_size=group)
+
+
 def _round_head(weight: Tensor, head_dtype: str) -> QuantizedTensor:
     """Round to nearest, some rows at a time: the float32 copies of a whole head would outweigh a layer."""
-    dtype, width = _HEAD_BITS[head_dtype], weight.shape[1]
-    group = None if dtype is INT8 else next((size for size in (128, 64, 32) if width % size == 0), None)
-    scheme = WeightScheme(dtype=dtype, group_size=group)
-    blocks = []
+    scheme, blocks = head_scheme(head_dtype, weight.shape[1]), []
     for rows in weight.split(_HEAD_ROWS):  # type: ignore[no-untyped-call]
         values = rows.float()
         blocks.append(round_to_nearest(values, WeightGrid(scheme, weight.dtype)))

@@ -110,9 +110,9 @@ class Weights:
         self._count(result, read_share)
         return result
 
-    def dense(self, weight: Tensor, read_share: float = 1.0) -> Linear:
-        """A linear out of a tensor in memory."""
-        result = self._linear(weight.to(self.device), None, None)
+    def expert(self, name: str, number: int, read_share: float) -> Linear:
+        """A linear of one expert, out of the tensor that holds those of all."""
+        result = self._linear(self.reader.rows(name, number, number + 1)[0].to(self.device), None, None)
         self._count(result, read_share)
         return result
 
@@ -268,10 +268,7 @@ def _build_experts(weights: Weights, prefix: str) -> Iterator[MLP]:
     stacked = is_stacked(weights.config, prefix, weights.reader)
     for number in range(config.num_experts):
         if stacked:
-            up, down = (
-                weights.dense(weights.reader.rows(prefix + name, number, number + 1)[0], share)
-                for name in (data.stacked_up, data.stacked_down)
-            )
+            up, down = (weights.expert(prefix + name, number, share) for name in (data.stacked_up, data.stacked_down))
             yield MLP(up, down, activation, True)
         else:
             names = [name.format(expert=number) for name in data.up]

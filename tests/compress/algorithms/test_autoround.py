@@ -179,10 +179,10 @@ def test_quantized_inputs_are_seen_while_tuning(layer_of):
     layer = layer_of(activation=ActivationScheme(dtype=DTYPES["int4"]))
     names = tuple(layer.schemes)
     with torch.inference_mode():
-        with tunable(layer, names) as (block, _):
+        with tunable(layer, names) as block:
             quantized = block.error(Examples(layer), range(2))
         plain = replace(layer, schemes={name: replace(s, activation=None) for name, s in layer.schemes.items()})
-        with tunable(plain, names) as (block, _):
+        with tunable(plain, names) as block:
             assert block.error(Examples(plain), range(2)) == 0
         assert quantized > 1e-6
         STEP(**QUICK).apply(layer)

@@ -114,7 +114,7 @@ def test_missing_and_binary_files(tmp_path, tokenizer):
     with pytest.raises(DataError, match="does not exist"):
         load(tmp_path / "nothing.txt", tokenizer)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+    with pytest.raises(DataError, match="cannot be read as text"):
         load(tmp_path / "binary.txt", tokenizer)
 
 

@@ -24,6 +24,7 @@ from quantkit.numerics.kv_cache import (
     INT8_TOKEN,
     CacheGoal,
     hadamard,
+    scheme_to_dict,
 )
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
@@ -147,13 +148,13 @@ HIDDEN = torch.rand(3, 20, 128, generator=torch.Generator().manual_seed(3)) - 0.
 def test_fixed_scales_are_the_largest_number_over_448():
     hidden = HIDDEN.clone()
     hidden[2, 11, 70] = -7.0  # in head 1
-    cache, _ = calibrate_cache(layer(hidden), FP8)
-    assert cache.key_scale == pytest.approx(35.0 / 448)
-    assert cache.value_scale == pytest.approx(3 * hidden[..., :64].abs().max().item() / 448)
+    cache = calibrate_cache(layer(hidden), FP8)
+    assert cache.key_scale == pytest.approx((35.0 / 448,))
+    assert cache.value_scale == pytest.approx((3 * hidden[..., :64].abs().max().item() / 448,))
     heads = CacheGoal(scheme=KVScheme(key=FP8_HEAD, value=INT8_TOKEN))
-    cache, _ = calibrate_cache(layer(hidden), heads)
+    cache = calibrate_cache(layer(hidden), heads)
     assert cache.key_scale == pytest.approx((5 * hidden[..., :64].abs().max().item() / 448, 35.0 / 448))
-    assert cache.value_scale == 1.0  # not stored: each token has its own
+    assert cache.value_scale == ()  # not stored: each token has its own
 
 
 def test_what_has_no_scale_is_refused():
@@ -172,8 +173,8 @@ def test_clipping_by_error_never_does_worse():
     """One number far above the rest: to cover it pushes the rest among the subnormal codes."""
     hidden = HIDDEN.clone() * 1e-4
     hidden[0, 0, 0] = 0.3
-    clipped = calibrate_cache(layer(hidden), dataclasses.replace(FP8, clip="mse"))[0].key_scale
-    covering = calibrate_cache(layer(hidden), FP8)[0].key_scale
+    clipped = calibrate_cache(layer(hidden), dataclasses.replace(FP8, clip="mse")).key_scale[0]
+    covering = calibrate_cache(layer(hidden), FP8).key_scale[0]
     keys = 5 * hidden[:1].flatten()
 
     def error(scale):
@@ -186,5 +187,5 @@ def test_no_data_is_looked_at_where_none_is_needed(monkeypatch):
     monkeypatch.setattr(kv_cache, "observe_cache", None)
     goal = CacheGoal(scheme=KVScheme(key=INT8_TOKEN, value=INT8_TOKEN), outliers=False)
     context = layer(HIDDEN)
-    cache, _ = calibrate_cache(context, goal)
-    assert (cache.scheme, context.chosen.notes) == (goal.scheme, [])
+    cache = calibrate_cache(context, goal)
+    assert (cache.scheme, context.chosen.notes) == (scheme_to_dict(goal.scheme), [])

@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 import quantkit
 from quantkit.checkpoints.staging import open_stage
@@ -141,7 +142,7 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     with pytest.raises(ResumeError, match="calibration"):
         quantize(model, tmp_path / "out", text)
     text.write_text(text_file.read_text())
-    monkeypatch.setattr("quantkit.compress.pipeline.identity._version", lambda name: "9.9")
+    monkeypatch.setattr("quantkit.compress.pipeline.identity.installed_version", lambda name, absent: "9.9")
     with pytest.raises(ResumeError, match=r"versions\..*9\.9"):
         quantize(model, tmp_path / "out", text)
     monkeypatch.undo()
@@ -253,3 +254,30 @@ def test_progress_is_plain_json(tiny_llama, tmp_path, text_file):
     saved = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
     assert saved["records"][0]["name"] == "model.layers.0"
     assert [path.name for path in (tmp_path / "out.partial" / "activations").iterdir()] == ["1"]
+
+
+def test_an_interrupted_run_goes_on_with_the_threads_it_was_started_with(tiny_llama, tmp_path, text_file, undisturbed):
+    expected, renames = undisturbed
+    output, before = tmp_path / "out", torch.get_num_threads()
+    assert forked.run(compress, renames // 2, "after", tiny_llama, output, text_file) == -signal.SIGKILL
+    progress = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
+    try:
+        torch.set_num_threads(progress["identity"]["compute"]["threads"] + 1)
+        quantize(tiny_llama, output, text_file)
+        assert torch.get_num_threads() == progress["identity"]["compute"]["threads"] + 1
+    finally:
+        torch.set_num_threads(before)
+    assert hashes(output) == expected
+
+
+@pytest.mark.parametrize(
+    "entries", [{"identity": 5}, {"shards": [1]}, {"weight_map": {"a": 1}}, {"activations": 3}], ids=str
+)
+def test_progress_of_other_types_is_refused(tiny_llama, tmp_path, text_file, undisturbed, entries):
+    assert (
+        forked.run(compress, undisturbed[1] // 2, "after", tiny_llama, tmp_path / "out", text_file) == -signal.SIGKILL
+    )
+    path = tmp_path / "out.partial" / "progress.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    with pytest.raises(ResumeError, match="is damaged"):
+        quantize(tiny_llama, tmp_path / "out", text_file)

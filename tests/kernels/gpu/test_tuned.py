@@ -165,8 +165,8 @@ def test_a_choice_is_looked_up_once(gpu, monkeypatch):
 
 
 BROKEN = [
-    ("{", "no file of tuned choices"),
-    ("[]", "it is no object"),
+    ("{", "is not valid JSON"),
+    ("[]", "holds a JSON list, not an object"),
     ('{"schema": 0}', "has schema 0, this quantkit reads 3"),
     ('{"schema": 3}', "has no 'device'"),
     ({"device": {"name": "other", "capability": 90}}, "was measured on 'other', this is 'NVIDIA Test 9000'"),

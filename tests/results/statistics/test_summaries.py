@@ -1,4 +1,4 @@
-"""Percentiles as defined, medians with intervals, fits that recover what made the points."""
+"""Percentiles as defined, fits that recover what made the points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 
 from quantkit.results.statistics.distributions import binomial_cdf, student_cdf, student_quantile
-from quantkit.results.statistics.summary import fit_polynomial, median_interval, percentile, quantiles
+from quantkit.results.statistics.summary import fit_polynomial, least_squares, percentile, quantiles
 
 
 def test_percentiles_interpolate_between_order_statistics():
@@ -26,52 +26,36 @@ def test_what_has_no_percentile_is_refused(values, percent):
         percentile(values, percent)
 
 
-@pytest.mark.parametrize("count", [9, 30, 101])
-def test_the_interval_of_a_median_covers_at_least_95_per_cent(count):
-    rng = random.Random(count)
-    covered = 0
-    for _ in range(1500):
-        _, low, high = median_interval([rng.expovariate(1.0) for _ in range(count)])
-        covered += low <= math.log(2) <= high
-    assert 0.94 <= covered / 1500 <= 0.99
-
-
-def test_few_values_have_their_extremes_as_interval():
-    assert median_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-
-
 def test_a_line_is_recovered_within_its_standard_errors():
     rng = random.Random(0)
     inside = [0, 0]
     for _ in range(500):
         x = [rng.uniform(100, 4000) for _ in range(60)]
-        line = fit_polynomial(x, [0.02 + 1e-6 * v + rng.gauss(0, 1e-3) for v in x], drop_stalls=False)
+        line = least_squares([(v, 0.02 + 1e-6 * v + rng.gauss(0, 1e-3)) for v in x], 1)
         for i, truth in enumerate((0.02, 1e-6)):
             inside[i] += abs(line.coefficients[i] - truth) <= 2.0 * line.standard_errors[i]
     assert all(abs(n / 500 - 0.95) < 0.03 for n in inside)
 
 
 def test_stalls_are_left_out_and_counted():
-    x = [float(i) for i in range(200)]
-    y = [1.0 + 0.01 * v + 0.001 * ((i * 7) % 11) for i, v in enumerate(x)]
-    y[50] += 5
-    y[190] += 9
-    line = fit_polynomial(x, y)
+    stalls = {50: 5, 190: 9}
+    points = [(float(i), 1.0 + 0.01 * i + 0.001 * ((i * 7) % 11) + stalls.get(i, 0)) for i in range(200)]
+    line = fit_polynomial(points)
     assert (line.num_points, line.num_dropped) == (198, 2)
     assert line.coefficients[1] == pytest.approx(0.01, rel=1e-2)
-    assert fit_polynomial(x, y, drop_stalls=False).coefficients[1] > 0.0105
+    assert least_squares(points, 1).coefficients[1] > 0.0105
 
 
 def test_a_parabola_is_recovered():
     x = [128.0, 512.0, 1024.0, 2048.0, 4096.0]
-    curve = fit_polynomial(x, [0.01 + 1e-4 * v + 2e-9 * v * v for v in x], degree=2)
+    curve = fit_polynomial([(v, 0.01 + 1e-4 * v + 2e-9 * v * v) for v in x], degree=2)
     assert curve.coefficients == pytest.approx((0.01, 1e-4, 2e-9), rel=1e-6)
     assert curve.at(256.0) == pytest.approx(0.01 + 1e-4 * 256 + 2e-9 * 256**2)
 
 
-@pytest.mark.parametrize(("x", "y"), [([], []), ([1.0, 2.0], [1.0, 2.0]), ([3.0] * 9, [1.0] * 9), ([1.0], [])])
-def test_too_few_points_have_no_fit(x, y):
-    assert fit_polynomial(x, y) is None
+@pytest.mark.parametrize("points", [[], [(1.0, 1.0), (2.0, 2.0)], [(3.0, 1.0)] * 9])
+def test_too_few_points_have_no_fit(points):
+    assert fit_polynomial(points) is None
 
 
 # From tables of Student's distribution.

@@ -1,0 +1,307 @@
+"""Rows of results, written the moment they exist and taken up again by the next call; standard library only.
+
+A part is a process that fills one JSON file of `$RESULTS`. What it begins is in the file before it begins, so a process
+that never comes back leaves behind on what it died; what the file has is not measured again, so a part that was stopped
+or died goes on behind that. `$OUT` gets all of it as one archive, because a machine that is lent hands back few files.
+
+    python evals/gpu/results.py close NAME CODE SECONDS   by run.sh after each process of a part: what became of it
+    python evals/gpu/results.py unpack FOLDER             what an earlier call brought back: results, compiled kernels
+    python evals/gpu/results.py pack                      the same, into $OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+Row = dict[str, Any]
+
+# Exit codes of a part: done, but something is wrong; time is over, the next call goes on; the device is lost.
+WRONG, GO_ON, LOST = 3, 75, 76
+# What they say of it, with those of `timeout`.
+STATES = {0: "done", WRONG: "wrong", GO_ON: "unfinished", 124: "unfinished", 137: "unfinished"}
+# After so many errors, and no success, a kind is not tried again.
+_MOST_FAILURES = 3
+_ARCHIVE_EVERY_S = 5.0
+# A machine that is lent hands back 8 files of 16 MiB; all that comes back is carried in again beside the sources.
+_CACHE_FILES, _CACHE_FILE_BYTES = 3, 14 << 20
+# What Triton loads of a compiled kernel; the stages before it are many times as large.
+_LOADED = (".json", ".cubin", ".so")
+
+
+class Absent(Exception):
+    """A peer, or a part of this machine, is not there; the message says why."""
+
+
+def folder() -> Path:
+    """Where parts write."""
+    return Path(os.environ.get("RESULTS", "evals/results/gpu"))
+
+
+class Results:
+    """The rows of one part. *Mutable*: reads and rewrites its file.
+
+    Args:
+        name: of the file.
+        meta: machine, versions and commit.
+        seconds: no measurement is begun after these.
+        row_seconds: a measurement that takes longer ends the process, with a traceback.
+        is_lost: asked after an error, whether this process can measure nothing any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        meta: Row,
+        seconds: float,
+        row_seconds: float = 60.0,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.path = folder() / f"{name}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        strike(self.path, "its process was ended")
+        before = _read(self.path)
+        self.rows: list[Row] = _taken_up(before, meta)
+        self.meta = {**before["meta"], **meta}
+        self.is_unfinished = False
+        self._running: Row = {}
+        self._begun, self._seconds = time.monotonic(), seconds
+        self._row_seconds, self._is_lost = row_seconds, is_lost
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is over, and so something is left for the next call."""
+        over = time.monotonic() - self._begun > share * self._seconds
+        self.is_unfinished |= over
+        return over
+
+    def known(self, **labels: Any) -> Row | None:
+        """The row that has these labels."""
+        return next((row for row in self.rows if row.items() >= labels.items()), None)
+
+    def add(self, **row: Any) -> Row:
+        """Keep a row and print it."""
+        self.rows.append(row)
+        print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
+        self.save()
+        return row
+
+    def attempt(self, work: Callable[[], Row], **labels: Any) -> Row | None:
+        """One measurement, unless the file has it; an error becomes a row of its own, an absent peer one row in all.
+
+        Returns: its row; None where there is no figure.
+        """
+        known = self.known(**labels)
+        if known is not None:
+            return None if "error" in known else known
+        if self._is_given_up(labels.get("kind")) or self.is_over():
+            return None
+        failed: Row | None = None
+        with self._watched(labels):
+            try:
+                figures = work()
+            except Absent as error:
+                failed = {"kind": labels.get("kind", ""), "absent": f"peer not present: {first_line(error)}"}
+            except Exception as error:  # whatever a kernel raises on a machine it has never seen
+                failed = {**self._running, "error": f"{type(error).__name__}: {first_line(error)}"}
+        if failed is None:
+            return self.add(**labels, **figures)
+        self.add(**failed)
+        if "error" in failed and self._is_lost():
+            print("the device is lost; a new process goes on", flush=True)
+            os._exit(LOST)  # what a destructor would do now cannot succeed
+        return None
+
+    def note(self, **figures: Any) -> None:
+        """Figures of the measurement that is under way, kept should its process end."""
+        self._running |= figures
+        self.save()
+
+    def extend(self, row: Row, **values: Any) -> None:
+        """Add to a row what follows from others."""
+        row.update(values)
+        self.save()
+
+    def save(self) -> None:
+        """Write everything so far."""
+        data: Row = {"meta": self.meta, "rows": self.rows}
+        if self._running:
+            data["running"] = self._running
+        _write(self.path, data)
+        if _is_due(_archive_path()):
+            archive()
+
+    def finish(self, *, is_wrong: bool = False) -> NoReturn:
+        """Write, and end the process with the code that says how far it has come."""
+        self.save()
+        is_wrong |= any("error" in row for row in self.rows)
+        sys.exit(GO_ON if self.is_unfinished else WRONG if is_wrong else 0)
+
+    @contextlib.contextmanager
+    def _watched(self, labels: Row) -> Iterator[None]:
+        """While open, the file says what is under way, and a clock runs that needs neither the GIL nor the device."""
+        self._running = dict(labels)
+        self.save()
+        faulthandler.dump_traceback_later(self._row_seconds, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._running = {}
+
+    def _is_given_up(self, kind: str | None) -> bool:
+        rows = [row for row in self.rows if kind and row.get("kind") == kind]
+        failures = sum("error" in row for row in rows)
+        return any("absent" in row for row in rows) or _MOST_FAILURES <= failures == len(rows)
+
+    def _stop(self, *_: object) -> NoReturn:
+        """The part's time is over: what is under way has done nothing wrong and is begun again by the next call."""
+        self._running = {}
+        self.save()
+        os._exit(GO_ON)
+
+
+def _taken_up(before: Row, meta: Row) -> list[Row]:
+    """Rows of an earlier call, with its commit where that is another; with RETRY, its errors are tried again."""
+    commit = before["meta"].get("commit")
+    if commit not in (None, meta.get("commit")):
+        before["rows"] = [{"commit": commit, **row} for row in before["rows"]]
+    return [row for row in before["rows"] if not ("error" in row and os.environ.get("RETRY"))]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short."""
+    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _read(path: Path) -> Row:
+    return json.loads(path.read_text()) if path.exists() else {"meta": {}, "rows": []}
+
+
+def _write(path: Path, data: Row) -> None:
+    """All or nothing: a process may end at any moment."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def strike(path: Path, why: str) -> Row | None:
+    """Make an error of what was under way when its process ended.
+
+    Returns: its row; None if nothing was.
+    """
+    data = _read(path)
+    if "running" not in data:
+        return None
+    row = {**data.pop("running"), "error": why}
+    data["rows"].append(row)
+    _write(path, data)
+    return row
+
+
+def close(name: str, code: int, seconds: float) -> bool:
+    """Say in a line what became of a process of a part, note how far the part is, and rewrite the archive.
+
+    Args:
+        name: of the part.
+        code: its exit code.
+        seconds: it took.
+    Returns: whether a new process should go on at once, behind what this one died over.
+    """
+    names = {128 + known.value: known.name for known in signal.Signals}  # as a shell says that a signal ended it
+    why = f"its process ended with {names.get(code, code)}"
+    struck = [row for path in sorted(folder().glob("*.json")) if (row := strike(path, why)) is not None]
+    again = code == LOST or bool(struck)
+    state = "unfinished" if again else STATES.get(code, "dead")
+    ended = [f"{why}, at {_labels(row)}" for row in struck] or [why] * (state == "dead")
+    print(f"== {name}: {state} after {seconds:.0f} s{''.join(f'; {one}' for one in ended)}", flush=True)
+    with (folder() / "state").open("a") as states:
+        states.write(f"{name} {state}\n")
+    archive()
+    return again
+
+
+def _labels(row: Row) -> str:
+    return ", ".join(f"{key} {value}" for key, value in row.items() if key != "error")
+
+
+def _archive_path() -> Path | None:
+    return Path(os.environ["OUT"]) / "results.tar.gz" if "OUT" in os.environ else None
+
+
+def _is_due(path: Path | None) -> bool:
+    """Whether an archive is wanted, and not fresh."""
+    return path is not None and (not path.exists() or time.time() - path.stat().st_mtime > _ARCHIVE_EVERY_S)
+
+
+def archive() -> None:
+    """All results as one file of `$OUT`."""
+    path = _archive_path()
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    with tarfile.open(temporary, "w:gz") as tar:
+        for one in sorted(folder().iterdir()):
+            if one.suffix != ".tmp":
+                tar.add(one, f"{folder().name}/{one.name}")
+    temporary.replace(path)
+
+
+def _cache() -> Path:
+    return Path(os.environ["TRITON_CACHE_DIR"])
+
+
+def pack() -> None:
+    """Results, and compiled kernels, newest first, in as many files as may come back."""
+    archive()
+    out = _archive_path()
+    # A kernel is a folder, of use only as a whole.
+    kernels = sorted(_cache().iterdir(), key=lambda path: path.stat().st_mtime) if _cache().exists() else []
+    for number in range(_CACHE_FILES if out is not None else 0):
+        if not kernels:
+            break
+        with (out.parent / f"kernels-{number}.tar.gz").open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as tar:
+            while kernels and raw.tell() < _CACHE_FILE_BYTES:
+                for path in kernels.pop().iterdir():
+                    if path.suffix in _LOADED:
+                        tar.add(path, str(path.relative_to(_cache())))
+    if kernels:
+        print(f"== {len(kernels)} compiled kernels do not fit and stay here", flush=True)
+
+
+def unpack(source: Path) -> None:
+    """What `pack` wrote, where it was; results that are here already are newer."""
+    brought = {path: _cache() for path in sorted(source.glob("kernels-*.tar.gz"))}
+    if not folder().exists():
+        brought |= {path: folder().parent for path in source.glob("results.tar.gz")}
+    for path, target in brought.items():
+        target.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path) as tar:
+            tar.extractall(target, filter="data")
+        print(f"== taken up: {path}", flush=True)
+
+
+def main(command: str, *words: str) -> int:
+    """See the module; `close` exits with 0 if a new process should go on."""
+    if command == "close":
+        return 0 if close(words[0], int(words[1]), float(words[2])) else 1
+    {"pack": pack, "unpack": lambda: unpack(Path(words[0]))}[command]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

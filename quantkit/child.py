@@ -1,0 +1,52 @@
+"""Work whose end is not known, tried by a child: what hangs, dies or fills memory there does no harm here."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import resource
+import select
+import signal
+from collections.abc import Callable
+
+
+def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
+    """Whether a forked child comes back from some work in time, without an error.
+
+    Args:
+        work: must not compute with threads, of which a child has none.
+        seconds: that it may take.
+        num_bytes: that it may take beyond what this process has; None = any.
+    """
+    ended, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if num_bytes is not None:
+                _limit_data(num_bytes)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(written)
+    try:
+        is_done = bool(select.select([ended], [], [], seconds)[0])
+    finally:
+        os.close(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    return is_done and status == 0
+
+
+def _limit_data(num_bytes: int) -> None:
+    with open("/proc/self/status") as file:  # noqa: PTH123 - a child imports nothing
+        sizes = [int(line.split()[1]) << 10 for line in file if line.startswith("VmData:")]
+    limit, most = sum(sizes) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

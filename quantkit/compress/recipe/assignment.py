@@ -1,0 +1,74 @@
+"""A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from quantkit.compress.algorithms.base import reorders_groups
+from quantkit.compress.recipe.load import Recipe
+from quantkit.errors import InputError, RecipeError, SchemeError
+from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import writable
+from quantkit.models.linear_sets import LinearSet, fused_conflicts
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
+
+Schemes = dict[str, LinearScheme | None]
+"""Of the linears of a layer by relative name; None = ignored."""
+
+
+class LayerLinears(NamedTuple):
+    """A layer's full name, (N, K) of its quantizable linears by relative name, and which of them belong together."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, int]]
+    sets: Sequence[LinearSet]
+
+
+def assign(recipe: Recipe, layers: Sequence[LayerLinears]) -> list[Schemes]:
+    """What the rules of a recipe give each linear of each layer."""
+    return [{name: recipe.scheme.find(f"{layer.name}.{name}") for name in layer.shapes} for layer in layers]
+
+
+def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
+    """Why a recipe cannot be used on a model: rules that mean nothing, sets that do not agree, a format that lacks it.
+
+    Args:
+        recipe: the recipe.
+        layers: of the model.
+        assigned: as `assign` gives it.
+    """
+    names = [f"{layer.name}.{name}" for layer in layers for name in layer.shapes]
+    for rule in recipe.scheme.unmatched(names):
+        yield RecipeError(f"pattern {rule.pattern!r} matches no linear of this model; names look like {names[0]!r}")
+    if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
+        yield RecipeError(f"recipe {recipe.name!r} leaves every linear alone; take patterns out of ignore")
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for conflict in fused_conflicts(layer.sets, schemes):
+            hint = "widen the pattern in overrides or ignore to cover all of them"
+            yield RecipeError(f"{layer.name}: {conflict}; {hint}")
+    format_, alike = FORMATS.load(recipe.format), dict[tuple[LinearScheme, tuple[int, int]], str]()
+    for layer, schemes in zip(layers, assigned, strict=True):  # thousands of linears have a few schemes and shapes
+        for name, scheme in schemes.items():
+            if scheme is not None:
+                alike.setdefault((scheme, layer.shapes[name]), f"{layer.name}.{name}")
+    for (scheme, shape), name in alike.items():
+        try:
+            format_.check(scheme, shape)
+        except SchemeError as error:
+            yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
+    if not format_.holds_group_index and reorders_groups(recipe.steps):
+        yield SchemeError(
+            f"format {recipe.format!r} cannot store groups in activation order: "
+            f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
+        )
+
+
+def _common_group(widths: set[int], asked: WeightScheme) -> str:
+    """What to set instead of a group size that does not divide: one that divides the inputs of every linear."""
+    common, size = math.gcd(*widths), asked.group_size
+    if size is None or asked.block_rows != 1 or asked.dtype.kind == "float" or common % size == 0:
+        return ""
+    _, fitting = min((abs(d - size), d) for d in range(1, common + 1) if common % d == 0)
+    return f"; for all linears: --set weights.group_size={fitting}"

@@ -1,0 +1,284 @@
+"""The run of all parts, with small parts in place of the real ones: what is kept when they die, and what comes back."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "evals/gpu"
+BEGIN = """
+import os, sys, time
+from results import Absent, Results
+def work(case, action):
+    def run():
+        print("begun", case, os.getpid(), flush=True)
+        exec(action or "")
+        return {"us": 1.0}
+    return run
+"""
+PART = """
+results = Results({name!r}, {{"commit": os.environ.get("COMMIT", "a")}}, **{{"seconds": 60, **{options}}})
+for case, action in {cases!r}.items():
+    results.attempt(work(case, action), case=case)
+results.finish()
+"""
+
+
+class Tree:
+    """A repository with `run.sh` and parts of our own, and a machine that it runs on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.gpu, self.out = folder, folder / "evals/gpu", folder / "out"
+        self.gpu.mkdir(parents=True)
+        for name in ("run.sh", "page.py", "goals.py"):
+            shutil.copy(GPU / name, self.gpu)
+        source = (GPU / "results.py").read_text()
+        assert "_ARCHIVE_EVERY_S = 5.0" in source
+        (self.gpu / "results.py").write_text(source.replace("_ARCHIVE_EVERY_S = 5.0", "_ARCHIVE_EVERY_S = 0.0"))
+        for name in ("torch", "triton"):
+            (folder / f"{name}.py").touch()
+        self.parts = ""
+        self.new_machine()
+
+    def new_machine(self) -> None:
+        """One with nothing on it but what was brought."""
+        self.work = self.folder / f"machine-{time.monotonic_ns()}"
+
+    def add(self, name: str, cases: dict[str, str], options: str = "{}") -> None:
+        """A part with these cases; what they do beside being measured."""
+        (self.gpu / f"{name}.py").write_text(BEGIN + PART.format(name=name, cases=cases, options=options))
+        self.parts += f"{name} 60 {name}.py\n"
+
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        (self.gpu / "parts.txt").write_text("# comment\n" + self.parts)
+        places = {"WORK": str(self.work), "OUT": str(self.out), "TRITON_CACHE_DIR": str(self.work / "cache")}
+        environment = {**os.environ, **places, "PYTHON": sys.executable, "PYTHONPATH": str(self.folder), **variables}
+        command = ["bash", str(self.gpu / "run.sh"), "--rehearse", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+    def run(self, *words: str, **variables: str) -> tuple[int, str]:
+        """Exit code and output."""
+        process = self.start(*words, **variables)
+        said, _ = process.communicate(timeout=60)
+        return process.returncode, said
+
+    def rows(self, name: str) -> list[dict[str, object]]:
+        """What came back of a part."""
+        with tarfile.open(self.out / "results.tar.gz") as tar:
+            file = tar.extractfile(f"rehearsal/{name}.json")
+            assert file is not None
+            return json.load(file)["rows"]
+
+    def said(self, name: str) -> str:
+        return (self.work / f"rehearsal/{name}.log").read_text()
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path)
+
+
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def test_a_part_that_is_killed_costs_what_it_was_at(tree):
+    tree.add("first", {"a": "", "b": KILL, "c": "", "d": KILL})
+    tree.add("second", {"a": ""})
+    code, said = tree.run()
+    assert code == 1
+    assert "== first: unfinished after" in said
+    assert "its process ended with SIGKILL, at case b" in said
+    died = "its process ended with SIGKILL"
+    expected = [{"case": "a", "us": 1.0}, {"case": "b", "error": died}, {"case": "c", "us": 1.0}]
+    assert tree.rows("first") == [*expected, {"case": "d", "error": died}]
+    assert tree.said("first").count("begun a") == 1
+    assert tree.rows("second") == [{"case": "a", "us": 1.0}]
+    assert sorted(path.name for path in tree.out.iterdir()) == ["results.tar.gz"]
+
+
+def test_a_call_that_is_killed_is_taken_up_on_another_machine(tree):
+    """Whatever was measured is in the archive; what was under way is an error, because it may be what killed."""
+    tree.add("first", {"a": "", "b": "time.sleep(60)", "c": ""})
+    call = tree.start()
+    while (
+        not (log := tree.work / "rehearsal/first.log").exists() or "begun b" not in log.read_text().rpartition(" ")[0]
+    ):
+        time.sleep(0.02)
+    os.kill(call.pid, signal.SIGKILL)
+    os.kill(int(log.read_text().split()[-1]), signal.SIGKILL)
+    call.communicate()
+    assert tree.rows("first") == [{"case": "a", "us": 1.0}]
+    shutil.copytree(tree.out, tree.folder / ".gpu")
+    tree.new_machine()
+    code, _ = tree.run()
+    assert code == 1
+    assert [(row["case"], "error" in row) for row in tree.rows("first")] == [("a", False), ("b", True), ("c", False)]
+    assert tree.said("first").count("begun a") == 1
+
+
+def test_what_is_named_is_tried_again_where_it_failed(tree):
+    tree.add("first", {"a": "", "b": "assert 'FIXED' in os.environ, 'no luck'"})
+    tree.add("second", {"a": ""})
+    assert tree.run()[0] == 1
+    assert tree.rows("first")[1] == {"case": "b", "error": "AssertionError: no luck"}
+    assert tree.run(FIXED="1")[0] == 1
+    assert tree.said("second").count("begun") == 1
+    code, said = tree.run("first", FIXED="1", COMMIT="b")
+    assert (code, "second" in said) == (0, False)
+    assert tree.rows("first") == [{"commit": "a", "case": "a", "us": 1.0}, {"case": "b", "us": 1.0}]
+    assert tree.run("third")[0] == 64
+
+
+def test_what_hangs_ends_and_the_rest_goes_on(tree):
+    tree.add("first", {"a": "", "b": "time.sleep(60)", "c": ""}, options='{"row_seconds": 0.5}')
+    code, _ = tree.run()
+    assert code == 1
+    assert [row.get("error") for row in tree.rows("first")] == [None, "its process ended with 1", None]
+    assert "Timeout" in tree.said("first")
+
+
+def test_a_lost_device_has_the_rest_done_by_a_new_process(tree):
+    cases = {"a": "", "b": "raise RuntimeError('illegal memory access')", "c": ""}
+    tree.add("first", cases, options='{"is_lost": lambda: True}')
+    code, said = tree.run()
+    assert code == 1
+    errors = [row.get("error") for row in tree.rows("first")]
+    assert errors == [None, "RuntimeError: illegal memory access", None]
+    assert said.count("== first: at most") == 2
+
+
+def test_parts_that_no_call_has_begun_come_first(tree):
+    """A part whose time is over goes on, in this call if it can, and repeats nothing."""
+    tree.add("first", {"a": "", "b": ""}, options="{'seconds': 60 if 'LONG' in os.environ else -1}")
+    tree.add("second", {"a": ""})
+    code, said = tree.run()
+    assert (code, tree.rows("first")) == (1, [])
+    assert said.index("== second: done") < said.rindex("== first: at most")
+    code, said = tree.run(LONG="1")
+    assert (code, "second: at most" in said) == (0, False)
+    assert [row["case"] for row in tree.rows("first")] == ["a", "b"]
+
+
+def test_a_part_that_cannot_begin_is_said_in_a_line_and_not_tried_for_ever(tree):
+    tree.add("first", {})
+    (tree.gpu / "first.py").write_text("import nothing_of_this_name")
+    code, said = tree.run()
+    assert code == 1
+    assert said.count("== first: at most") == 1
+    assert "No module named 'nothing_of_this_name'\n== first: dead after" in said
+
+
+def test_a_call_ends_with_its_budget(tree):
+    tree.add("first", {"a": ""})
+    begun = time.monotonic()
+    code, said = tree.run(BUDGET="1")
+    assert (code, "at most" in said) == (1, False)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_part_whose_time_is_over_has_done_nothing_wrong(tmp_path):
+    """It is told to stop: what was under way is measured by the next call."""
+    part = BEGIN + PART.format(name="first", cases={"a": "", "b": "time.sleep(60)"}, options="{}")
+    environment = {**os.environ, "PYTHONPATH": str(GPU), "RESULTS": str(tmp_path)}
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", part], env=environment, **pipe)
+    assert process.stdout is not None
+    while "begun b" not in process.stdout.readline():
+        pass
+    assert json.loads((tmp_path / "first.json").read_text())["running"] == {"case": "b"}
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 75
+    assert json.loads((tmp_path / "first.json").read_text())["rows"] == [{"case": "a", "us": 1.0}]
+
+
+@pytest.fixture
+def evals(monkeypatch):
+    """Imports a program of evals/gpu."""
+    monkeypatch.syspath_prepend(str(GPU))
+    return importlib.import_module
+
+
+def test_compiled_kernels_travel(evals, tmp_path, monkeypatch):
+    """What is loaded of them, newest first, in as many files of a size as may come back."""
+    results = evals("results")
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    for name in ("OUT", "RESULTS"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(results, "_CACHE_FILE_BYTES", 500_000)
+    for number in range(8):
+        (cache / f"key{number}").mkdir(parents=True)
+        for suffix in ("cubin", "json", "ttgir"):
+            path = cache / f"key{number}/kernel.{suffix}"
+            path.write_bytes(os.urandom(300_000) if suffix == "cubin" else b"{}")
+        os.utime(path.parent, (number, number))
+    results.pack()
+    names = sorted(path.name for path in (tmp_path / "OUT").iterdir())
+    assert names == ["kernels-0.tar.gz", "kernels-1.tar.gz", "kernels-2.tar.gz", "results.tar.gz"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(other))
+    results.unpack(tmp_path / "OUT")
+    kept = {str(path.relative_to(other)) for path in other.rglob("*.*")}
+    assert kept == {f"key{number}/kernel.{suffix}" for number in range(2, 8) for suffix in ("cubin", "json")}
+
+
+def test_wheels_are_on_the_path_of_parts(tree):
+    (tree.folder / ".gpu").mkdir()
+    with zipfile.ZipFile(tree.folder / ".gpu/brought-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "")
+    tree.add("first", {"a": "import brought"})
+    assert tree.run()[0] == 0
+
+
+def test_a_machine_without_git_has_a_commit_all_the_same(evals, monkeypatch):
+    timing = evals("timing")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("QUANTKIT_COMMIT", "0123abc")
+    assert timing.describe("cpu")["commit"] == "0123abc"
+
+
+def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
+    greedy = evals("greedy")
+    maker = tmp_path / "maker.py"
+    maker.write_text("import sys\nprint('noise', file=sys.stderr)\nsys.exit('cannot' if 'bad' in sys.argv[2] else 0)")
+    monkeypatch.setattr(greedy, "__file__", str(maker))
+    checkpoints = greedy.Checkpoints(["good", "bad", "", "good"], tmp_path)
+    assert [checkpoints.path("good") for _ in range(2)] == [tmp_path / "good"] * 2
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not made: cannot"):
+            checkpoints.path("bad")
+    assert checkpoints.path("") is None
+
+
+def test_decode_steps_do_not_wait_for_their_launches_to_be_counted(evals, tmp_path, monkeypatch):
+    end_to_end, results = evals("end_to_end"), evals("results")
+    (tmp_path / "step_count.py").write_text("import time\ntime.sleep(12)\nprint('{}')")
+    monkeypatch.setattr(end_to_end, "__file__", str(tmp_path / "end_to_end.py"))
+    monkeypatch.setattr(end_to_end, "PATIENCE", 0.1, raising=False)
+    monkeypatch.setattr(end_to_end, "make_model", lambda *values: SimpleNamespace(stored_bytes=1))
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    begun, seconds = time.monotonic(), []
+    monkeypatch.setattr(end_to_end, "steps", lambda *values: seconds.append(time.monotonic() - begun))
+    monkeypatch.setattr(end_to_end, "engine_rows", lambda *values: None)
+    monkeypatch.setattr(signal, "signal", lambda *values: None)
+    rows = results.Results("end_to_end", {}, 60)
+    with pytest.raises(SystemExit) as ended:
+        end_to_end.bench(SimpleNamespace(device="cpu", tiny=True, steps=False), rows)
+    assert ended.value.code == 0
+    assert len(seconds) == 2
+    assert time.monotonic() - begun < 10
