@@ -78,12 +78,6 @@ def replace(family: str, device: torch.device, reason: str) -> None:
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
 
-def restore(device: torch.device) -> None:
-    """No family is known to be wrong on a device."""
-    for family in FAMILIES:
-        _replaced.pop((family, _number(device)), None)
-
-
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
     """What a launch gives; None where Triton refuses it, now or before: then torch does the family's work."""
     if why_replaced(family, device) is not None:

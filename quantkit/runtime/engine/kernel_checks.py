@@ -1,19 +1,20 @@
 """What a model is going to use of the GPU kernels, each family on small shapes: with them, and in plain torch.
 
 A check is the engine's own code on random numbers, run twice: on the device, and on the host without kernels. Which
-there are follows from config.json and headers; `first_run` has them run where they never have.
+ones there are follows from config.json and headers. Not here: when they are run, and what becomes of it (`first_run`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,27 +22,29 @@ from torch.nn.functional import one_hot
 
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.kernels import ops
+from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu.choices import TILE_LIMIT
-from quantkit.kernels.gpu.configs import pages_name
 from quantkit.kernels.layouts import KVLayout
-from quantkit.kernels.ops import experts, head, linear, sampling
+from quantkit.kernels.ops import experts, head, sampling
+from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference.sampling import Draw
 from quantkit.kernels.types import AttentionOptions, HeadNorms, Linear
 from quantkit.models.config import NotNative
+from quantkit.models.rope import RopeConfig
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.inputs import input_scale
-from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
-from quantkit.runtime.model import loader, manifest
+from quantkit.runtime.model import loader
 from quantkit.runtime.model.cache_schemes import read_stored_cache
-from quantkit.runtime.model.config import LayerConfig, ModelConfig, read_config
+from quantkit.runtime.model.config import LayerConfig, ModelConfig
 from quantkit.runtime.model.experts import Mixture
-from quantkit.runtime.model.layers import MLP, RMSNorm, norm_for
+from quantkit.runtime.model.layers import MLP
+from quantkit.runtime.model.manifest import head_name
 from quantkit.runtime.model.model import config_layouts
-
-TOLERANCE = 0.03
-"""Of the largest number: what 16 bits round to is less, a tile or a page that was left out is more."""
 
 _ROWS = (1, 20, TILE_LIMIT + 1)  # each way to multiply
 _VOCABULARY = 2500
@@ -50,8 +53,7 @@ _WINDOW = 20
 Outputs = Iterator[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One of them.
 
     Args:
@@ -80,152 +82,179 @@ class Check:
         return torch.stack(errors).max().item()  # NaN where there is one
 
 
-def checks_of(
-    path: str, kv_cache: str | None, head_dtype: str | None, dtype: str, page_size: int, device: torch.device
-) -> Iterator[Check]:
-    """The checks of a model; several may have one key.
+def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: bool = False) -> Iterator[Check]:
+    """What a model makes use of; several may have one key. Only headers are read.
 
     Args:
-        path: of its checkpoint; only headers are read.
-        kv_cache, head_dtype, dtype, page_size: see `EngineConfig`.
+        path: of its checkpoint.
+        asked: settings of the engine.
         device: where it is going to run.
+        draft: whether it is the draft model, which takes fewer of the settings.
     """
     yield Check("sampling", "all kinds", _tokens)
-    reader = CheckpointReader(Path(path))
+    reader = CheckpointReader(path)
     try:
-        config, (_, scheme) = read_config(reader.config, loader.find_native(reader)), loader.find_format(reader)
+        config, _, scheme = loader.read_headers(reader)
     except NotNative:
         return
-    computed, _ = loader.pick_dtype(dtype, reader, config, device)
-    schemes = {
-        name: scheme.find(name)
-        for name, local in manifest.local_names(reader).items()
-        if scheme is not None and manifest.is_quantized(name, local, scheme)
-    }
-    last = manifest.head_name(config.family, reader)
-    if head_dtype is not None:
-        schemes[last] = LinearScheme(weight=loader.head_scheme(head_dtype, config.hidden_size))
+    if asked.backend == "transformers":
+        return
+    dtype, _ = loader.pick_dtype(asked.dtype, reader, config, device)
+    head_dtype, kv_cache = (None, None) if draft else (asked.head_dtype, asked.kv_cache)
 
     def check(family: str, label: str, run: Callable[..., Outputs], *arguments: Any) -> Check:
-        kind = f"{label}, {str(computed).removeprefix('torch.')}"
-        return Check(family, kind, partial(run, config, computed, *arguments))
+        label = f"{label}, {str(dtype).removeprefix('torch.')}"
+        return Check(family, label, partial(_run, run, config, dtype, arguments))
 
-    yield check("ops", config.activation, _operations)
-    yield check("head", _name(schemes.get(last)), _logits, schemes.get(last))
-    if computed == torch.float32:
+    kinds = {scheme.default, *(rule.linear for rule in scheme.rules)} - {None} if scheme else set()
+    last = None if scheme is None or config.tied else scheme.find(head_name(config.family, reader))
+    if head_dtype is not None:
+        last = LinearScheme(weight=loader.head_scheme(head_dtype, config.hidden_size))
+    yield check("ops", config.activation, _Parts.operations)
+    yield check("head", _name(last), _Parts.logits, last)
+    if dtype == torch.float32:
         return
-    for kind in schemes.values():
-        yield check("quantized_linear", _name(kind), _products, kind)
-    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, computed)
+    for kind in {*kinds, last} - {None}:
+        yield check("quantized_linear", _name(kind), _Parts.products, kind)
+    layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, asked.page_size, dtype)
     for layout, layer in zip(layouts, config.layers, strict=True):
-        group = config.num_heads // config.num_kv_heads
-        label = pages_name(layout.scheme, layout.head_dim, page_size, group)
-        yield check("attention", label + (", window" if layer.window else ""), _pages, layout, layer)
+        label, options = _attention_kind(config, layout, layer)
+        yield check("attention", label, _Parts.attention, layout, layer.rope, options)
     if config.experts is not None:
-        for kind in {kind for name, kind in schemes.items() if ".experts." in name} or {None}:
-            yield check("experts", _name(kind), _experts, kind)
+        for kind in kinds or {None}:
+            yield check("experts", _name(kind), _Parts.mixture, kind)
+
+
+def _run(run: Callable[..., Outputs], config: ModelConfig, dtype: torch.dtype, given: Any, where: Any) -> Outputs:
+    return run(_Parts(config, dtype, where), *given)
 
 
 def _name(scheme: LinearScheme | None) -> str:
     return "unquantized" if scheme is None else scheme.describe()
 
 
-def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(shape).to(device, dtype)
+def _attention_kind(config: ModelConfig, layout: KVLayout, layer: LayerConfig) -> tuple[str, dict[str, Any]]:
+    """What its kernels differ by: in words, and as options, of which the norms still need weights."""
+    norm = config.family.qk_norm
+    options = {
+        "window": layer.window and _WINDOW,
+        "softcap": config.attention_softcap,
+        "interleaved": layer.rope is not None and layer.rope.interleaved,
+        "norms": config.qk_norm and norm is not None and norm.over != "projection",
+    }
+    names = [name for name, is_on in {**options, "rotated": layer.rope}.items() if is_on]
+    sizes = f"{layout.head_dim} channels, pages of {layout.page_size}, {config.num_heads // layout.num_heads} queries"
+    return ", ".join([layout.scheme.describe(), sizes, *names]), options
 
 
-def _width(scheme: LinearScheme | None, least: int) -> int:
-    """Inputs that whole groups fill."""
-    group = (scheme and scheme.weight.group_size) or 128
-    return group * -(-least // group)
+def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device | None = None) -> QuantizedTensor:
+    """A weight (N, K) of this scheme whose values have the spread of a trained one."""
+    values = torch.randn(rows, width, device=device) * width**-0.5
+    if not scheme.symmetric:
+        values += 0.25 * width**-0.5
+    return round_to_nearest(values, WeightGrid(scheme, torch.bfloat16))
 
 
-def _linear(scheme: LinearScheme | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Linear:
-    values = torch.randn(rows, width) * width**-0.5
-    if scheme is None:
-        return linear.build_linear(values.to(device, dtype), dtype=dtype, device=device)
-    weight, activation = round_to_nearest(values, WeightGrid(scheme.weight, torch.bfloat16)), scheme.activation
-    if activation is not None and activation.is_calibrated:
-        weight = replace(weight, input_scale=input_scale(torch.tensor([4.0]), activation, torch.float32))
-    return linear.build_linear(weight, activation=activation, dtype=dtype, device=device)
+def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
+    """Makes the step in which every sequence gets its tokens start..stop, valid until the next; pages in disorder.
 
-
-def _mlp(scheme: LinearScheme | None, width: int, activation: str, dtype: torch.dtype, device: torch.device) -> MLP:
-    up, down = (_linear(scheme, rows, width, dtype, device) for rows in (2 * width, width))
-    return MLP(up, down, activation, True)
+    Args:
+        count: of the sequences.
+        num_pages: of each.
+        page_size, device: of the cache.
+    """
+    order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
+    holders: list[Any] = [SimpleNamespace(id=i, row=i, pages=own, num_table_entries=0) for i, own in enumerate(order)]
+    build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build
+    return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
 
 def _tokens(device: torch.device) -> Outputs:
-    logits, key = 3 * _random(device, torch.float32, 4, _VOCABULARY), 0x5851F42D4C957F2D
+    logits, key = 3 * torch.randn(4, _VOCABULARY).to(device), 0x5851F42D4C957F2D
     draws = [None, Draw(key, 1.0, None, 1.0, 0.0), Draw(-key, 0.7, None, 0.9, 0.05), Draw(~key, 1.5, 40, 0.9, 0.0)]
     yield one_hot(sampling.choose(logits, draws), _VOCABULARY)
 
 
-def _operations(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Outputs:
-    x, residual, weight, gate_up = (_random(device, dtype, *shape) for shape in ((5, 640), (5, 640), (640,), (5, 1280)))
-    yield from ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, residual)
-    query, key, turns = *(_random(device, dtype, 5, heads, 64) for heads in (4, 2)), torch.randn(5, 32).to(device)
-    yield from ops.rotary_(query, key, turns.cos(), turns.sin())
-    yield ops.gated(gate_up, config.activation)
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Parts of a model, of random numbers.
 
+    Args:
+        config: of the model.
+        dtype: of the computation.
+        device: where.
+    """
 
-def _logits(config: ModelConfig, dtype: torch.dtype, scheme: LinearScheme | None, device: torch.device) -> Outputs:
-    width = _width(scheme, 512)
-    built = _linear(scheme, _VOCABULARY, width, dtype, device)
-    for rows in _ROWS[:2]:
-        values, best = head.logits(built, _random(device, dtype, rows, width), softcap=config.logits_softcap)
-        yield values
-        yield values.gather(1, (values.argmax(-1) if best is None else best)[:, None])
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
 
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.device, self.dtype)
 
-def _products(config: ModelConfig, dtype: torch.dtype, scheme: LinearScheme, device: torch.device) -> Outputs:
-    """Behind a norm and a gate, which quantize for products that want it."""
-    width = _width(scheme, 512)
-    mlp = _mlp(scheme, width, "silu", dtype, device)
-    norm = norm_for(RMSNorm(torch.ones(width, dtype=dtype, device=device), 1e-6, 0.0), [mlp])
-    assert norm is not None
-    for rows in _ROWS:
-        yield mlp(norm(_random(device, dtype, rows, width))[0])
+    def linear(self, scheme: LinearScheme | None, times: int = 1) -> Linear:
+        """Of inputs that whole groups fill, and so many times as many outputs."""
+        width = math.lcm(512, (scheme and scheme.weight.group_size) or 1)
+        if scheme is None:
+            values = torch.randn(times * width, width) * width**-0.5
+            return build_linear(values, dtype=self.dtype, device=self.device)
+        weight, activation = random_weight(times * width, width, scheme.weight), scheme.activation
+        if activation is not None and activation.is_calibrated:
+            weight = replace(weight, input_scale=input_scale(torch.tensor([4.0]), activation, torch.float32))
+        return build_linear(weight, activation=activation, dtype=self.dtype, device=self.device)
 
+    def operations(self) -> Outputs:
+        config, (x, residual, gate_up) = self.config, (self.random(5, width) for width in (640, 640, 1280))
+        yield from ops.rms_norm(x, self.random(640), config.norm_eps, config.norm_offset, residual)
+        query, key, turns = self.random(5, 4, 64), self.random(5, 2, 64), torch.randn(5, 32).to(self.device)
+        yield from ops.rotary_(query, key, turns.cos(), turns.sin())
+        yield ops.gated(gate_up, config.activation)
 
-def _pages(
-    config: ModelConfig, dtype: torch.dtype, layout: KVLayout, layer: LayerConfig, device: torch.device
-) -> Outputs:
-    """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
-    size, rope, norm = layout.page_size, layer.rope, config.family.qk_norm
-    cache = KVCache([layout], 12, 2, device)
-    builder = BatchBuilder(max_sequences=2, max_pages=6, page_size=size, device=device)
-    norms = None
-    if config.qk_norm and norm is not None and norm.over != "projection":
-        query, key = _random(device, dtype, 2, layout.head_dim)
-        norms = HeadNorms(query=query, key=key, eps=config.norm_eps, offset=config.norm_offset)
-    options = AttentionOptions(
-        scale=config.attention_scale,
-        window=layer.window and _WINDOW,
-        softcap=config.attention_softcap,
-        interleaved=rope is not None and rope.interleaved,
-        norms=norms,
-    )
-    holders: Any = [SimpleNamespace(id=i, row=i, pages=[*range(i, 12, 2)], num_table_entries=0) for i in range(2)]
-    for start, stop in itertools.pairwise((0, 5 * size - 1, 5 * size, 5 * size + 1, 5 * size + 6)):
-        batch = builder.build([ScheduledChunk(holder, [0] * (stop - start), start, 1) for holder in holders])
-        tokens, counts = 2 * (stop - start), (config.num_heads, layout.num_heads, layout.num_heads)
-        states = [_random(device, dtype, tokens, count, layout.head_dim) for count in counts]
-        turns = None if rope is None else _random(device, torch.float32, tokens, rope.width // 2)
-        yield cache.attend(0, *states, batch, options, None if turns is None else (turns.cos(), turns.sin()))
+    def logits(self, scheme: LinearScheme | None) -> Outputs:
+        linear = self.linear(scheme, times=5)
+        for rows in _ROWS[:2]:
+            x = self.random(rows, linear.in_features)
+            values, best = head.logits(linear, x, softcap=self.config.logits_softcap)
+            yield values
+            yield values.gather(1, (values.argmax(-1) if best is None else best)[:, None])
 
+    def products(self, scheme: LinearScheme) -> Outputs:
+        """Of inputs as they are, or as norms and gates quantize them."""
+        linear = self.linear(scheme)
+        quantization, width = linear.activation_quantization, linear.in_features
+        for rows in _ROWS:
+            x = self.random(rows, width)
+            yield linear(x)
+            if scheme.activation is not None:
+                yield linear(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6, quantization=quantization)[0])
+                yield linear(ops.gated(self.random(rows, 2 * width), "silu", quantization))
 
-def _experts(config: ModelConfig, dtype: torch.dtype, scheme: LinearScheme | None, device: torch.device) -> Outputs:
-    assert config.experts is not None
-    width, picks, normalize = _width(scheme, 256), config.experts.num_chosen, config.experts.normalize
-    each = tuple(_mlp(scheme, width, config.activation, dtype, device) for _ in range(max(8, picks)))
-    kinds: dict[str, Any] = {"num_chosen": picks, "normalize": normalize}
-    stacked: Any = ""
-    if experts.can_stack(device, dtype):
-        pairs = ((one.up, one.down) for one in each)
-        stacked = experts.stack(pairs, count=len(each), activation=config.activation, **kinds)
-    scores: Any = _random(device, dtype, 20, len(each))
-    chosen = each if isinstance(stacked, str) else stacked
-    mixture = Mixture(router=lambda x: scores[: len(x)], experts=chosen, shared=None, shared_gate=None, **kinds)
-    for rows in (3, 20):
-        yield mixture(_random(device, dtype, rows, width))
+    def attention(self, layout: KVLayout, rope: RopeConfig | None, options: dict[str, Any]) -> Outputs:
+        """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
+        config, size, norms = self.config, layout.page_size, None
+        cache = KVCache([layout], 12, 2, self.device)
+        step_of = steps(2, 6, size, self.device)
+        if options["norms"]:
+            query, key = self.random(2, layout.head_dim)
+            norms = HeadNorms(query=query, key=key, eps=config.norm_eps, offset=config.norm_offset)
+        asked = AttentionOptions(scale=config.attention_scale, **{**options, "norms": norms})
+        for start, stop in itertools.pairwise((0, 5 * size - 1, 5 * size, 5 * size + 1, 5 * size + 6)):
+            counts, tokens = (config.num_heads, layout.num_heads, layout.num_heads), 2 * (stop - start)
+            states = [self.random(tokens, count, layout.head_dim) for count in counts]
+            turns = torch.randn(tokens, rope.width // 2 if rope else 0).to(self.device)
+            yield cache.attend(0, *states, step_of(start, stop), asked, (turns.cos(), turns.sin()) if rope else None)
+
+    def mixture(self, scheme: LinearScheme | None) -> Outputs:
+        config, activation = self.config.experts, self.config.activation
+        assert config is not None
+        count = 2 * config.num_chosen
+        kinds: dict[str, Any] = {"num_chosen": config.num_chosen, "normalize": config.normalize}
+        linears = [(self.linear(scheme, times=2), self.linear(scheme)) for _ in range(count)]
+        chosen: Any = tuple(MLP(up, down, activation, True) for up, down in linears)
+        if experts.can_stack(self.device, self.dtype):
+            stacked = experts.stack(linears, count=count, activation=activation, **kinds)
+            chosen = chosen if isinstance(stacked, str) else stacked
+        scores: Any = self.random(20, count)
+        layer = Mixture(router=lambda x: scores[: len(x)], experts=chosen, shared=None, shared_gate=None, **kinds)
+        for rows in (3, 20):
+            yield layer(self.random(rows, linears[0][0].in_features))
