@@ -33,6 +33,7 @@ if ! why=$("$PYTHON" -c "$needed" 2>&1); then
 fi
 gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr 'A-Z ' 'a-z-')}
 export RESULTS=$WORK/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
+export QUANTKIT_TRITON=force # figures of the kernels, not of what takes the place of one that is wrong
 export PYTHONPATH=$PWD:$WORK/site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 budget=$((${BUDGET:-530} * factor)) least=$((15 * factor)) tidy=$((12 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1

@@ -139,8 +139,8 @@ def _try(checks: list[Check], device: torch.device, known: frozenset[str]) -> It
         said, end = error.stdout or b"", f"no result within {_SECONDS:.0f} s"
     errors: dict[str, float] = dict(map(json.loads, said.splitlines()))
     verdicts = {check.key: Verdict(False, end, check.key in known) for check in checks}
-    for key, error in errors.items():  # one that is not a number is not below
-        verdicts[key] = Verdict(error <= TOLERANCE, f"{error:.2%} of the largest number off torch", True)
+    for key, off in errors.items():  # what is not a number is not below
+        verdicts[key] = Verdict(off <= TOLERANCE, f"{off:.2%} of the largest number off torch", True)
     return verdicts.items()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -231,16 +231,14 @@ class _Parts:
 
     def attention(self, layout: KVLayout, rope: RopeConfig | None, options: dict[str, Any]) -> Outputs:
         """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
-        config, size, norms = self.config, layout.page_size, None
-        cache = KVCache([layout], 12, 2, self.device)
-        step_of = steps(2, 6, size, self.device)
-        if options["norms"]:
-            query, key = self.random(2, layout.head_dim)
-            norms = HeadNorms(query=query, key=key, eps=config.norm_eps, offset=config.norm_offset)
-        asked = AttentionOptions(scale=config.attention_scale, **{**options, "norms": norms})
+        config, size, (query, key) = self.config, layout.page_size, self.random(2, layout.head_dim)
+        cache, step_of = KVCache([layout], 12, 2, self.device), steps(2, 6, size, self.device)
+        norms = HeadNorms(query=query, key=key, eps=config.norm_eps, offset=config.norm_offset)
+        options = {**options, "norms": norms if options["norms"] else None}
+        asked = AttentionOptions(scale=config.attention_scale, **options)
         for start, stop in itertools.pairwise((0, 5 * size - 1, 5 * size, 5 * size + 1, 5 * size + 6)):
             counts, tokens = (config.num_heads, layout.num_heads, layout.num_heads), 2 * (stop - start)
-            states = [self.random(tokens, count, layout.head_dim) for count in counts]
+            states: Any = [self.random(tokens, count, layout.head_dim) for count in counts]
             turns = torch.randn(tokens, rope.width // 2 if rope else 0).to(self.device)
             yield cache.attend(0, *states, step_of(start, stop), asked, (turns.cos(), turns.sin()) if rope else None)
 
@@ -254,7 +252,8 @@ class _Parts:
         if experts.can_stack(self.device, self.dtype):
             stacked = experts.stack(linears, count=count, activation=activation, **kinds)
             chosen = chosen if isinstance(stacked, str) else stacked
-        scores: Any = self.random(20, count)
-        layer = Mixture(router=lambda x: scores[: len(x)], experts=chosen, shared=None, shared_gate=None, **kinds)
+        scores = self.random(20, count)  # given, as a router's rounding may choose others
+        router = cast(Linear, lambda x: scores[: len(x)])
+        layer = Mixture(router=router, experts=chosen, shared=None, shared_gate=None, **kinds)
         for rows in (3, 20):
             yield layer(self.random(rows, linears[0][0].in_features))

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from quantkit import LLM, SamplingParams
 from quantkit.kernels import gpu, ops
 from quantkit.kernels.gpu import experts as gpu_experts
 from quantkit.kernels.gpu import head as gpu_head
@@ -13,6 +14,7 @@ from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu import paged_decode, w4a16
 from quantkit.kernels.gpu import sampling as gpu_sampling
 from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine import first_run
 from quantkit.runtime.engine.first_run import TOLERANCE
 from quantkit.runtime.engine.kernel_checks import checks_of
 from tests.helpers import edit_config, make_model
@@ -76,3 +78,34 @@ def test_one_number_that_is_wrong_is_found(checks, monkeypatch, family):
 
 def test_every_family_has_a_check(checks):
     assert set(checks) == set(gpu.FAMILIES) == set(PLANTED)
+
+
+PRETENDED = """
+import os
+from quantkit.kernels import gpu, ops
+from quantkit.kernels.gpu import ops as kernels
+gpu.is_used = lambda device: os.environ["QUANTKIT_TRITON"] != "0"
+ops._on_gpu = lambda x: gpu.module("ops", x.device)
+right = kernels.gated
+kernels.gated = lambda *given: right(*given) + 1
+"""
+
+
+def test_a_model_is_run_by_torch_where_a_kernel_is_wrong(family_models, monkeypatch, tmp_path):
+    """The whole way: a load finds it in a child, and tokens are those of a run without kernels."""
+    path, settings = family_models["llama"], {"device": "cpu", "dtype": "fp32", "threads": 1}
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    expected = LLM(path, **settings).generate([[5, 6, 7]], params)[0].token_ids
+    monkeypatch.delenv("QUANTKIT_TRITON", raising=False)
+    monkeypatch.setattr(gpu, "_replaced", {})
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    monkeypatch.setattr(ops, "_on_gpu", lambda x: gpu.module("ops", x.device))
+    monkeypatch.setattr(gpu_ops, "gated", lambda *given: 1 / 0)
+    monkeypatch.setattr(first_run, "_SECONDS", 100.0)
+    monkeypatch.setattr(first_run, "_CHILD", first_run._CHILD.replace("main()", f"exec({PRETENDED!r}); main()"))
+    monkeypatch.setattr(first_run, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(first_run, "identity", lambda device: {})
+    llm = LLM(path, **settings)
+    assert {family for family in gpu.FAMILIES if gpu.why_replaced(family, CPU)} == {"ops"}
+    assert "silu, float32: " in first_run.describe_kernels(CPU)
+    assert llm.generate([[5, 6, 7]], params)[0].token_ids == expected
