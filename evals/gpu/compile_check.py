@@ -2,15 +2,21 @@
 
     python evals/gpu/compile_check.py [--write] [--targets 80 90] [--kernel norm] [--jobs 2]
     python evals/gpu/compile_check.py --check
-    python evals/gpu/compile_check.py --candidates --targets 90 --dtypes bfloat16
+    python evals/gpu/compile_check.py --candidates --targets 90 --dtypes bf16
 
 What is compiled is what the Python functions launch: they run on tensors without memory, and each launch is recorded
 with its types, its constants and its options. It fails on a spilled register, on more shared memory than a block can
-have, on an error of the compiler, and on a kernel of the package that nothing here launches. What has been compiled
-before (`evals/results/compile/kernels.json`) is not compiled again unless its source, types, constants or options have
-changed; `--write` keeps what is new, drops what nothing launches any more, and writes `resources.md` beside it.
-`--check` compiles nothing: it says what the file lacks, what it has too much, and what in it cannot be shipped.
-`--candidates` compiles what `quantkit tune` may choose, which takes long and is not part of the rest.
+have, on an error of the compiler, and on a kernel of the package that nothing here launches.
+
+Each version of the compiler has a table of its own (`evals/results/compile/kernels-3.9.json`); only that of the
+compiler that is installed is read and written. What it has is not compiled again unless its source, types, constants or
+options have changed. `--write` keeps what is new as it comes, so that it can be killed and started again at any time;
+at its end it drops what is not to be compiled any more, and writes `resources.md` beside the tables. `--check` compiles
+nothing: it says what the table lacks, what it has too much, and what in it cannot be shipped. `--candidates` compiles
+what `quantkit tune` may choose, which takes long and is not part of the rest.
+
+A launch takes about a second of one core, most of it in Triton's passes and in LLVM, and nearly every one compiles to
+code of its own. So not every one is compiled for every chip: `to_compile` says which.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
+import triton
 from recorder import Launch, Recorder
-from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, table
+from resources import PAGE, ROOT, SHARED_KIB, STORE, Resources, Store, compile_all, default_jobs, page
 from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.gpu as kernels
@@ -42,10 +49,12 @@ from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN
 from quantkit.numerics.scheme import KVScheme
 
 PROCESSORS = 132
-DTYPES = ("bfloat16", "float16")
-# Chips for which float16 is compiled too: both kinds of tensor cores' instructions. What it changes elsewhere is how
-# numbers are converted, and with them a few registers.
-FLOAT16_CHIPS = (80, 90)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# In which types every launch is compiled for one chip of a generation. Chips of generation 8 need the same shared
+# memory for a launch, and registers that differ by a few.
+WHOLE = {8: ("bf16",), 9: ("bf16", "fp16"), 10: ()}
+Launches = dict[tuple[str, int], Launch]
+UNLAUNCHED = "in the package, but nothing here launches it"
 # Channels of a head, of the models that there are; any number up to 256 runs.
 HEAD_DIMS = (128, 64, 80, 96, 112, 192, 256)
 KV_TYPES = {name: kv_scheme(name) for name in ("auto", "fp8", "int8", "int4")}
@@ -82,6 +91,9 @@ CODES = {
     "fp8 channel": (torch.uint8,),
     "fp8 channel unpacked": (torch.uint8,),
 }
+
+# Weights whose product also opens gates; others do that by the same few lines behind another loop.
+GATED = ("int4 g128", "int4 g128 asym", "int8 channel", "nvfp4")
 
 QUANTIZATIONS = (
     ActivationQuantization(name="int8"),
@@ -123,6 +135,9 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
             for count in (1, 4) if bits == 2 else usual:
                 recorder.label = f"{name}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
+            for count in (1, 16, 64) if name in GATED else ():
+                recorder.label = f"{name}, {count} rows, gates"
+                w4a16.multiply(meta(count, width, dtype=dtype), weight, None, "silu")
             recorder.label = f"{name}, dequantized"
             w4a16.dequantize_weight(weight, dtype)
         for codes in CODES.get(name, ()):
@@ -131,6 +146,11 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
                 scale = meta(count, 1, dtype=torch.float32)
                 rows = QuantizedActivations(codes=meta(count, width, dtype=codes), scale=scale, dtype=dtype)
                 w4a16.multiply(rows, weight, None)
+    os.environ["QUANTKIT_PDL"] = "1"
+    for count in (1, 16, 64):
+        recorder.label = f"int4 g128, {count} rows, dependent"
+        w4a16.multiply(meta(count, 4096, dtype=dtype), _packed(4, 128, dtype), None)
+    del os.environ["QUANTKIT_PDL"]
     _launch_quantization(recorder, dtype)
 
 
@@ -341,9 +361,7 @@ Work = Callable[[Recorder, torch.dtype], None]
 WORK: tuple[Work, ...] = (launch_linears, launch_experts, launch_attention, launch_small, launch_heads, launch_sampling)
 
 
-def record(
-    chip: int, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16), every: Sequence[Work] = WORK
-) -> list[Launch]:
+def record(chip: int, dtypes: Iterable[str] = tuple(DTYPES), every: Sequence[Work] = WORK) -> list[Launch]:
     """Every launch that the engine can make on a chip."""
     recorder = Recorder()
     saved = JITFunction.run, kernels.num_processors, kernels.capability
@@ -358,9 +376,9 @@ def record(
             module.capability = lambda device: chip
     try:
         for dtype in dtypes:
-            recorder.suffix = ", fp16" if dtype == torch.float16 else ", bf16"
+            recorder.suffix = f", {dtype}"
             for work in every:
-                work(recorder, dtype)
+                work(recorder, DTYPES[dtype])
     finally:
         JITFunction.run = saved[0]
         for module in modules:
@@ -383,14 +401,31 @@ def unlaunched(launches: Iterable[Launch]) -> set[str]:
 
 
 def everything(
-    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = DTYPES, every: Sequence[Work] = WORK
-) -> dict[tuple[str, int], Launch]:
+    targets: Iterable[int] = tuple(SHARED_KIB), dtypes: Iterable[str] = tuple(DTYPES), every: Sequence[Work] = WORK
+) -> Launches:
     """All launches by key and chip."""
-    launches = {}
-    for target in targets:
-        kinds = [getattr(torch, name) for name in dtypes if name != "float16" or target in FLOAT16_CHIPS]
-        launches |= {(launch.key, target): launch for launch in record(target, kinds, every)}
-    return launches
+    return {(launch.key, target): launch for target in targets for launch in record(target, dtypes, every)}
+
+
+def to_compile(launches: Launches) -> Launches:
+    """Those of all launches that are compiled, most important first.
+
+    For Hopper each one; of the generation before it each one in bfloat16, for the first of its chips that makes it; and
+    for every chip what has a type, a constant or an option that its kernel has not had there.
+    """
+    chosen: Launches = {}
+    had: set[tuple[str, int]] = set()
+    for chip in sorted({target for _, target in launches}, key=(90, 80, 86, 89, 100).index):
+        traits: set[tuple[Any, ...]] = set()
+        for (key, target), launch in launches.items():
+            if target != chip:
+                continue
+            is_new = launch.dtype in WHOLE[chip // 10] and (key, chip // 10) not in had
+            if is_new or not launch.traits <= traits:
+                chosen[key, chip] = launch
+                had.add((key, chip // 10))
+                traits |= launch.traits
+    return chosen
 
 
 def _compile(work: Sequence[tuple[Launch, int]], store: Store, arguments: argparse.Namespace) -> list[Resources]:
@@ -408,24 +443,38 @@ def _compile(work: Sequence[tuple[Launch, int]], store: Store, arguments: argpar
     return compiled
 
 
-def differences(launches: dict[tuple[str, int], Launch], store: Store) -> list[str]:
-    """What is wrong with what is known of all launches, one line each; empty if nothing is."""
-    new = {at: launch for at, launch in launches.items() if at not in store.known}
-    stale = [item for at, item in store.known.items() if at not in launches]
-    said = [f"{launch.name} for sm_{at[1]}, {launch.label}: not compiled" for at, launch in new.items()]
-    said += [f"{item.kernel} for sm_{item.target}, {item.label}: nothing launches it" for item in stale]
-    said += [
-        f"{item.kernel} for sm_{item.target}, {item.label}: {item.problem}"
-        for item in store.known.values()
-        if item.problem
+def problems(launches: Launches, store: Store) -> list[str]:
+    """Launches that cannot be shipped, one line each.
+
+    What was not compiled for a chip itself needs as much as on another chip of its generation.
+    """
+    generation = {(key, target // 10): item for (key, target), item in store.known.items()}
+    needs = [
+        replace(store.known.get(at) or generation[at[0], at[1] // 10], target=at[1])
+        for at in launches
+        if (at[0], at[1] // 10) in generation
     ]
-    said += [f"{name}: in the package, but nothing here launches it" for name in unlaunched(launches.values())]
-    if not PAGE.exists() or PAGE.read_text() != table(store):
-        said.append(f"{PAGE.relative_to(ROOT)}: not what {STORE.relative_to(ROOT)} gives")
+    return [f"{item.kernel} for sm_{item.target}, {item.label}: {item.problem}" for item in needs if item.problem]
+
+
+def differences(launches: Launches, store: Store) -> list[str]:
+    """What is wrong with what is known of all launches, one line each; empty if nothing is."""
+    chosen = to_compile(launches)
+    new = {at: launch for at, launch in chosen.items() if at not in store.known}
+    stale = [item for at, item in store.known.items() if at not in chosen]
+    said = [f"{launch.name} for sm_{at[1]}, {launch.label}: not compiled" for at, launch in new.items()]
+    said += [f"{item.kernel} for sm_{item.target}, {item.label}: not to be compiled any more" for item in stale]
+    said += problems(launches, store)
+    said += [f"{name}: {UNLAUNCHED}" for name in unlaunched(launches.values())]
+    if not PAGE.exists() or PAGE.read_text() != page():
+        said.append(f"{PAGE.relative_to(ROOT)}: not what the tables beside it give")
     return said
 
 
 def _check() -> None:
+    if not STORE.exists():
+        tables = ", ".join(path.name for path in sorted(STORE.parent.glob("kernels-*.json"))) or "none"
+        sys.exit(f"nothing is known of triton {triton.__version__}: no {STORE.relative_to(ROOT)} (there is: {tables})")
     said = differences(everything(), Store.read())
     for line in said[:40]:
         print(line)
@@ -452,7 +501,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"keep what is found in {STORE.name} and {PAGE.name}")
     parser.add_argument("--all", action="store_true", help="compile also what is known")
     parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_KIB))
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--kernel", default="", help="only kernels whose name has this in it")
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--verbose", action="store_true")
@@ -463,23 +512,25 @@ def main() -> None:
         _check()
     if arguments.candidates:
         _compile_candidates(arguments)
-    launches = everything(arguments.targets, arguments.dtypes)
-    missing = sorted(unlaunched(launches.values()))
-    store = Store.read()
-    if arguments.all or store.triton != Store().triton:
-        store = Store()
-    chosen = {at: launch for at, launch in launches.items() if arguments.kernel in launch.name}
-    new = [(launch, target) for (key, target), launch in chosen.items() if (key, target) not in store.known]
-    print(f"{len(chosen)} launches, {len(chosen) - len(new)} known, {len(new)} to compile", flush=True)
+    launches = everything()
+    chosen = to_compile(launches)
+    store = Store() if arguments.all else replace(Store.read(), triton=triton.__version__)
+    asked = [
+        (at, launch)
+        for at, launch in chosen.items()
+        if at[1] in arguments.targets and arguments.kernel in launch.name and launch.dtype in arguments.dtypes
+    ]
+    new = [(launch, at[1]) for at, launch in asked if at not in store.known]
+    print(f"{len(asked)} to be known, {len(asked) - len(new)} are, {len(new)} to compile", flush=True)
     wrong = [item for item in _compile(new, store, arguments) if item.problem]
-    for name in missing:
-        print(f"{name} is in the package, but nothing here launches it")
+    missing = sorted(unlaunched(launches.values()))
+    for line in (*problems(launches, store), *(f"{name}: {UNLAUNCHED}" for name in missing)):
+        print(line)
     if arguments.write:
-        every = everything()
-        store.known = {at: item for at, item in store.known.items() if at in every}
+        store.known = {at: item for at, item in store.known.items() if at in chosen}
         store.write()
-        PAGE.write_text(table(store))
-        print(f"{len(store.known)} of {len(every)} known")
+        PAGE.write_text(page())
+        print(f"{len(store.known)} of {len(chosen)} known to triton {store.triton}")
     print(f"{len(new)} compiled, {len(wrong)} with a problem, {len(missing)} kernels unchecked")
     sys.exit(bool(wrong or missing))
 

@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import triton
@@ -50,31 +51,53 @@ class Loop:
     spills: int
 
 
-def main_loop(code: str) -> list[str]:
-    """Names of the instructions of the longest loop in disassembled code."""
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-    longest: list[str] = []
-    for at, text in lines:
-        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < at:
-            body = [
-                re.sub(r"^@!?U?P\w+\s+", "", other).split()[0]
-                for where, other in lines
-                if int(jump[1], 16) <= where <= at
-            ]
-            longest = max(longest, body, key=len)
-    return longest
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    Args:
+        code: of the machine, disassembled.
+        registers: of a thread.
+        shared: bytes of a block.
+    """
+
+    code: str
+    registers: int
+    shared: int
+
+    @cached_property
+    def names(self) -> list[tuple[int, str, str]]:
+        """Address, name and text of each instruction; not of what fills the memory after the last."""
+        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self.code)
+        named = [(int(at, 16), re.sub(r"^@!?U?P\w+\s+", "", text).split()[0], text) for at, text in lines]
+        return [line for line in named if line[1] != "NOP"]
+
+    @property
+    def loops(self) -> list[list[str]]:
+        """Names of the instructions of each loop, in the order in which loops end."""
+        bodies = []
+        for at, _, text in self.names:
+            jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+            if jump and int(jump[1], 16) < at:
+                bodies.append([name for where, name, _ in self.names if int(jump[1], 16) <= where <= at])
+        return bodies
+
+
+def compiled(launch: Launch, target: int) -> Compiled:
+    """A launch compiled for a chip."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        code, usage = disassembled("-sass", file.name), disassembled("-res-usage", file.name)
+    return Compiled(code, int(re.search(r"REG:(\d+)", usage)[1]), done.metadata.shared)  # type: ignore[index]
 
 
 def measure(launch: Launch, target: int) -> Loop:
-    """Compile a product for a chip and count."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    cubin = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options).asm["cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        code, usage = disassembled("-sass", file.name), disassembled("-res-usage", file.name)
-    names = Counter(name.split(".")[0] for name in main_loop(code))
+    """Compile a product for a chip and count in its longest loop, the one over blocks of the weight."""
+    done = compiled(launch, target)
+    names = Counter(name.split(".")[0] for name in max(done.loops, key=len))
     constants: dict[str, Any] = {launch.kernel.arg_names[path[0]]: value for path, value in launch.constants.items()}
     weights = constants["BLOCK_N"] * constants["SPAN"] * (32 // constants["BITS"])
     threads = 32 * launch.options["num_warps"]
@@ -82,14 +105,14 @@ def measure(launch: Launch, target: int) -> Loop:
         per_weight=round(names.total() * threads / weights, 2),
         barriers=names["BAR"],
         stores=names["STS"],
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
-        spills=len(re.findall(r"\bSTL\b", code)),
+        registers=done.registers,
+        spills=len(re.findall(r"\bSTL\b", done.code)),
     )
 
 
 def products(target: int) -> dict[str, Launch]:
     """Launches of products with packed weights, by what is multiplied."""
-    labels = {launch.label.removesuffix(", bf16"): launch for launch in everything([target], ["bfloat16"]).values()
+    labels = {launch.label.removesuffix(", bf16"): launch for launch in everything([target], ["bf16"]).values()
               if launch.name == KERNEL}  # fmt: skip
     return {label: launch for label, launch in labels.items() if label.rsplit(", ", 1)[0] in WEIGHTS}
 

@@ -13,6 +13,7 @@ import inspect
 import io
 import textwrap
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -53,6 +54,11 @@ class Launch:
         """Of the kernel."""
         return str(self.kernel.__name__)
 
+    @property
+    def dtype(self) -> str:
+        """Of the model, as it ends the label."""
+        return self.label.rpartition(", ")[2]
+
     @cached_property
     def key(self) -> str:
         """The same for launches that compile to the same code."""
@@ -65,6 +71,13 @@ class Launch:
         )
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
+    @property
+    def traits(self) -> set[tuple[Any, ...]]:
+        """Each type, constant and option of the kernel for itself."""
+        said: list[tuple[Any, Any]] = [*self.signature.items(), *self.options.items()]
+        said += [(path, repr(value)) for path, value in self.constants.items()]
+        return {(self.name, what, repr(value)) for what, value in said}
+
 
 @dataclass
 class Recorder:
@@ -76,15 +89,26 @@ class Recorder:
 
     def record(self, kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         """Keep a launch instead of making it."""
-        given = dict(zip(kernel.arg_names, values, strict=False))
-        launch = Launch(kernel, self.label + self.suffix)
-        launch.options = {key: named.pop(key) for key in _OPTIONS if key in named}
-        given |= named
-        for index, name in enumerate(kernel.arg_names):
-            constant = kernel.params[index].is_constexpr
-            value = given[name] if name in given else kernel.params[index].default
-            launch.signature[name] = _sign(value, (index,), constant, launch)
+        launch = launch_of(kernel, arguments_of(kernel, values, named), self.label + self.suffix)
         self.launches.setdefault(launch.key, launch)
+
+
+def arguments_of(kernel: JITFunction[Any], values: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a launch by name, options and defaults included."""
+    defaults = {
+        name: kernel.params[index].default
+        for index, name in enumerate(kernel.arg_names)
+        if kernel.params[index].has_default
+    }
+    return defaults | dict(zip(kernel.arg_names, values, strict=False)) | named
+
+
+def launch_of(kernel: JITFunction[Any], arguments: dict[str, Any], label: str) -> Launch:
+    """What is compiled for a launch with these arguments."""
+    launch = Launch(kernel, label, options={key: arguments[key] for key in _OPTIONS if key in arguments})
+    for index, name in enumerate(kernel.arg_names):
+        launch.signature[name] = _sign(arguments[name], (index,), kernel.params[index].is_constexpr, launch)
+    return launch
 
 
 def _sign(value: Any, path: tuple[int, ...], constant: bool, launch: Launch) -> Any:

@@ -1,15 +1,17 @@
 """What compiled kernels need: compile a recorded launch, keep what the assembler says as JSON, print it as a page.
 
-The JSON has one entry per key (see `recorder`), with registers of a thread, bytes of shared memory of a block and
-stores of spilled registers for each chip. Nothing here runs a kernel.
+There is one JSON per minor version of the compiler. It has one entry per key (see `recorder`), with registers of a
+thread, bytes of shared memory of a block and stores of spilled registers for each chip. Nothing here runs a kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[2]
-STORE = ROOT / "evals/results/compile/kernels.json"
-PAGE = ROOT / "evals/results/compile/resources.md"
+FOLDER = ROOT / "evals/results/compile"
+STORE = FOLDER / f"kernels-{'.'.join(triton.__version__.split('.')[:2])}.json"
+PAGE = FOLDER / "resources.md"
 # Shared memory that one block may ask for, KiB: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 # The assembler puts a few registers aside, outside of loops, to fit one more block on a processor; more than that is a
@@ -57,10 +60,10 @@ class Resources:
 
 @dataclass
 class Store:
-    """What is known of compiled kernels.
+    """What one compiler has made of kernels.
 
     Args:
-        triton: version of the compiler; what another has said is not kept.
+        triton: its version.
         known: by key and chip.
     """
 
@@ -88,11 +91,13 @@ class Store:
             entry["chips"][str(chip)] = [item.registers, item.shared, item.spills]  # type: ignore[index]
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
+        partial = path.with_suffix(".partial")
+        partial.write_text(
             f'{{\n "made_by": "python evals/gpu/compile_check.py --write",\n "triton": "{self.triton}",\n'
             f' "numbers": "registers of a thread, bytes of shared memory of a block, stores of spilled registers",\n'
             f' "kernels": {{\n{lines}\n }}\n}}\n'
         )
+        partial.replace(path)  # whole at any moment, so that a run can be killed and the next goes on
 
 
 def compile_one(launch: Launch, target: int) -> Resources:
@@ -115,9 +120,14 @@ def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple
             yield work[index][0], _compile_number(index)[1]
         return
     # Forked, so that what has been recorded is there.
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, _end_with_parent) as pool:
         for index, item in pool.imap_unordered(_compile_number, range(len(work))):
             yield work[index][0], item
+
+
+def _end_with_parent() -> None:
+    """A process of the pool does not stay behind where the one that began it is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def _compile_number(index: int) -> tuple[int, Resources]:
@@ -142,21 +152,26 @@ def disassembled(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def table(store: Store) -> str:
-    """A page: for each kernel and chip the most that any variant needs."""
-    items = list(store.known.values())
+def page() -> str:
+    """For each compiler, kernel and chip the most that any compiled variant needs."""
     lines = [
         "# What the GPU kernels need",
         "",
-        "Made by `python evals/gpu/compile_check.py --write` out of `evals/results/compile/kernels.json`, which has",
-        f"each variant; compiled with Triton's own compiler and assembler (triton {store.triton}), nothing was run.",
-        "Per kernel and chip: variants, most registers of a thread, most shared memory of a block, most stores of",
-        "spilled registers. A test holds file and page to the kernels: a changed kernel has to be compiled anew.",
-        "bfloat16 for every chip, float16 for sm_80 and sm_90 alone.",
-        "",
-        "| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |",
-        "|---|" + "---|" * len(SHARED_KIB),
+        "Made by `python evals/gpu/compile_check.py --write` out of the `kernels-*.json` beside it, which have each",
+        "variant; compiled with Triton's own compiler and assembler, nothing was run. Per kernel and chip: variants",
+        "compiled, most registers of a thread, most shared memory of a block, most stores of spilled registers.",
+        "sm_90 has every launch that the engine makes, sm_80 every one in bfloat16, sm_86 and sm_89 in bfloat16 what",
+        "differs from it; besides, every chip has each type, constant and option of each kernel at least once.",
+        "A test holds files and page to the kernels: a changed kernel has to be compiled anew.",
     ]
+    for store in map(Store.read, sorted(FOLDER.glob("kernels-*.json"))):
+        lines += ["", f"## triton {store.triton}", "", *_table(list(store.known.values()))]
+    return "\n".join(lines) + "\n"
+
+
+def _table(items: list[Resources]) -> list[str]:
+    lines = ["| kernel | " + " | ".join(f"sm_{target}" for target in SHARED_KIB) + " |"]
+    lines.append("|---|" + "---|" * len(SHARED_KIB))
     for name in sorted({item.kernel for item in items}):
         cells = []
         for target in SHARED_KIB:
@@ -167,7 +182,7 @@ def table(store: Store) -> str:
             text = f"{len(rows)}: {most} regs, {shared / 1024:.1f} KiB" + (f", {spills} spilled" if spills else "")
             cells.append(text if rows else "-")
         lines.append(f"| `{name.strip('_')}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def default_jobs() -> int:

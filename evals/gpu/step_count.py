@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from attention import PAGE
 from random_model import SHAPES, WEIGHTS, make_model
+from recorder import arguments_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
@@ -38,6 +39,29 @@ _OF_EXPERTS = ("words", "scale", "zero", "outer")
 _WRITTEN = {"out", "total", "partial_out", "partial_sums", "partials", "counters", "partial_argmax"}
 # Operations of torch that read as much of a table as they return.
 _LOOKUPS = ("embedding", "index")
+# Whose last tensor is (K, N).
+_PRODUCTS = ("mm", "addmm")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch.
+
+    Args:
+        name: of the kernel, or of torch's operation.
+        bytes_read: of everything but the KV cache.
+        flops: of a product of torch.
+        kernel, grid, arguments: of a launch of Triton's.
+        cache_bytes: of the KV cache, as far as tensors of it are arguments.
+    """
+
+    name: str
+    bytes_read: int
+    flops: int = 0
+    kernel: JITFunction[Any] | None = None
+    grid: tuple[int, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    cache_bytes: int = 0
 
 
 @dataclass
@@ -45,22 +69,30 @@ class StepCount:
     """One decode step.
 
     Args:
-        launches: by name.
-        bytes_read: of everything but the KV cache.
+        calls: one after another.
         num_layers: of the model.
     """
 
-    launches: Counter[str] = field(default_factory=Counter)
-    bytes_read: int = 0
+    calls: list[Call] = field(default_factory=list)
     num_layers: int = 0
+
+    @property
+    def launches(self) -> Counter[str]:
+        """How many, by name."""
+        return Counter(call.name for call in self.calls)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of everything but the KV cache."""
+        return sum(call.bytes_read for call in self.calls)
 
     @property
     def per_layer(self) -> float:
         """Launches of the step by layer, those outside the layers shared among them."""
-        return sum(self.launches.values()) / self.num_layers
+        return len(self.calls) / self.num_layers
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Counts what torch launches."""
 
     def __init__(self, count: StepCount) -> None:
@@ -74,29 +106,37 @@ class _Operations(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if is_view or name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")):
             return result
-        self._count.launches[f"torch {name}"] += 1
-        if name in _LOOKUPS:
-            self._count.bytes_read += result.nbytes
-        else:
-            tensors = [item for item in (*args, *(kwargs or {}).values()) if isinstance(item, torch.Tensor)]
-            self._count.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        tensors = [item for item in (*args, *(kwargs or {}).values()) if isinstance(item, torch.Tensor)]
+        read = result.nbytes if name in _LOOKUPS else sum(tensor.nbytes for tensor in tensors)
+        flops = 2 * result.numel() * tensors[-1].shape[0] if name in _PRODUCTS else 0
+        self._count.calls.append(Call(f"torch {name}", read, flops))
         return result
 
 
 @contextlib.contextmanager
-def _on_meta(count: StepCount, pools: set[int]) -> Iterator[None]:
-    """While open, tensors without memory are for quantkit's kernels, whose launches are counted instead of made."""
+def on_meta(count: StepCount, pools: set[int], chip: int = 90, processors: int = PROCESSORS) -> Iterator[None]:
+    """While open, tensors without memory are for quantkit's kernels, whose launches are counted instead of made.
+
+    Args:
+        count: gets the launches.
+        pools: storages of the KV cache.
+        chip, processors: of the device that is pretended: compute capability, multiprocessors.
+    """
 
     def record(kernel: JITFunction[Any], *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        given = dict(zip(kernel.arg_names, values, strict=False)) | named
-        count.launches[kernel.__name__.strip("_")] += 1
+        given = arguments_of(kernel, values, named)
         pairs = given.get("chosen") if kernel.__name__ == "_expert_rows_kernel" else given.get("order")
         # Of all experts, which lie in one tensor, the chosen are read.
         share = 1.0 if pairs is None or "words" not in given else min(1.0, pairs.numel() / len(given["words"]))
+        read = cached = 0
         for name, value in given.items():
-            is_read = isinstance(value, torch.Tensor) and name not in _WRITTEN
-            if is_read and value.untyped_storage()._cdata not in pools:
-                count.bytes_read += round(value.nbytes * (share if name in _OF_EXPERTS else 1.0))
+            if not isinstance(value, torch.Tensor) or name in _WRITTEN:
+                continue
+            if value.untyped_storage()._cdata in pools:
+                cached += value.nbytes
+            else:
+                read += round(value.nbytes * (share if name in _OF_EXPERTS else 1.0))
+        count.calls.append(Call(kernel.__name__.strip("_"), read, 0, kernel, grid, given, cached))
 
     modules = [importlib.import_module(f"{kernels.__name__}.{i.name}") for i in pkgutil.iter_modules(kernels.__path__)]
     saved: list[tuple[Any, str, Any]] = [(JITFunction, "run", JITFunction.run), (kernels, "is_used", kernels.is_used)]
@@ -105,7 +145,7 @@ def _on_meta(count: StepCount, pools: set[int]) -> Iterator[None]:
             (module, name, vars(module)[name]) for name in ("num_processors", "capability") if name in vars(module)
         ]
     values = {"run": record, "is_used": lambda device: True}
-    values |= {"num_processors": lambda device: PROCESSORS, "capability": lambda device: 90}
+    values |= {"num_processors": lambda device: processors, "capability": lambda device: chip}
     for owner, name, _ in saved:
         setattr(owner, name, values[name] if name != "run" else lambda k, *v, **n: record(k, *v, **n))
     try:
@@ -135,7 +175,9 @@ def decode_batch(batch: int, context: int) -> ForwardBatch:
     )
 
 
-def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> tuple[StepCount, NativeModel]:
+def count_step(
+    shape: str, weights: str, kv: str, batch: int, context: int, chip: int = 90, processors: int = PROCESSORS
+) -> tuple[StepCount, NativeModel]:
     """Count one decode step and its greedy choice.
 
     Args:
@@ -143,18 +185,19 @@ def count_step(shape: str, weights: str, kv: str, batch: int, context: int) -> t
         kv: name of the KV type.
         batch: sequences.
         context: tokens of each.
+        chip, processors: see `on_meta`.
     Returns:
         what was counted, and the model.
     """
     count, pools = StepCount(), set[int]()
-    with _on_meta(count, pools):
+    with on_meta(count, pools, chip, processors):
         model = make_model(shape, weights, META)
         cache = KVCache(model.layouts(kv, PAGE), batch * -(-context // PAGE), batch, META)
         stored = [*cache._pools, *(tail for tail in cache._residuals if tail is not None)]
         pools |= {tensor.untyped_storage()._cdata for tensor in stored}
-        count.launches.clear()
-        count.bytes_read, count.num_layers = 0, len(model.blocks)
-        with _Operations(count):
+        count.calls.clear()
+        count.num_layers = len(model.blocks)
+        with Operations(count):
             logits = model.forward(decode_batch(batch, context), cache)
             assert logits.best is not None, "the likeliest tokens come with the logits"
     return count, model
@@ -181,7 +224,7 @@ def main() -> None:
                 continue
             share = count.bytes_read / model.stored_bytes
             print(
-                f"{weights:12} KV {kv:5} {sum(count.launches.values()):5} launches, {count.per_layer:.1f} per layer; "
+                f"{weights:12} KV {kv:5} {len(count.calls):5} launches, {count.per_layer:.1f} per layer; "
                 f"{count.bytes_read / 1e9:.3f} GB read without KV, {share:.1%} of the stored weights"
             )
             print("   ", ", ".join(f"{name} {number}" for name, number in count.launches.most_common()))

@@ -113,6 +113,8 @@ def plan_command(
 
 
 def _overview(plan: Estimate) -> Table:
+    from quantkit.planning.limits import STEP_TOKENS
+
     shape = plan.shape
     counted = f"counted from {'a ' if 'count' in shape.counted_from else ''}{shape.counted_from}"
     parameters = f"{scaled_count(shape.num_parameters)} ({shape.num_parameters:,})"
@@ -123,7 +125,7 @@ def _overview(plan: Estimate) -> Table:
         rows += [
             ("attention", "; ".join(f"{count} x {kind}" for kind, count in shape.attention_kinds.items())),
             ("longest context", f"{shape.max_length:,} tokens" if shape.max_length else "not said"),
-            ("activations", f"{byte_size(plan.activations)}, an estimate for steps of 512 tokens"),
+            ("activations", f"{byte_size(plan.activations)}, an estimate for steps of {STEP_TOKENS} tokens"),
         ]
     if plan.device is not None:
         rows.append(("device", f"{plan.device.title}, {byte_size(plan.device.memory_bytes)}"))

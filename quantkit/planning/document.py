@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quantkit.planning.estimate import CacheRow, DeviceRow, Estimate, WeightRow
-from quantkit.planning.limits import RESERVE, TOKEN_BUDGET, Floor
+from quantkit.planning.limits import RESERVE, STEP_TOKENS, Floor
 from quantkit.planning.recipes import RecipePlan
 from quantkit.planning.shape import ModelShape
 
@@ -24,7 +24,7 @@ def to_document(plan: Estimate) -> dict[str, Any]:
             "context": plan.context,
             "batch": plan.batch,
             "prompt": plan.prompt,
-            "step_tokens": TOKEN_BUDGET,
+            "step_tokens": STEP_TOKENS,
             "reserve_share": RESERVE,
         },
         "weights": [_weights(row) for row in plan.weights],

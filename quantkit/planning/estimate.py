@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.errors import InputError, suggestion
 from quantkit.models.cache import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
 from quantkit.planning.devices import Device
-from quantkit.planning.limits import TOKEN_BUDGET, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
+from quantkit.planning.limits import STEP_TOKENS, DeviceFit, Floor, decode_floor, device_fit, prefill_floor
 from quantkit.planning.loaders import LoaderAnswer, loaders
 from quantkit.planning.memory import (
     WeightBytes,
@@ -140,7 +140,7 @@ class Estimate:
     @property
     def activations(self) -> int:
         """Bytes of one step, an estimate."""
-        return planned_activation_bytes(self.shape, TOKEN_BUDGET, self.batch)
+        return planned_activation_bytes(self.shape, STEP_TOKENS, self.batch)
 
     @property
     def compression(self) -> dict[str, int] | None:

@@ -19,12 +19,13 @@ from quantkit.planning.memory import (
     planned_weight_bytes,
 )
 from quantkit.planning.shape import ModelShape
+from quantkit.runtime.config import TOKEN_BUDGET
 
 _MAX_TOKENS = 1 << 30  # of a model that names no limit
 RESERVE = 0.05
 """Share of the memory that is left to the driver, the allocator and graphs."""
 
-TOKEN_BUDGET = 512
+STEP_TOKENS = TOKEN_BUDGET["cuda"]
 """Tokens of one step of the bundled runtime, prefill chunks included."""
 
 
@@ -65,7 +66,7 @@ def device_fit(
         batch: sequences for `context`.
     """
     weights = planned_weight_bytes(shape, scheme).memory_bytes
-    activations = planned_activation_bytes(shape, TOKEN_BUDGET, batch)
+    activations = planned_activation_bytes(shape, STEP_TOKENS, batch)
     reserve = round(memory_bytes * RESERVE)
     left = memory_bytes - reserve - weights - activations
     sequences = longest = None

@@ -18,7 +18,7 @@ from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.devices import pick_device
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.kernels.layouts import page_bytes
-from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
@@ -54,8 +54,8 @@ class LLM:
     """
 
     def __init__(self, path: str | Path | None = None, *, lazy: bool = False, **settings: Any) -> None:
-        self.config = config = EngineConfig(**settings)
-        self.device = pick_device(config.device)
+        self.device = pick_device(settings.get("device", "auto"))
+        self.config = config = EngineConfig(**{"token_budget": TOKEN_BUDGET[self.device.type], **settings})
         self._controller = None
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)

@@ -29,6 +29,7 @@ def test_both_doors_are_in_the_distribution():
     assert entry_points("torch.backends") == {"quantkit_lm_eval": "quantkit.evaluate.plugin:register"}
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command_line(tmp_path):
     command = Path(sys.executable).with_name("lm_eval")
     arguments = f"pretrained={DEMO_MODEL},kv_cache=int8,threads=1"

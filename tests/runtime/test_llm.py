@@ -279,6 +279,14 @@ def test_bad_settings_are_one_line_with_exit_code_4(loud_llama, settings, said):
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.parametrize(("device", "budget"), [("cpu", 512), ("cuda:1", 2048)])
+def test_a_step_takes_more_tokens_on_a_gpu_unless_it_is_told(loud_llama, monkeypatch, device, budget):
+    monkeypatch.setattr("quantkit.runtime.llm.pick_device", torch.device)
+    sizes = {"device": device, "num_pages": 16, "lazy": True}
+    assert LLM(loud_llama, **sizes).config.token_budget == budget
+    assert LLM(loud_llama, **sizes, token_budget=64).config.token_budget == 64
+
+
 def test_a_bad_prompt_leaves_nothing_behind(llm):
     with pytest.raises(RequestError, match="the prompt has 600 tokens and the context is 512 tokens"):
         llm.generate([[1], [1] * 600])

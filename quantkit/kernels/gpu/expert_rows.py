@@ -17,16 +17,8 @@ from torch import Tensor
 
 from quantkit.kernels.gpu import num_processors, power_of_two
 from quantkit.kernels.gpu.choices import Tile
-from quantkit.kernels.gpu.expert_tiles import (
-    ExpertWeights,
-    add_tile,
-    beginning_of,
-    open_gate,
-    outputs_of,
-    scaled_sums,
-    shared_of,
-)
-from quantkit.kernels.gpu.gates import GATES
+from quantkit.kernels.gpu.expert_tiles import ExpertWeights, add_tile, beginning_of, scaled_sums, shared_of
+from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.splits import counters, is_last_to_come, splits_of
 
 TOKEN_LIMIT = 8
@@ -82,10 +74,7 @@ def _expert_rows_kernel(
             at = partials + (split * T * TOP_K + mine).to(tl.int64)[:, None] * N + outputs[None, :]
             tl.store(at, sums, mask=(mine >= 0)[:, None] & kept[None, :])
         else:
-            opened = open_gate(sums, ROWS, BLOCK_N, GATE, out.dtype.element_ty)
-            columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            at = out + mine.to(tl.int64)[:, None] * (N // 2) + columns[None, :]
-            tl.store(at, opened.to(out.dtype.element_ty), mask=(mine >= 0)[:, None] & (columns < N // 2)[None, :])
+            store_gated(sums, out, mine, mine >= 0, tile, N, ROWS, BLOCK_N, GATE)
     if IS_LAST:
         _add_experts(
             partials, counters + tile, shared, shared_score, out, rows, outputs, kept, T, N,

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit.kernels.gpu import capability, power_of_two
 from quantkit.kernels.gpu.choices import MOST_TILE_ROWS, Tile, default_tile
 from quantkit.kernels.gpu.floats import load_scale
-from quantkit.kernels.gpu.gates import GATES, gated_product
+from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed
 from quantkit.kernels.gpu.packing import Packing
 
@@ -80,24 +80,6 @@ class ExpertWeights:
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
         return {**self.packing.constants, "SPAN": self.span}
-
-
-@triton.jit
-def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The outputs of a tile and which of them there are; a gate is followed by its up."""
-    lanes = tl.arange(0, BLOCK_N)
-    if GATED:
-        column = tile * (BLOCK_N // 2) + lanes // 2
-        return column + (lanes % 2) * (N // 2), column < N // 2
-    outputs = tile * BLOCK_N + lanes
-    return outputs, outputs < N
-
-
-@triton.jit
-def open_gate(sums, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr, OUT: tl.constexpr):
-    """activation(gate) * up of neighbouring columns, rounded where the reference rounds."""
-    gate, up = tl.split(tl.reshape(sums.to(OUT).to(tl.float32), (ROWS, BLOCK_N // 2, 2)))
-    return gated_product(gate, up, GATE)
 
 
 @triton.jit
@@ -197,10 +179,7 @@ def _expert_tile_kernel(
         at = out + pairs.to(tl.int64)[:, None] * N + outputs[None, :]
         tl.store(at, sums.to(out.dtype.element_ty), mask=has_row[:, None] & kept[None, :])
     else:
-        opened = open_gate(sums, BLOCK_M, BLOCK_N, GATE, out.dtype.element_ty)
-        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        at = out + pairs.to(tl.int64)[:, None] * (N // 2) + columns[None, :]
-        tl.store(at, opened.to(out.dtype.element_ty), mask=has_row[:, None] & (columns < N // 2)[None, :])
+        store_gated(sums, out, pairs, has_row, tile, N, BLOCK_M, BLOCK_N, GATE)
 
 
 def multiply_tiles(

@@ -27,3 +27,27 @@ def load_gated(x, row, columns, width, GATE: tl.constexpr):
     gate = tl.load(x + row * 2 * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + columns, mask=columns < width, other=0.0).to(tl.float32)
     return gated_product(gate, up, GATE).to(x.dtype.element_ty)
+
+
+@triton.jit
+def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The outputs of a product's tile and which of them there are; a gate is followed by its up."""
+    lanes = tl.arange(0, BLOCK_N)
+    if GATED:
+        column = tile * (BLOCK_N // 2) + lanes // 2
+        return column + (lanes % 2) * (N // 2), column < N // 2
+    outputs = tile * BLOCK_N + lanes
+    return outputs, outputs < N
+
+
+@triton.jit
+def store_gated(
+    sums, out, rows, has_row, tile, N, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """activation(gate) * up of a tile (ROWS, BLOCK_N) of these outputs, rounded where two launches round."""
+    kind = out.dtype.element_ty
+    gate, up = tl.split(tl.reshape(sums.to(kind).to(tl.float32), (ROWS, BLOCK_N // 2, 2)))
+    columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    at = out + rows.to(tl.int64)[:, None] * (N // 2) + columns[None, :]
+    mask = has_row[:, None] & (columns < N // 2)[None, :]
+    tl.store(at, gated_product(gate, up, GATE).to(kind), mask=mask)

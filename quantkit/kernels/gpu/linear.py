@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quantkit.kernels.gpu import attempt, configs, packing, w4a16
 from quantkit.kernels.gpu.choices import Cublas
+from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.types import LinearFacts, LinearSource, nbytes
 
 
@@ -36,6 +37,14 @@ class PackedLinear(LinearFacts):
             if product is not None:
                 return product.to(x.dtype)
         return functional.linear(inputs, w4a16.dequantize_weight(self.packed, self._dtype), self.bias).to(x.dtype)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor | None:
+        """`ops.gated` of the product, in its launch; None where that takes two."""
+        if activation not in GATES or len(x) == 0 or isinstance(configs.product(self.packed, len(x), x.device), Cublas):
+            return None
+        inputs = x.to(self._dtype).contiguous()
+        opened = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias, activation)
+        return None if opened is None else opened.to(x.dtype)
 
     def logits(self, x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:
         """`w4a16.multiply_head`; None where the weight would be dequantized for so many rows."""

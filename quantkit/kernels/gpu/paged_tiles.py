@@ -100,8 +100,21 @@ def _load_row(at, mask):
 
 
 @triton.jit
+def _token_factors(pages, page, head, inside, seen, KIND: tl.constexpr, GRANULARITY: tl.constexpr):
+    """Scales and zeros of a tile's tokens, (1, TILE). Asked for before the products: the compiler copies nothing so
+    narrow ahead by itself, and would wait for each where it is used."""
+    scale, zero = seen, seen  # nobody looks at these
+    at = page * pages[4][0] + head * pages[4][1] + inside
+    if GRANULARITY == 1:
+        scale = _load_row(pages[1] + at, seen)
+        if KIND == 3:
+            zero = _load_row(pages[2] + at, seen)
+    return scale, zero
+
+
+@triton.jit
 def _score_tile(
-    query, pages, page, head, inside, seen,
+    query, pages, factors, page, head, inside, seen,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(ROWS, TILE) products of queries with the keys of a tile, in units of the fixed scale."""
@@ -112,13 +125,12 @@ def _score_tile(
     if KIND != 3:
         scores = _score(q, _numbers(loaded, KIND, NATIVE_FP8, q.dtype), empty)
         if GRANULARITY == 1:
-            scores *= _load_row(scale + base + inside, seen)
+            scores *= factors[0]
     elif GRANULARITY == 1:
         total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
         low_codes, high_codes = _nibbles(loaded, q.dtype)
         scores = _score(q_high, high_codes, _score(q, low_codes, empty))
-        scores *= _load_row(scale + base + inside, seen)
-        scores += total[:, None] * _load_row(zero + base + inside, seen)
+        scores = scores * factors[0] + total[:, None] * factors[1]
     else:
         channels = tl.arange(0, BLOCK)
         real = channels < WIDTH
@@ -152,18 +164,18 @@ def softmax_step(scores, top, total):
 
 @triton.jit
 def _weigh_tile(
-    scores, state, pages, page, head, inside, seen, DTYPE: tl.constexpr,
+    scores, state, pages, factors, page, head, inside, seen, DTYPE: tl.constexpr,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: visible scores (ROWS, TILE) and the values of a tile join the sums."""
     top, total, acc, acc_high = state
     weights, decay, top, total = softmax_step(scores, top, total)
-    loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    loaded, _ = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
     shift = tl.zeros_like(total)
     if KIND == 3:
-        shift = tl.sum(weights * _load_row(pages[2] + base + inside, seen), 1)
+        shift = tl.sum(weights * factors[1], 1)
     if GRANULARITY == 1:
-        weights *= _load_row(pages[1] + base + inside, seen)
+        weights *= factors[0]
     narrow = weights.to(DTYPE)
     if KIND == 3:
         low, high = _nibbles(loaded, DTYPE)
@@ -228,12 +240,14 @@ def over_cache(
         page = coming
         coming = _page_at(table, start + TILE, tl.minimum(end, whole), PAGE)
         at, inside, read, mask = _tile_at(start, first, end, own, window, PAGE, TILE, HAS_WINDOW)
+        key_factors = _token_factors(key_pages, page, head, inside, read, K_KIND, K_GRANULARITY)
+        value_factors = _token_factors(value_pages, page, head, inside, read, V_KIND, V_GRANULARITY)
         scores = _score_tile(
-            query, key_pages, page, head, inside, read, K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK
+            query, key_pages, key_factors, page, head, inside, read, K_KIND, K_GRANULARITY, NATIVE_FP8, K_WIDTH, K_BLOCK
         )  # fmt: skip
         state = _weigh_tile(
-            visible(scores * (scale * k_factor), mask, softcap, HAS_SOFTCAP), state, value_pages, page, head, inside,
-            read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
+            visible(scores * (scale * k_factor), mask, softcap, HAS_SOFTCAP), state, value_pages, value_factors, page,
+            head, inside, read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
         )  # fmt: skip
     if HAS_RESIDUAL:
         coming = _page_at(table, tl.maximum(begin, whole), end, PAGE)
@@ -241,11 +255,12 @@ def over_cache(
             page = coming
             coming = _page_at(table, start + TILE, end, PAGE)
             at, inside, read, mask = _tile_at(start, first, end, own, window, PAGE, TILE, HAS_WINDOW)
+            value_factors = _token_factors(value_pages, page, head, inside, read, V_KIND, V_GRANULARITY)
             keys = residual + head * residual_strides[1] + (at % RESIDUAL).to(tl.int64) * residual_strides[2]
             scores = score_keys(query, keys, read, K_KIND == 3, K_WIDTH, K_BLOCK)
             state = _weigh_tile(
-                visible(scores * scale, mask, softcap, HAS_SOFTCAP), state, value_pages, page, head, inside,
-                read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
+                visible(scores * scale, mask, softcap, HAS_SOFTCAP), state, value_pages, value_factors, page,
+                head, inside, read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
             )  # fmt: skip
     top, total, acc, acc_high = state
     return top, total, acc * v_factor, acc_high * v_factor

@@ -4,7 +4,7 @@
 |--------------------------------|---------------|------------------------------------------------------------|
 | INT8 per output, INT8          | packed        | `torch._int_mm`; `int8_product` for shapes that it refuses |
 | FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
-| all others, these without one  | packed        | packed to about 64, then dequantized, inputs as 16 bits    |
+| all others, these without one  | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
 
 Inputs come as they are and are quantized in one launch, or quantized already by what produced them.
 Shapes: T tokens, N outputs, K inputs.
@@ -179,6 +179,11 @@ def linear_of(source: LinearSource) -> Linear | None:
     if group is not None:
         return GroupQuantizedInputs(PackedLinear(source), activation, quantization)
     return PackedQuantizedLinear(source, quantization)
+
+
+def gated(linear: Linear, x: Tensor, activation: str) -> Tensor | None:
+    """See `PackedLinear.gated`."""
+    return linear.gated(x, activation) if isinstance(linear, PackedLinear) else None
 
 
 def _is_int8(weight: QuantizedTensor, quantization: ActivationQuantization) -> bool:

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.gpu import capability, configs, num_processors
+from quantkit.kernels.gpu import capability, configs, dependent_launch, num_processors
 from quantkit.kernels.gpu.choices import Cublas, default_tile
+from quantkit.kernels.gpu.dependent_launch import wait_for_inputs
 from quantkit.kernels.gpu.floats import load_scale, row_factor
+from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed, dequantize, inputs_of, load_words, load_zero
 from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.partial_argmax import as_logits, empty_partial_argmax, store_partial_argmax
@@ -37,15 +39,15 @@ def _add_partials(partials, num_splits, rows, outputs, mask, M, N):
 
 @triton.jit
 def _finish(
-    sums, x, scale, bias, row_scale, out, partials, counters, tile, split, rows, outputs, M, N, outer,
+    sums, x, scale, bias, row_scale, out, partials, counters, tile, split, rows, outputs, kept, M, N, outer,
     head_scale, softcap, partial_argmax, GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A tile's outputs: its partials added up by the program that is last, scales of outputs and of rows, the bias.
 
-    Where `partial_argmax` is wanted, this is the head of a model.
+    Where `partial_argmax` is wanted, this is the head of a model; with a GATE, its gates and what they open.
     """
-    kept = outputs < N
     mask = (rows < M)[:, None] & kept[None, :]
     is_last = True
     if IS_SPLIT:
@@ -67,7 +69,10 @@ def _finish(
             store_partial_argmax(
                 sums, partial_argmax, rows, outputs, mask, tl.program_id(0), M, tl.num_programs(0)
             )  # fmt: skip
-        tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+        if GATE is None:
+            tl.store(out + rows.to(tl.int64)[:, None] * N + outputs[None, :], sums.to(out.dtype.element_ty), mask=mask)
+        else:
+            store_gated(sums, out, rows, rows < M, tl.program_id(0), N, BLOCK_M, BLOCK_N, GATE)
 
 
 @triton.jit
@@ -76,17 +81,19 @@ def _tile_kernel(
     outer, head_scale, softcap, partial_argmax,
     BITS: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, UNPACKED: tl.constexpr,
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight are exact with their scale."""
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs, kept = outputs_of(tl.program_id(0), N, BLOCK_N, GATE is not None)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    kept = outputs < N
     inputs_at = x + rows.to(tl.int64) * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     last = tl.minimum((split + 1) * blocks_per_split, num_blocks)
+    if DEPENDENT:
+        first = split * blocks_per_split
+        wait_for_inputs(words, tl.minimum(outputs, N - 1), first, last, num_words, SPAN, STAGES + 1)
     for block in tl.range(split * blocks_per_split, last, num_stages=STAGES):
         total = add_tile_packed(
             total, inputs_at, rows < M, words, scale, zero, outputs, kept, block, N, K, num_words, out.dtype.element_ty,
@@ -95,8 +102,8 @@ def _tile_kernel(
     sums = tl.trans(total)  # (BLOCK_M, BLOCK_N)
     tile = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
     _finish(
-        sums, x, scale, bias, row_scale, out, partials, counters, tile, split, rows, outputs, M, N, outer,
-        head_scale, softcap, partial_argmax, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IS_SPLIT,
+        sums, x, scale, bias, row_scale, out, partials, counters, tile, split, rows, outputs, kept, M, N, outer,
+        head_scale, softcap, partial_argmax, GROUP, SCALES, HAS_BIAS, HAS_ROW_SCALE, IS_SPLIT, GATE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -126,19 +133,23 @@ def _dequantize_weight_kernel(
         )
 
 
-def multiply(x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def multiply(
+    x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None, activation: str | None = None
+) -> Tensor:
     """x times a packed weight.
 
     Args:
         x: (M, K) contiguous, M from 1 on, meant for few rows.
         weight: (N, K).
         bias: (N,) or None.
+        activation: a key of `gates.GATES`: outputs are gates, then as many that they open; None = as they are.
     Returns:
-        (M, N), dtype of x; float32 sums, rounded once.
+        (M, N), dtype of x; float32 sums, rounded once. With an activation (M, N / 2), as `ops.gated` makes them of it.
     """
+    gate = None if activation is None else GATES[activation]
     if isinstance(x, QuantizedActivations):
-        return _multiply(x.codes[: len(x)], weight, bias, x.dtype, row_scale=x.scale.view(-1))[0]
-    return _multiply(x, weight, bias, x.dtype)[0]
+        return _multiply(x.codes[: len(x)], weight, bias, x.dtype, row_scale=x.scale.view(-1), gate=gate)[0]
+    return _multiply(x, weight, bias, x.dtype, gate=gate)[0]
 
 
 def multiply_head(
@@ -164,6 +175,7 @@ def _multiply(
     dtype: torch.dtype,
     row_scale: Tensor | None = None,
     head: tuple[float, float] | None = None,
+    gate: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
@@ -172,7 +184,7 @@ def _multiply(
     columns, row_tiles = -(-outputs // choice.block_n), -(-count // choice.block_m)
     programs = min(choice.programs * num_processors(x.device), MOST_TILES)
     splits = splits_of(columns * row_tiles, weight.num_blocks, programs)
-    out = torch.empty(count, outputs, dtype=dtype, device=x.device)
+    out = torch.empty(count, outputs if gate is None else outputs // 2, dtype=dtype, device=x.device)
     partial_argmax = empty_partial_argmax(count, columns, x.device) if head else None
     partials, counted = None, None
     if splits > 1:
@@ -183,8 +195,9 @@ def _multiply(
         weight.words.shape[1], weight.num_blocks, -(-weight.num_blocks // splits), weight.outer, *(head or (1.0, 0.0)),
         partial_argmax, **weight.packing.constants, UNPACKED=weight.packing.unpacked, HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None, IS_SPLIT=splits > 1,
-        IN_VALUES=weight.packing.scales_exactly(x.dtype if head else dtype), BLOCK_M=choice.block_m,
+        IN_VALUES=weight.packing.scales_exactly(x.dtype if head else dtype), GATE=gate, BLOCK_M=choice.block_m,
         BLOCK_N=choice.block_n, STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return out, partial_argmax
 

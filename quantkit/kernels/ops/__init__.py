@@ -7,6 +7,7 @@
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | all floats      |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
+| `gated_linear` | the same of what a linear gives              | -         | -              | packed weights  |
 
 Layers that carry state or a layout have rooms of their own: `attention`, `linear`, `experts`, `head`, `sampling`.
 Triton versions are in `kernels.gpu` and imported when the first tensor on a CUDA device comes by. Some linears want
@@ -25,7 +26,7 @@ from quantkit.kernels.cpu import ops as on_cpu
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference.block import activate as activate
 from quantkit.kernels.reference.block import layer_norm as layer_norm
-from quantkit.kernels.types import ActivationQuantization
+from quantkit.kernels.types import ActivationQuantization, Linear
 
 
 def _on_gpu(x: Tensor) -> Any:
@@ -102,3 +103,18 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
     else:
         opened = on_cpu.gated(gate_up, activation)
     return reference.gated(gate_up, activation) if opened is None else opened
+
+
+def gated_linear(up: Linear, x: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:
+    """`gated` of a linear's outputs, in the same launch where its kernel can.
+
+    Args:
+        up: (T, K) -> (T, 2I), gate first.
+        x: (T, K), or quantized if `up` takes that.
+        activation, quantization: see `gated`.
+    """
+    opened: Tensor | None = None
+    if quantization is None and isinstance(x, Tensor):
+        on_gpu = gpu.module("quantized_linear", x.device)
+        opened = None if on_gpu is None else on_gpu.gated(up, x, activation)
+    return gated(up(x), activation, quantization) if opened is None else opened

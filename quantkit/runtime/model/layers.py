@@ -184,10 +184,9 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
-        opened = self.up(x)
         if not self.gated:
-            return self.down(ops.activate(opened, self.activation))
-        return self.down(ops.gated(opened, self.activation, self.down.activation_quantization))
+            return self.down(ops.activate(self.up(x), self.activation))
+        return self.down(ops.gated_linear(self.up, x, self.activation, self.down.activation_quantization))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -22,7 +22,14 @@ def test_tensors_of_two_places_do_not_meet():
             there.numpy()
 
 
-@pytest.mark.parametrize("recipe", ["gptq-int4", "autoround-int4", "w8a8-int8", "awq-int4-kv4"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "autoround-int4",
+        "awq-int4-kv4",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gptq-int4", "w8a8-int8")),
+    ],
+)
 def test_the_checkpoint_is_that_of_the_cpu(recipe, tiny_llama, text_file, tmp_path, monkeypatch):
     overrides = {"calibration.data": str(text_file), "calibration.samples": 4, "calibration.sequence_length": 16}
     if "int4" in recipe:

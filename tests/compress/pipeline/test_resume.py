@@ -68,6 +68,7 @@ def finished_layers(progress):
         return 0
 
 
+@pytest.mark.slow
 def test_killed_by_the_clock(tmp_path, text_file):
     """Three kills from outside at random times, always the same command, through the command line."""
     model = make_model(tmp_path / "model", num_hidden_layers=10)

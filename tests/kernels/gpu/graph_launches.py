@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "evals" / "gpu"))
 from random_model import make_model
-from step_count import META, PAGE, StepCount, _on_meta
+from step_count import META, PAGE, StepCount, on_meta
 
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -58,7 +58,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    with _on_meta(StepCount(), set()):
+    with on_meta(StepCount(), set()):
         kept = Launches()
         monkeypatch.setattr(JITFunction, "run", lambda kernel, *values, **named: kept.record(kernel, *values, **named))
         with torch.inference_mode():

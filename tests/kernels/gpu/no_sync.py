@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "evals" / "gpu"))
 from random_model import make_model
-from step_count import META, PAGE, StepCount, _on_meta
+from step_count import META, PAGE, StepCount, on_meta
 
 from quantkit.kernels.transfer import send
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -64,7 +64,7 @@ def no_wait(monkeypatch):
         assert device is None or torch.device(device) != META, "torch.tensor(values, device=...) waits for its copy"
         return plain(values, *args, device=device, **named)
 
-    with _on_meta(StepCount(), set()):
+    with on_meta(StepCount(), set()):
         monkeypatch.setattr(torch, "tensor", tensor)
         with torch.inference_mode(), NothingWaits():
             yield

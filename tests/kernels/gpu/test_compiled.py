@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from compile_check import everything
 from resources import Store, compile_all, default_jobs
 store, sample = Store.read(), {}
 same = store.triton == Store().triton
-for (key, target), launch in sorted(everything([90], ["bfloat16"]).items()):
+for (key, target), launch in sorted(everything([90], ["bf16"]).items()):
     if (key, target) in store.known:
         sample.setdefault(launch.name, (launch, target))
 wrong = []
@@ -64,7 +66,7 @@ def outer_kernel(x, BLOCK: tl.constexpr):
 '''
 
 
-def run(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cache: Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     variables = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -72,7 +74,7 @@ def run(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
         "TRITON_CACHE_DIR": str(cache),
     }
     environment = {**os.environ, **variables, "TRITON_CACHE_DIR": str(cache)}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment)
 
 
 def test_what_is_launched_is_what_has_been_compiled(tmp_path):
@@ -80,6 +82,65 @@ def test_what_is_launched_is_what_has_been_compiled(tmp_path):
     done = run("evals/gpu/compile_check.py", "--check", cache=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert done.stdout == "0 differences\n"
+
+
+COVERED = """
+import sys
+sys.path.insert(0, "evals/gpu")
+from compile_check import everything, to_compile
+launches = everything()
+chosen = to_compile(launches)
+wrong = []
+for (key, target), launch in launches.items():
+    chips = {80: (80, 86, 89), 86: (80, 86, 89), 89: (80, 86, 89)}.get(target, (target,))
+    whole = target == 90 or (target < 90 and launch.dtype == "bf16")
+    traits = set().union(*(one.traits for at, one in chosen.items() if at[1] == target and one.name == launch.name))
+    wrong += [(launch.name, target)] * (whole and not any((key, chip) in chosen for chip in chips))
+    wrong += [(launch.name, target, trait) for trait in launch.traits - traits]
+print(wrong, [target for _, target in chosen][0], len(chosen) < 0.75 * len(launches))
+"""
+
+
+def test_every_launch_is_compiled_for_hopper_and_every_kind_of_one_for_all_chips(tmp_path):
+    done = run("-c", COVERED, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "[] 90 True\n"
+
+
+WRITE = """
+import os, sys
+sys.path.insert(0, "evals/gpu")
+import compile_check
+from resources import Resources
+
+def compile_all(work, jobs):
+    for number, (launch, target) in enumerate(work):
+        if number == most:
+            os._exit(9)
+        yield launch, Resources(launch.name, launch.label, target, 32, 0, 0)
+
+compile_check.compile_all, most = compile_all, int(sys.argv[1])
+sys.argv[1:] = ["--write", "--kernel", "_norm_kernel"]
+compile_check.main()
+"""
+
+
+def test_each_compiler_has_a_table_that_can_be_taken_up_again(tmp_path):
+    """A compiler without a table is said to be one; a killed run leaves what it has compiled to the next."""
+    shutil.copytree(ROOT / "evals/gpu", tmp_path / "evals/gpu")
+    results = tmp_path / "evals/results/compile"
+    check = run("evals/gpu/compile_check.py", "--check", cache=tmp_path, folder=tmp_path)
+    assert check.returncode == 1
+    assert re.match(r"nothing is known of triton (\d+\.\d+)\.\S+: no .*/kernels-\1\.json", check.stderr), check.stderr
+    killed = run("-c", WRITE, "50", cache=tmp_path, folder=tmp_path)
+    assert killed.returncode == 9, killed.stderr[-3000:]
+    (table,) = results.glob("kernels-*")
+    assert sum(len(entry["chips"]) for entry in json.loads(table.read_text())["kernels"].values()) == 40
+    again = run("-c", WRITE, "-1", cache=tmp_path, folder=tmp_path)
+    total, known, new = map(int, re.findall(r"\d+", again.stdout.splitlines()[0]))
+    assert (known, new) == (40, total - 40)
+    page = (results / "resources.md").read_text()
+    assert f"## triton {json.loads(table.read_text())['triton']}\n" in page
 
 
 @pytest.mark.slow
@@ -121,6 +182,7 @@ print(json.dumps([vars(measure(found[f"int4 g128, {rows} rows"], 90)) for rows i
 """
 
 
+@pytest.mark.slow
 def test_a_weight_takes_few_instructions(tmp_path):
     """More than about 4 per weight would take longer than its bytes; numbers go from registers to the tensor cores."""
     done = run("-c", LOOPS, cache=tmp_path)
@@ -132,18 +194,45 @@ def test_a_weight_takes_few_instructions(tmp_path):
         assert loop["spills"] == 0
 
 
+DEPENDENT = """
+import json, sys
+sys.path.insert(0, "evals/gpu")
+from compile_check import everything
+from instructions import compiled
+launches = everything([80, 90], ["bfloat16"])
+print(json.dumps([
+    compiled(launch, chip).code for (_, chip), launch in launches.items() if launch.label.endswith("dependent, bf16")
+]))
+"""
+
+
+def test_a_kernel_that_starts_early_waits_before_it_reads_or_writes(tmp_path):
+    """Only prefetches come before; and there is no such kernel for chips before Hopper."""
+    done = run("-c", DEPENDENT, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert len(codes) == 3
+    for code in codes:
+        before, waits, after = code.partition("ACQBULK")
+        assert waits
+        assert "CCTL.E.PF2" in before
+        assert not re.search(r"\b(LDG|LDGSTS|STG|ATOMG?|RED|UBLKCP)\b", before)
+        assert re.search(r"\bLDGSTS\b", after)
+        assert re.search(r"\bSTG\b", after)
+
+
 CANDIDATES = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
-import torch
 from candidates import WORK
 from compile_check import record
-found = record(90, [torch.bfloat16], WORK)
+found = record(90, ["bf16"], WORK)
 print(json.dumps(sorted({launch.name for launch in found})))
 print(len({launch.key for launch in found}) == len(found), len(found))
 """
 
 
+@pytest.mark.slow
 def test_candidates_of_tune_can_be_compiled_apart(tmp_path):
     """`compile_check.py --candidates` forces each one on the launches; that they compile takes too long for a test."""
     done = run("-c", CANDIDATES, cache=tmp_path)

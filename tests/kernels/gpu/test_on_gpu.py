@@ -21,6 +21,7 @@ from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+from quantkit.runtime.engine.decode_graphs import _CudaCapture
 from tests.kernels.paged import KV_TYPES, Sequences, layout
 
 pytestmark = [
@@ -75,6 +76,29 @@ def test_linears(scheme, shape, dtype):
         expected = inputs @ decoded.T + bias.double()
         bound = 2.0**-6 * (inputs.abs() @ decoded.abs().T + bias.abs()) / shape[1] ** 0.5 * 4
         assert ((actual.cpu().double() - expected).abs() <= bound).all(), f"{linear.description}, {count} rows"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_products_that_start_early_are_those_that_wait(monkeypatch, rows):
+    """Each reads what the one before has just written, over and over: the same bits."""
+    kind = WeightScheme(dtype=DTYPES["int4"], group_size=128)
+    weight = round_to_nearest(torch.randn(4096, 4096) / 40, WeightGrid(kind, torch.bfloat16))
+    linear = build_linear(weight, dtype=torch.bfloat16, device=CUDA)
+    x = torch.randn(rows, 4096, device=CUDA).bfloat16()
+
+    def chain():
+        y = x
+        for _ in range(50):
+            y = ops.rms_norm(linear(linear(y)), torch.ones_like(x[0]), 1e-5)[0]
+        return y
+
+    expected = chain()
+    monkeypatch.setenv("QUANTKIT_PDL", "1")
+    for _ in range(5):
+        assert torch.equal(chain(), expected)
+    replay = _CudaCapture(CUDA)(chain)
+    for _ in range(5):
+        assert torch.equal(replay(), expected)
 
 
 @pytest.mark.parametrize("shape", [(256, 512), (60, 640), (33, 70)], ids=str)

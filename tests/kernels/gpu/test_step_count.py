@@ -32,7 +32,7 @@ for weights in ("bf16", "w8a8", "fp8", "w4a16 head8"):
 print(json.dumps(found))
 """
 # Launches per layer of one step, those outside the layers shared among them: not to grow unseen.
-MOST = {"bf16": 9.3, "w8a8": 10.3, "fp8": 10.3, "w4a16 head8": 9.3, "8x1B": 10.7}
+MOST = {"bf16": 9.3, "w8a8": 10.3, "fp8": 10.3, "w4a16 head8": 8.3, "8x1B": 10.7}
 EXPERT_KERNELS = ("expert_rows_kernel", "expert_tile_kernel", "route_kernel", "sort_kernel", "combine_kernel")
 
 # Launches outside the layers, the greedy choice included: embedding, cosines, sines, norm, head, comparison of maxima.
@@ -40,6 +40,7 @@ EXPERT_KERNELS = ("expert_rows_kernel", "expert_tile_kernel", "route_kernel", "s
 OUTSIDE = {"bf16": 7, "w8a8": 7, "fp8": 7, "w4a16 head8": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
 def test_a_step_reads_the_weights_once_and_launches_no_more_than_it_did():
     """The sum over all launches of what they read is what the plan says a step reads, to 1 %."""

@@ -105,7 +105,7 @@ def test_experts(kind, tokens):
     made.check(rows(tokens, made.hidden), *picks(tokens, made.count, 2))
 
 
-@pytest.mark.parametrize("kind", [None, ("int4", None, True)], ids=str)
+@pytest.mark.parametrize("kind", [None, pytest.param(("int4", None, True), marks=pytest.mark.slow)], ids=str)
 def test_widths_that_fill_no_tile(kind):
     """Odd numbers of experts, of inputs, of outputs; one expert of each token, or four."""
     for num_chosen, activation in ((1, "gelu_pytorch_tanh"), (4, "silu")):

@@ -8,17 +8,21 @@ import pytest
 import torch
 
 from quantkit.formats._unpacked import fp4_values
+from quantkit.kernels import gpu, ops
 from quantkit.kernels.gpu import choices, configs, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import linear as packed_linear
+from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu.attention import TritonAttention
 from quantkit.kernels.gpu.packing import E4M3_BYTES, NUMBERS, find_span, pack, unpacked
 from quantkit.kernels.ops.attention import paged_attention
 from quantkit.kernels.ops.linear import build_linear, join
+from quantkit.kernels.reference import block
 from quantkit.kernels.types import AttentionOptions, LinearSource
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.model.layers import MLP
 from tests.kernels.gpu.interpreted.packed import CPU, check, quantized
 from tests.kernels.paged import Sequences, layout
 
@@ -75,6 +79,46 @@ def test_split_products_and_in_float16(rows):
     assert torch.equal(actual, w4a16.multiply(x, pack(weight, CPU), None))
 
 
+def test_elsewhere_than_on_a_gpu_no_kernel_starts_early(monkeypatch):
+    weight, x = quantized("int4", 128, True, (32, 512)), torch.randn(3, 512)
+    expected = w4a16.multiply(x, pack(weight, CPU), None)
+    monkeypatch.setenv("QUANTKIT_PDL", "1")
+    assert torch.equal(w4a16.multiply(x, pack(weight, CPU), None), expected)
+
+
+GATED = [
+    (("int4", 128, False, (88, 512)), 1, "silu"),
+    (("int4", 128, True, (256, 2048)), 5, "gelu_pytorch_tanh"),
+    (("nvfp4", 16, True, (48, 256)), 3, "silu"),
+    (("int8", None, True, (300, 256)), 17, "silu"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "rows", "activation"), GATED, ids=str)
+def test_gates_inside_a_product_are_those_of_a_launch_of_their_own(scheme, rows, activation):
+    """To the last bit; widths that end inside a tile, and K split."""
+    packed, bias = pack(quantized(*scheme), CPU), torch.randn(scheme[3][0]).half()
+    x = torch.randn(rows, scheme[3][1]).half()
+    apart = gpu_ops.gated(w4a16.multiply(x, packed, bias), activation)
+    assert torch.equal(w4a16.multiply(x, packed, bias, activation), apart)
+
+
+@pytest.mark.parametrize(("rows", "activation"), [(3, "silu"), (3, "relu"), (choices.TILE_LIMIT + 1, "silu")])
+def test_a_feed_forward_layer_opens_its_gates_in_the_product_where_it_can(monkeypatch, rows, activation):
+    """Not for an activation that kernels do not have, nor where the weight is dequantized for cuBLAS."""
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    opened = []
+    monkeypatch.setattr(ops, "gated", lambda *given: opened.append(1) or block.gated(*given[:2]))
+    up, down = (
+        build_linear(quantized("int4", 64, True, shape), dtype=torch.float16, device=CPU)
+        for shape in ((128, 64), (64, 64))
+    )
+    x = torch.randn(rows, 64).half()
+    expected = down(block.gated(up(x), activation))
+    torch.testing.assert_close(MLP(up, down, activation, True)(x), expected, rtol=0, atol=0.02)
+    assert len(opened) == (rows > 3 or activation == "relu")
+
+
 CHOICES = [
     choices.Tile(block_m=8, block_n=16, warps=1, stages=3, programs=32),
     choices.Tile(block_m=16, block_n=64, warps=8, stages=1, programs=2),
@@ -109,8 +153,6 @@ def test_more_rows_than_tiles_take_the_dequantized_weight():
 
 
 def test_what_build_linear_and_paged_attention_choose(monkeypatch):
-    from quantkit.kernels import gpu
-
     monkeypatch.setenv("QUANTKIT_NATIVE", "0")
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     weight = quantized("int4", 64, True, (32, 256))
@@ -147,7 +189,7 @@ def test_what_cannot_be_packed():
     assert find_span(grouped) is None
 
 
-@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_every_float_code_is_decoded_exactly(kind):
     """Signs, subnormals, zeros of both signs and the largest; in the products too."""
     dtype = DTYPES[kind]
