@@ -79,7 +79,7 @@ def check_kernels(path: Path, config: EngineConfig, device: torch.device, *, dra
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What verdicts are about: on another device, driver or version nothing has run yet.
+    """What verdicts are about: on another device, driver or version, or launched otherwise, nothing has run yet.
 
     Raises:
         InputError: the kernels are not for this device.
@@ -93,6 +93,7 @@ def identity(device: torch.device) -> dict[str, str]:
         "driver": driver.read_text().partition("\n")[0] if driver.is_file() else "unknown",
         "torch": str(torch.__version__),
         "triton": installed_version("triton", "unknown"),
+        "dependent launches": os.environ.get("QUANTKIT_PDL", "0"),
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16],
     }
 

@@ -121,7 +121,7 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
         label, options = _attention_kind(config, layout, layer)
         yield check("attention", label, _Parts.attention, layout, layer.rope, options)
     if config.experts is not None:
-        for kind in kinds or {None}:
+        for kind in {kind for kind in kinds if kind.activation is None} or {None}:
             yield check("experts", _name(kind), _Parts.mixture, kind)
 
 
@@ -219,15 +219,17 @@ class _Parts:
             yield values.gather(1, (values.argmax(-1) if best is None else best)[:, None])
 
     def products(self, scheme: LinearScheme) -> Outputs:
-        """Of inputs as they are, or as norms and gates quantize them."""
-        linear = self.linear(scheme)
-        quantization, width = linear.activation_quantization, linear.in_features
+        """Alone, and with a gate behind; or of inputs that are quantized alone, by a norm and by a gate."""
+        up, down = self.linear(scheme, times=2), self.linear(scheme)
+        width, quantization, activation = down.in_features, down.activation_quantization, self.config.activation
         for rows in _ROWS:
             x = self.random(rows, width)
-            yield linear(x)
-            if scheme.activation is not None:
-                yield linear(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6, quantization=quantization)[0])
-                yield linear(ops.gated(self.random(rows, 2 * width), "silu", quantization))
+            yield down(x)
+            if scheme.activation is None:
+                yield ops.gated_linear(up, x, activation)
+            else:  # not one behind the other: a last bit that differs is a code that differs
+                yield down(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6, quantization=quantization)[0])
+                yield down(ops.gated(self.random(rows, 2 * width), activation, quantization))
 
     def attention(self, layout: KVLayout, rope: RopeConfig | None, options: dict[str, Any]) -> Outputs:
         """Two sequences: prompts over several pages, tokens that end and begin one, chunks behind."""
@@ -238,9 +240,10 @@ class _Parts:
         asked = AttentionOptions(scale=config.attention_scale, **options)
         for start, stop in itertools.pairwise((0, 5 * size - 1, 5 * size, 5 * size + 1, 5 * size + 6)):
             counts, tokens = (config.num_heads, layout.num_heads, layout.num_heads), 2 * (stop - start)
-            states: Any = [self.random(tokens, count, layout.head_dim) for count in counts]
+            query, key, value = (self.random(tokens, count, layout.head_dim) for count in counts)
             turns = torch.randn(tokens, rope.width // 2 if rope else 0).to(self.device)
-            yield cache.attend(0, *states, step_of(start, stop), asked, (turns.cos(), turns.sin()) if rope else None)
+            angles = (turns.cos(), turns.sin()) if rope else None
+            yield cache.attend(0, query, key, value, step_of(start, stop), asked, angles)
 
     def mixture(self, scheme: LinearScheme | None) -> Outputs:
         config, activation = self.config.experts, self.config.activation
