@@ -121,7 +121,8 @@ def checks_of(path: Path, asked: EngineConfig, device: torch.device, *, draft: b
         label, options = _attention_kind(config, layout, layer)
         yield check("attention", label, _Parts.attention, layout, layer.rope, options)
     if config.experts is not None:
-        for kind in {kind for kind in kinds if kind and kind.activation is None} or {None}:
+        plain: list[LinearScheme | None] = [kind for kind in kinds if kind and kind.activation is None]
+        for kind in plain or [None]:
             yield check("experts", _name(kind), _Parts.mixture, kind)
 
 
