@@ -55,7 +55,7 @@ class Measured:
     def check(self, choice: Choice) -> str:
         known = _spilling_kernels(self._device)
         try:
-            with configs.forced(choice):
+            with kernels.measuring(), configs.forced(choice):
                 out = self._calls[0]().float()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -75,7 +75,7 @@ class Measured:
         self._recorded = {choice: item for choice, item in self._recorded.items() if choice in choices}
         for choice in choices:
             if choice not in self._recorded:
-                with configs.forced(choice):
+                with kernels.measuring(), configs.forced(choice):
                     self._recorded[choice] = record(self._calls, str(self._device))
         return in_turns([self._recorded[choice] for choice in choices], str(self._device), samples)
 

@@ -12,7 +12,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ FAMILIES = {
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _replaced: dict[tuple[str, int | None], str] = {}  # family and number of the device: why torch does its work
+_measuring = 0  # while more than 0, no family is replaced
 
 
 @functools.lru_cache(maxsize=1)
@@ -78,6 +80,17 @@ def replace(family: str, device: torch.device, reason: str) -> None:
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
 
+@contextmanager
+def measuring() -> Iterator[None]:
+    """While open, what Triton refuses is raised: torch's time or result must not pass for a kernel's."""
+    global _measuring
+    _measuring += 1
+    try:
+        yield
+    finally:
+        _measuring -= 1
+
+
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
     """What a launch gives; None where Triton refuses it, now or before: then torch does the family's work."""
     if why_replaced(family, device) is not None:
@@ -85,6 +98,8 @@ def attempt(family: str, device: torch.device, launch: Callable[..., T], *argume
     try:
         return launch(*arguments)
     except refusals() as error:
+        if _measuring:
+            raise
         replace(family, device, f"{type(error).__name__}: {first_line(error)}")
         return None
 
