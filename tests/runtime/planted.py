@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from quantkit.kernels import gpu
+
 
 def is_kernel() -> bool:
     """Whether it is the kernels' turn, as `Check.error` says it."""
@@ -35,8 +37,10 @@ def crash(device):
 
 
 def fail(device):
+    """As what Triton refuses, for which torch stands in elsewhere."""
     yield torch.ones(3)
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if gpu._measuring:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def hang(device):

@@ -122,7 +122,7 @@ def describe_kernels(device: torch.device) -> str:
 def main() -> None:
     """What a child does: say of each check that it is given how far it is off."""
     device, checks = pickle.loads(sys.stdin.buffer.read())
-    with entered(device), torch.inference_mode():
+    with entered(device), gpu.measuring(), torch.inference_mode():
         for check in checks:
             sys.stdout.write(json.dumps([check.key, check.error(device)]) + "\n")
             sys.stdout.flush()
