@@ -27,10 +27,9 @@ from quantkit.kernels.gpu.choices import Choice
 from quantkit.kernels.gpu.packing import Packing
 from quantkit.kernels.layouts import kv_scheme
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
-from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import FP8, INT4, INT8
 from quantkit.numerics.scheme import KVScheme, LinearScheme, WeightScheme
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.engine.kernel_checks import random_weight
 
 _PROBE_ROWS = 16
 _CHUNK = 512
@@ -175,14 +174,6 @@ def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[
     return list({case.key: case for case in cases if case is not None}.values())
 
 
-def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device) -> QuantizedTensor:
-    """A weight (N, K) of this scheme whose values have the spread of a trained one."""
-    values = torch.randn(rows, width, device=device) * width**-0.5
-    if not scheme.symmetric:
-        values += 0.25 * width**-0.5
-    return round_to_nearest(values, WeightGrid(scheme, torch.bfloat16))
-
-
 def _product_case(work: ProductWork, chip: int) -> Case | None:
     packed = _packing(work.scheme, work.inputs, chip)
     if packed is None or (packed.unpacked and work.rows > _UNPACKED_ROWS):
@@ -208,7 +199,7 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
 
 def _packing(scheme: LinearScheme, inputs: int, chip: int) -> Packing | None:
     """How kernels keep such a weight, see `gpu.quantized_linear`; None where other kernels run."""
-    weight, activation = random_weight(_PROBE_ROWS, inputs, scheme.weight, torch.device("cpu")), scheme.activation
+    weight, activation = random_weight(_PROBE_ROWS, inputs, scheme.weight), scheme.activation
     alike = activation is not None and activation.group_size is None and activation.dtype is scheme.weight.dtype
     whole = weight.zero_point is None and weight.scale.shape[1] == 1 and inputs % 4 == 0
     if alike and whole and (scheme.weight.dtype is INT8 or (scheme.weight.dtype is FP8 and chip >= _FP8_CHIP)):

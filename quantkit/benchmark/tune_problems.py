@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ import quantkit.kernels.gpu as kernels
 from quantkit.benchmark.ceilings import wait_for
 from quantkit.benchmark.timing import Recorded, in_turns, num_copies, record
 from quantkit.benchmark.tune import Case, Open, Problem
-from quantkit.benchmark.tune_cases import PageWork, ProductWork, random_weight
-from quantkit.kernels.batch import ForwardBatch
+from quantkit.benchmark.tune_cases import PageWork, ProductWork
 from quantkit.kernels.gpu import configs
 from quantkit.kernels.gpu.choices import Choice
 from quantkit.kernels.layouts import KVLayout, KVViews, kv_scheme, layer_layout, page_bytes
@@ -32,7 +30,7 @@ from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.types import AttentionOptions, States
 from quantkit.models.cache import DEFAULT_PAGE_SIZE
 from quantkit.numerics.inputs import fake_quantize_inputs
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
+from quantkit.runtime.engine.kernel_checks import random_weight, steps
 
 _TOLERANCE = 0.05  # of what comes out, in units of its root mean square; a tile left out is more
 _MOST_SPILLS = 8  # registers; the assembler puts a few aside to fit one more block on a processor
@@ -134,7 +132,8 @@ def _pages(work: PageWork, device: torch.device, dtype: torch.dtype) -> tuple[li
         scheme=kv_scheme(work.kv_cache),
     )
     pages, known = -(-work.context // DEFAULT_PAGE_SIZE), work.context - work.new
-    step_of, views = _steps(work, pages, device), _empty_views(layout, pages * work.batch, work.batch, device)
+    step_of = steps(work.batch, pages, DEFAULT_PAGE_SIZE, device)
+    views = _empty_views(layout, pages * work.batch, work.batch, device)
     if known:
         past = _random_states(work, work.batch * known, device, dtype)
         reference.store(*past[1:], views, step_of(0, known))
@@ -165,17 +164,6 @@ def _copy(views: KVViews) -> KVViews:
     """The same elsewhere in memory."""
     residual = None if views.key_residual is None else views.key_residual.clone()
     return views.layout.views(views.pool.clone(), residual)
-
-
-def _steps(work: PageWork, pages: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Makes the step in which every sequence gets its tokens start..stop, valid until the next; pages in disorder."""
-    order = torch.randperm(work.batch * pages, generator=torch.Generator().manual_seed(0)).view(work.batch, pages)
-    holders: list[Any] = [
-        SimpleNamespace(id=row, row=row, pages=own, num_table_entries=0) for row, own in enumerate(order.tolist())
-    ]
-    sizes = {"max_sequences": work.batch, "max_pages": pages, "page_size": DEFAULT_PAGE_SIZE}
-    build = BatchBuilder(**sizes, device=device).build
-    return lambda start, stop: build([ScheduledChunk(each, [0] * (stop - start), start, 1) for each in holders])
 
 
 def _spilling_kernels(device: torch.device) -> set[int]:

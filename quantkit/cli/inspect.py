@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
 @click.argument("other", required=False)
-def command(output_to: Output, *, checkpoint: str, other: str | None) -> None:
+@click.option("--device", is_flag=False, flag_value="auto", metavar="[cuda:i]", help="Show how a GPU's kernels did.")
+def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
-    quantkit wrote. With a second one, show what differs between the two.
+    quantkit wrote. With a second one, show what differs between the two. With --device, show in place of a checkpoint
+    what came of the kernels' first run on a GPU of this machine.
 
     \b
     Examples:
@@ -30,7 +32,13 @@ def command(output_to: Output, *, checkpoint: str, other: str | None) -> None:
       quantkit inspect demo-int8 --json
       quantkit quantize --recipe rtn-int4 -o demo-int4
       quantkit inspect demo-int8 demo-int4
+      quantkit inspect --device
     """
+    if device is not None and checkpoint is None:
+        _show_kernels(output_to, device)
+        return
+    if device is not None or checkpoint is None:
+        raise click.UsageError("give a CHECKPOINT, or --device without one")
     from quantkit.inspection import compare, inspect
 
     if other is not None:
@@ -39,6 +47,19 @@ def command(output_to: Output, *, checkpoint: str, other: str | None) -> None:
         return
     summary = inspect(checkpoint)
     output_to.result(summary.to_dict, lambda: _overview(summary), lambda: _modules(summary), lambda: _layers(summary))
+
+
+def _show_kernels(output_to: Output, device: str) -> None:
+    from quantkit.devices import pick_device
+    from quantkit.runtime.engine.first_run import identity, read_verdicts, verdict_file
+
+    chosen = pick_device(device)
+    about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, read_verdicts(chosen)
+    checks = [(key, f"{'kernels' if verdict.passed else 'torch'}: {verdict.text}") for key, verdict in verdicts.items()]
+    output_to.result(
+        lambda: {"about": about, "checks": {key: verdict._asdict() for key, verdict in verdicts.items()}},
+        lambda: facts([*about.items(), *checks]),
+    )
 
 
 def _difference(difference: CheckpointDifference) -> Table | str:

@@ -22,6 +22,7 @@ from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
 from quantkit.runtime.engine import status
 from quantkit.runtime.engine.assembly import build_engine, predict_capacity
 from quantkit.runtime.engine.engine import Engine
+from quantkit.runtime.engine.first_run import check_kernels
 from quantkit.runtime.engine.scoring import scoring_inputs
 from quantkit.runtime.engine.speculation_controller import SpeculationController
 from quantkit.runtime.engine.threads import choose_threads, guard_forks
@@ -79,6 +80,9 @@ class LLM:
             torch.set_num_threads(choice.threads)
             guard_forks()
             self._threads = f"{choice.threads} ({choice.reason})"
+        check_kernels(self.path, config, self.device)
+        if self._draft is not None:
+            check_kernels(self._draft, config, self.device, draft=True)
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
             load(self.path, head_dtype=config.head_dtype, backend=config.backend),

@@ -13,7 +13,6 @@ from quantkit.benchmark.tune import search_choices
 from quantkit.benchmark.tune_cases import (
     Shapes,
     cases_of,
-    random_weight,
     shapes_of_model,
     shapes_of_preset,
 )
@@ -24,6 +23,7 @@ from quantkit.kernels.gpu.choices import Cublas, Decode, Prefill, Tile
 from quantkit.kernels.layouts import kv_scheme, layer_layout
 from quantkit.numerics.dtype import DTYPES, INT4, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
+from quantkit.runtime.engine.kernel_checks import random_weight
 from tests.helpers import make_model
 from tests.kernels.gpu.interpreter import needs_triton
 

@@ -80,12 +80,6 @@ def replace(family: str, device: torch.device, reason: str) -> None:
     _LOG.warning("GPU kernels for %s: %s; torch does their work on %s, slower", FAMILIES[family], reason, device)
 
 
-def restore(device: torch.device) -> None:
-    """No family is known to be wrong on a device."""
-    for family in FAMILIES:
-        _replaced.pop((family, _number(device)), None)
-
-
 @contextmanager
 def measuring() -> Iterator[None]:
     """While open, what Triton refuses is raised: torch's time or result must not pass for a kernel's."""

@@ -442,9 +442,10 @@ def test_bfloat16_decodes_on_the_gpu():
 def test_choices_are_found_checked_and_asked(tmp_path, monkeypatch):
     """`quantkit tune` on a small model: no candidate computes something else, and launches take what was found."""
     from quantkit.benchmark.tune import tune
-    from quantkit.benchmark.tune_cases import Shapes, cases_of, random_weight
+    from quantkit.benchmark.tune_cases import Shapes, cases_of
     from quantkit.benchmark.tune_problems import opener
     from quantkit.kernels.gpu import configs, packing, tuned
+    from quantkit.runtime.engine.kernel_checks import random_weight
 
     scheme = LinearScheme(weight=WeightScheme(dtype=DTYPES["int4"], group_size=128))
     shapes = Shapes(linears=((512, 1024, scheme),), query_heads=8, kv_heads=2, head_dim=64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from quantkit.kernels.gpu import attention as gpu_attention
 from quantkit.kernels.gpu import choices, configs, residual_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
@@ -162,6 +163,16 @@ def test_keys_of_chunks_are_stored_in_one_launch(monkeypatch):
             made.step(caches[-1], [span])
         store(key, caches[-1]._views[0], batch, *([2] if store is reference.store_residuals else []))
     assert_same_memory(*caches)
+
+
+def test_chunks_leave_no_keys_to_torch(monkeypatch):
+    def refuse(*given, **named):
+        raise AssertionError("torch stores keys, sequence by sequence")
+
+    monkeypatch.setattr(gpu_attention, "store_residuals", refuse)
+    monkeypatch.setattr(kv_cache, "paged_attention", TritonAttention)
+    made = Sequences(layout("int4", dim=32, page_size=16, dtype=torch.float16), (15, 9))
+    made.step(made.cache(), [(0, 0, 15), (1, 0, 9)])
 
 
 def test_streams_count_apart(monkeypatch):
