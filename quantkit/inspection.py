@@ -3,8 +3,6 @@
 Not a check of its numbers: whether codes decode to the right values is the business of `formats` and of tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ What a format cannot hold, or not beside others, is left out and said. Zero poin
 scheme, so every candidate is symmetric.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

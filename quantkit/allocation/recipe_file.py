@@ -1,7 +1,5 @@
 """The recipe that a search writes: an ordinary file, with what was expected and measured in its comments."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Every other window of the text is what sensitivities are measured on and groups 
 is expected and measured at the end, since a choice looks better on the tokens that it was chosen on than on others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

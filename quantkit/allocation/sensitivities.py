@@ -6,8 +6,6 @@ it: that is what a search expects. It differs from the model that the recipe mak
 calibrated on.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -4,8 +4,6 @@ Numbers are keyed by what was measured; the identity of the search is kept with 
 text or version is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

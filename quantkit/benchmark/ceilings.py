@@ -4,8 +4,6 @@ Figures of a data sheet are not reached by anyone, and a shared machine has less
 limit is always a share of what a plain read and a plain matrix product reached a moment ago, with the same threads.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

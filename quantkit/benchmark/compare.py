@@ -4,8 +4,6 @@ A ratio is median over median; its noise is what the rounds say: how far the med
 apart. A difference counts as one when every round shows it and it exceeds that noise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Not counted: activations, which stay in caches at these sizes, and the embedding
 B sequences, T new tokens of all of them, L tokens of context of each.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

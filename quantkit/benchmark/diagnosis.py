@@ -4,8 +4,6 @@ Rules over measured numbers, nothing learned. Each finding carries the numbers i
 bytes or operations saved would take at the speed that was reached, so it is an upper bound unless it says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence

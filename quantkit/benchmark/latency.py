@@ -5,8 +5,6 @@ a step are in the caller's hands: sampling, detokenization and bookkeeping are i
 speculative burst share a timestamp; ITL counts the gaps between them as zero, TPOT spreads the burst.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

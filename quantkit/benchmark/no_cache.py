@@ -4,8 +4,6 @@ Recomputing uses the same engine, kernels and chunks: every token is a request o
 before it. So the difference is the cache and nothing else. Prefix caching has to be off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

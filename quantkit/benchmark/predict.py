@@ -6,8 +6,6 @@ are understood. Activations are an estimate, and say so.
 N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

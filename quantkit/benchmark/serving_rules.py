@@ -1,7 +1,5 @@
 """The part of a diagnosis that is about serving: stalls, queues, and limits that requests miss."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ during which somebody's prompt was computed, or waited to be, are left out: they
 the prompt.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import dataclass

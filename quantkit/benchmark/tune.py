@@ -8,8 +8,6 @@ What runs and what a clock says are the business of a `Problem`, so that the sea
 Source: Jamieson and Talwalkar 2016, successive halving.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ and sizes at which there is nothing to choose, make no case.
 Shapes: N outputs, K inputs, M rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The search is in `tune`, what is searched in `tune_cases`, how it runs in `tune_problems`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

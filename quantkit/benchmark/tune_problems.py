@@ -4,8 +4,6 @@ It is the engine's own door to the kernels, `build_linear` and `paged_attention`
 should come out is computed by plain torch in float32, or over the dequantized cache.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

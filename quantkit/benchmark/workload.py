@@ -5,8 +5,6 @@ nowhere else. What was measured of them is the business of `latency`.
 Source: Reddi et al. 2020, MLPerf Inference Benchmark (closed loop and server scenario).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a model folder holds: its config, its weight files, its tokenizer files. Names only, no tensor bytes."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ What a layer is called with (rotary embeddings, masks) is only known to the mode
 is; nothing is computed in the layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

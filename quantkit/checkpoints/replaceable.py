@@ -1,7 +1,5 @@
 """What --overwrite may replace: only what quantkit wrote, with nothing in it that somebody else has added."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata, matches_any

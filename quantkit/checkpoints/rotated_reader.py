@@ -10,8 +10,6 @@ Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The model is built on the meta device, so its size does not matter; what a layer
 masks) is found by running the model's own forward with its layers replaced by recorders.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

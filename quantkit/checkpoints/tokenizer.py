@@ -1,7 +1,5 @@
 """The tokenizer of a model's folder, tried out before it is trusted with a text."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

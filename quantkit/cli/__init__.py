@@ -3,8 +3,6 @@
 Files are imported to list them, so they import nothing heavy outside their functions; `--help` never sees torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

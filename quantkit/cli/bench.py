@@ -1,7 +1,5 @@
 """`quantkit bench`: latency, throughput and memory of a checkpoint, and what binds."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

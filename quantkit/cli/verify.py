@@ -1,7 +1,5 @@
 """`quantkit verify`: a checkpoint beside its original, and whether it keeps its promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

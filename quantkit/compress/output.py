@@ -3,8 +3,6 @@
 Not the work folder and the final name, see `checkpoints.staging`; nor what a format demands, see `formats`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

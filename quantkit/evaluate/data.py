@@ -1,7 +1,5 @@
 """Where tasks, suites and their items are: folders shipped with quantkit, and the folders a user names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ tells two models apart long before an accuracy does; what it does not say is whe
 Greedy texts are compared token by token: the first that differs is where the two part for good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """lm-eval's results as quantkit's records: one main metric per task, and every item's scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ Not here: what blocks mean (`_gguf_blocks`) and which names and entries a model 
 Source: ggml `docs/gguf.md`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -10,8 +10,6 @@ Source: compressed-tensors `compressors/{nvfp4,mxfp4,mxfp8}`, `quantization/life
 Microscaling Formats (MX) 1.0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

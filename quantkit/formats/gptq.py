@@ -17,8 +17,6 @@ Source: GPTQModel `nn_modules/qlinear/__init__.py`, `utils/model.py`, `quantizat
 `export/export_to_autoround`; vLLM `gptq_marlin.py`; Frantar et al. 2022.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

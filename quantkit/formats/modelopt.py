@@ -9,8 +9,6 @@ folded into another layer is refused.
 Source: ModelOpt `torch/export/unified_export_hf.py`, `quant_utils.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

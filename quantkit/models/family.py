@@ -5,8 +5,6 @@ with a config.json it becomes a `ModelDescription`. Torch-free. Names are those 
 config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

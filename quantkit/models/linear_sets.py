@@ -1,7 +1,5 @@
 """Which linears of a decoder layer belong together, as data: sets of linears that read the same tensor. Torch-free."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

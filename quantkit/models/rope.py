@@ -1,7 +1,5 @@
 """The rotary embedding that a config.json asks for, in the words of transformers 4 or 5."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

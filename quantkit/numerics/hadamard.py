@@ -6,8 +6,6 @@ Shapes: D width, T any rows.
 Source: Ashkboos et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs; Paley 1933.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Not here: how the kernels compute the same; they are tested against this.
 Source: compressed-tensors `quantization/lifecycle/forward.py` and `quantization/utils/helpers.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

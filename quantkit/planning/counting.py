@@ -1,7 +1,5 @@
 """A model's shape from its description, or from the headers of its shards, which need no family to count exactly."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ Paper figures are floors that nothing beats; copies reach some 90 % of the bandw
 the peak. Give measured ones with --bandwidth and --peak. A test checks that every row is complete and plausible.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from quantkit.errors import InputError, suggestion

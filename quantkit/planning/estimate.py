@@ -1,7 +1,5 @@
 """The whole plan in one call: shape, sizes, what fits, floors, and what a recipe would do. Computed, never measured."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Floors, not predictions: nothing overlaps better, no launch costs time, every byte is read once. B sequences, L tokens.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping

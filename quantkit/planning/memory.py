@@ -4,8 +4,6 @@ Weights and cache are exact sums; activations are an estimate, and say so. Torch
 B sequences, L tokens of context, T tokens in one step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

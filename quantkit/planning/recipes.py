@@ -3,8 +3,6 @@
 Loading a recipe imports torch, so nothing else here does; a plan without a recipe never comes by.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 No weight is read, and from the hub only config.json is fetched.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

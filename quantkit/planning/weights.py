@@ -5,8 +5,6 @@ type and zero points packed along the outputs; gptq and awq always have zero poi
 values.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

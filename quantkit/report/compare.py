@@ -4,8 +4,6 @@ A checkpoint is on the front when no other is at least as good in size, quality 
 originals take part: a compressed model that is no smaller, no faster and worse is no choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All files of one report, written beside each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quantkit.errors import ReportError

@@ -1,7 +1,5 @@
 """`report.html`: one file that opens offline, reads without scripts, in light and dark, on paper and on a phone."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

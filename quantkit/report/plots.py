@@ -1,7 +1,5 @@
 """The plots of a report, each a function from records to an `<svg>` element, or None where there is nothing to draw."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of one report: which text, plots and tables stand in which section, in the order a reader decides by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of a report about speed and memory; `quantkit bench` shows the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

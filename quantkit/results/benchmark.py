@@ -4,8 +4,6 @@ TTFT: request arrived -> first token. ITL: each gap between successive tokens, p
 first token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise

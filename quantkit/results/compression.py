@@ -1,7 +1,5 @@
 """Records of a compression and of what is in a checkpoint, as plain data that JSON can carry. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

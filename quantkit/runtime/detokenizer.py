@@ -6,8 +6,6 @@ once gives (with the tokenizer's own tidying of spaces switched off, which would
 unless a model writes bytes that are no text, which byte-fallback tokenizers replace by the run, not by the byte).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`LLM`: a model directory to texts. Loads model and tokenizer, and drives the engine; see `runtime.engine`."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

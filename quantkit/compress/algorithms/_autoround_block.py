@@ -5,8 +5,6 @@ ordinary copies of its parameters. What is differentiated is only the layer itse
 decoded weight goes to `_autoround_weight`. Shapes: B sequences, T tokens, D hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -8,8 +8,6 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

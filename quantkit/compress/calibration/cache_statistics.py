@@ -3,8 +3,6 @@
 Shapes: B samples, H key/value heads, T tokens, D channels, S tokens per page. Sums are kept in float64.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -3,8 +3,6 @@
 Text is cut into windows of one length, each beginning with BOS; chats and ready-made token ids stay one sample each.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

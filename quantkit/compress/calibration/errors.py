@@ -1,7 +1,5 @@
 """How far a layer is from what it was: of one linear's outputs, and of the layer's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Looking at the inputs of a layer's modules, and at those of experts whichever tokens are routed to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any

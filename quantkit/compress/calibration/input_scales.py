@@ -4,8 +4,6 @@ Linears of one module that read the same input (q, k and v; gate and up) share t
 Dynamic scales are computed at run time and are not here; the arithmetic is in `numerics.inputs`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

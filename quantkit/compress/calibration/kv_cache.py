@@ -6,8 +6,6 @@ model that caches a latent in place of keys and values is refused by the pipelin
 Shapes: B samples, H key/value heads, T tokens, D channels.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

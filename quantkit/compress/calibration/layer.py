@@ -3,8 +3,6 @@
 This is the only thing that algorithms know. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -4,8 +4,6 @@ Tensors are written one at a time and every one is read back: bytes against thei
 Source: llama.cpp `convert_hf_to_gguf.py`; types of a whole file as in `llama-quantize`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

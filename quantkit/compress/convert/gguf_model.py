@@ -1,7 +1,5 @@
 """A checkpoint as a list of GGUF tensors and entries: what becomes what, decided from headers and config.json."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

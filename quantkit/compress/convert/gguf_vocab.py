@@ -5,8 +5,6 @@ fallback made from SentencePiece ("llama"), whose merges become scores: the earl
 Source: llama.cpp `convert_hf_to_gguf.py` (get_vocab_base_pre), `src/llama-vocab.cpp`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 A directory is written under another name and renamed when all has been checked, so there is never half an output.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

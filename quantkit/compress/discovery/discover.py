@@ -6,8 +6,6 @@ looked at once, with random float32 weights, so that memory is bounded by one la
 config.json and the versions of the libraries alone. Code that comes with a checkpoint is never run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import asdict, dataclass, replace

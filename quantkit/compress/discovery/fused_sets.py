@@ -6,8 +6,6 @@ outputs go straight into a softmax or a choice of the largest, or into a sigmoid
 equal on random inputs is the same tensor. Experts read rows of what their router reads, which counts as the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Found in a transformers model without weights, by asking it for its embedding an
 through the lists of modules near the embedding. A language model inside a multimodal wrapper is found in the same way.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

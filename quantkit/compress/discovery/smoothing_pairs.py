@@ -5,8 +5,6 @@ one that is wrong has nowhere to hide. Every fold is tried on weights as they ar
 the way would act.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

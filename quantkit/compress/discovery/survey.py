@@ -3,8 +3,6 @@
 The layer is an ordinary module with weights, its own or random ones; no family is known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

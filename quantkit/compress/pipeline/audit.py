@@ -1,7 +1,5 @@
 """What must hold of a checkpoint before it gets its final name. A breach is a defect of quantkit, not of the input."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

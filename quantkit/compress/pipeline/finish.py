@@ -1,7 +1,5 @@
 """From finished layers to a checkpoint: what is no decoder layer, the checks of the whole, what was done and how."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

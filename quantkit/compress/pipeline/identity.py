@@ -1,7 +1,5 @@
 """What decides the bits of a run, as plain data: two runs of equal identity write the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

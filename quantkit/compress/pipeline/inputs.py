@@ -1,7 +1,5 @@
 """From calibration data to the hidden states before each layer."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Iterator, Sequence

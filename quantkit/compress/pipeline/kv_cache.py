@@ -1,7 +1,5 @@
 """The KV cache of a recipe in the life of a checkpoint: refused early, calibrated per layer, written, read back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything that can be found out before the first tensor is read: what is quantized how, and whether it can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce

@@ -1,7 +1,5 @@
 """The life of a weight: layer after layer from source shards to finished ones, within the memory of one layer."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence

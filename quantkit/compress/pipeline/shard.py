@@ -1,7 +1,5 @@
 """A finished layer as a file: codes in the recipe's format, the rest as the source has it or a step has left it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

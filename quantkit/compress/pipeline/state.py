@@ -5,8 +5,6 @@ the next layer, and `progress.json`. A layer counts as done once `progress.json`
 atomically after everything it names is on disk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A recipe on the linears of a model: the scheme of each, and why it cannot be had. For a run and for a plan of one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Everything that can be wrong with a recipe alone fails here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a report says of models and machine: found on disk and in the system, nothing is run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import platform

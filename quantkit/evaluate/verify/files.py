@@ -1,7 +1,5 @@
 """The report's files, and the name of a checkpoint that failed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

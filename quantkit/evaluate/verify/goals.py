@@ -4,8 +4,6 @@ Losses of accuracy and the logarithm of a perplexity ratio are taken to shrink i
 guess, and a careful one: accuracy is lost the faster the more KL there is.
 """
 
-from __future__ import annotations
-
 import math
 
 from quantkit.evaluate.sensitivity import Goal

@@ -3,8 +3,6 @@
 Everything here is found out from configs, headers, tokenizers and hashes, before a model is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ those that belong to the compression (KV cache, rounded head, speculation). The 
 arithmetic: what changes there is noise. Answers and distributions come first and are freed before anything is timed.
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 from collections.abc import Callable, Mapping

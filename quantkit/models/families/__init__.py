@@ -1,7 +1,5 @@
 """What a model is, one file of data per family; `find` picks the one that a config.json asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace

@@ -4,8 +4,6 @@ D hidden, d head width, r rank of the queries, g groups of the output projection
 Source: transformers `models/deepseek_v4/` for names, shapes and defaults.
 """
 
-from __future__ import annotations
-
 from quantkit.errors import ModelError
 from quantkit.models.attention import AttentionShape
 from quantkit.models.config import ConfigReader

@@ -1,7 +1,5 @@
 """The numbers that gates can be about, and where in a report they stand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ change seen, or what as many changed items would add up to if each were as likel
 difference within it is called noise, whatever its p-value, in both directions: 101 % recovery is noise too.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ design. Nam and Blackwelder 2002, Analysis of the ratio of marginal probabilitie
 Lydersen and Laake 2013, The McNemar test for binary matched-pairs data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

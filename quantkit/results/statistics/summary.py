@@ -5,8 +5,6 @@ for n sorted values, the p-th percentile lies at position (n - 1) p / 100, count
 the 99th lies between the two largest.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Which page belongs to whom, reference counts and prefix sharing are the business of `pages` and `prefix_cache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

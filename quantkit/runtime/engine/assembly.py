@@ -1,7 +1,5 @@
 """An engine out of a loaded model; and, before it is loaded, how many tokens will fit: layouts, pool size, caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

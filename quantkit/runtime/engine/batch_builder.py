@@ -5,8 +5,6 @@ numbers are written into arrays that live as long as the engine, and the tensors
 batch is therefore valid until the next one is built. To other devices they go in one copy that nobody waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -4,8 +4,6 @@ A step: propose drafts -> schedule -> forward -> score prompts, choose tokens ->
 has ended. It belongs to one thread; a server calls it from its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as Many
 from itertools import accumulate

@@ -4,8 +4,6 @@ A child per family, all at once: what crashes or hangs ends its child only. What
 next load, which has the kernels that were compiled by then; after that torch does its work for good.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ A check is the engine's own code on random numbers, run twice: on the device, an
 ones there are follows from config.json and headers. Not here: when they are run, and what becomes of it (`first_run`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -13,8 +13,6 @@ their first token: they take what is left of the budget one after another instea
 beginning is just being computed for another is overtaken until it can be shared.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -14,8 +14,6 @@ With a quantized KV cache the model itself differs a little: tokens of one step 
 is judged with fresher neighbours than it would have had alone, and the texts may part.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ large batches, low-bit weights, CPUs. What a step yields and costs is therefore 
 each size of batch, and the number of drafts with the most tokens per second is used, 0 included.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median

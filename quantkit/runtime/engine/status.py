@@ -1,7 +1,5 @@
 """What an engine says about itself: counts since the start, and how it runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.kernels import cpu, gpu

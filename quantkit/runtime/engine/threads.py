@@ -4,8 +4,6 @@ Decoding is bound by memory, which one or two threads may exhaust, and on a shar
 more to wait for at each barrier. So counts are tried, for a moment, on what a model does.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import statistics

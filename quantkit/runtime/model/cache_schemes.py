@@ -1,7 +1,5 @@
 """Which number types each layer's keys and values are kept in: what the user names, else what the checkpoint says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Plain JSON is read, both as transformers 4 wrote it (`rope_theta`, `rope_scaling
 (`rope_parameters`); transformers itself is not needed. Which tensors that makes says `models.description`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

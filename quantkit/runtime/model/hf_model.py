@@ -5,8 +5,6 @@ that continues at an earlier position than its cache (rejected drafts) has its c
 kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

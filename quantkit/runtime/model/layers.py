@@ -4,8 +4,6 @@ Plain callables over the operations of `kernels.ops`; not `nn.Module`s, no autog
 business of `loader`. Shapes: T new tokens, H hidden width, Hq and Hkv heads of queries and keys, D channels of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar

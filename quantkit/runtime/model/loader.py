@@ -3,8 +3,6 @@
 Weights are laid out layer by layer, so memory never holds two copies of the model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, cast
 

@@ -4,8 +4,6 @@ Shapes of quantized linears follow from their scheme and are checked when they a
 and columns is, as far as headers and `weight_shape` tell.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

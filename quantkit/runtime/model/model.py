@@ -3,8 +3,6 @@
 Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are wanted, V vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Source: Su et al. 2021 (RoFormer); Peng et al. 2023 (YaRN, which also describes 
 (LongRoPE); transformers `modeling_rope_utils.py` for the meaning of the keys.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

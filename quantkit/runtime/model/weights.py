@@ -3,8 +3,6 @@
 Nothing is kept but what the parts hold, so beside the finished ones there is never more than one group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
