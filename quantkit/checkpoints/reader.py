@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ class CheckpointReader:
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
         self._digests: dict[str, str] | None = None
+        self._stamps = {path: _stamp(path) for path in self._sources()}
 
     @classmethod
     def of_file(cls: type[R], file: Path) -> R:
@@ -160,10 +162,29 @@ class CheckpointReader:
             CheckpointError: a file cannot be read.
         """
         if self._digests is None:
-            names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
-            present = sorted(path for path in names if path is not None and path.is_file())
-            self._digests = {path.name: file_digest(path) for path in present}
+            self._digests = {path.name: file_digest(path) for path in self._sources()}
         return dict(self._digests)
+
+    def _sources(self) -> list[Path]:
+        names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
+        return sorted(path for path in names if path is not None and path.is_file())
+
+    def check_unchanged(self) -> None:
+        """Refuse what somebody has written to since this reader was made: what was read may be of two models.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise CheckpointError(f"{path} changed while it was read; start over, quantize with --no-resume")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What differs after a file was written to, by whatever clock."""
+    with opened(path) as file:
+        status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _row_bytes(info: TensorInfo) -> int:
