@@ -157,7 +157,7 @@ def attention(kind: str, new: int, device: torch.device) -> Check:
         def attend(number: int) -> Outputs:
             query, key, value = (one.clone() for one in states[number])  # torch rotates in place
             angles = turns[number].cos(), turns[number].sin()
-            return (cache.attend(0, query, key, value, (before, step)[number], options, angles),)
+            return (cache.attention[0]((query, key, value), (before, step)[number], options, angles),)
 
         attend(0)
         return partial(attend, 1)

@@ -75,14 +75,15 @@ def _shortest(work: Callable[[], object], device: torch.device, repeats: int) ->
     """Seconds of the fastest of several runs, the first of which only warms up."""
     seconds = []
     for _ in range(repeats + 1):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         work()
-        _wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until its work is done; that of a CPU is."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,8 +9,9 @@ Shapes: N outputs, K inputs, M rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,7 @@ def shapes_of_preset(name: str, *, bits: int = 4, group: int | None = 128, symme
         raise InputError(f"weights of {bits} bits are not tuned by --shapes; use 4 or 8, or give a checkpoint")
     hidden, width, heads, kv_heads, dim = _PRESETS[name]
     scheme = LinearScheme(weight=WeightScheme(dtype=kinds[bits], group_size=group, symmetric=symmetric))
-    sizes = (
-        (2 * width, hidden),
-        (hidden, width),
-        ((heads + 2 * kv_heads) * dim, hidden),
-        (hidden, heads * dim),
-    )
+    sizes = ((2 * width, hidden), (hidden, width), ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim))
     return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
 
 
@@ -160,25 +156,23 @@ def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[
     """
     shapes = list(shapes)
 
-    def products(rows: int) -> list[Case | None]:
-        return [
-            _product_case(ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=rows), chip)
-            for one in shapes
-            for outputs, inputs, scheme in one.linears
-        ]
+    def products(every: Iterable[int]) -> Iterator[Case | None]:
+        linears = ((rows, *linear) for rows in every for one in shapes for linear in one.linears)
+        for rows, outputs, inputs, scheme in linears:
+            work = ProductWork(scheme=_as_measured(scheme), outputs=outputs, inputs=inputs, rows=rows)
+            yield _product_case(work, chip)
 
-    def page_reads(batch: int, new: int) -> list[Case | None]:
-        return [
-            _pages_case(one, kind, batch, options.context, new, chip) for one in shapes for kind in options.kv_types
-        ]
+    def page_reads(batches: Iterable[int], new: int) -> Iterator[Case]:
+        for batch, one, kind in product(batches, shapes, options.kv_types):
+            yield _pages_case(one, kind, batch, options.context, new, chip)
 
-    groups = [
-        *map(products, options.rows[:1]),
-        *(page_reads(batch, 1) for batch in options.batches),
-        *map(products, options.rows[1:]),
-        page_reads(1, min(_CHUNK, options.context)),
-    ]
-    return list({case.key: case for group in groups for case in group if case is not None}.values())
+    cases = (
+        *products(options.rows[:1]),
+        *page_reads(options.batches, 1),
+        *products(options.rows[1:]),
+        *page_reads((1,), min(_CHUNK, options.context)),
+    )
+    return list({case.key: case for case in cases if case is not None}.values())
 
 
 def random_weight(rows: int, width: int, scheme: WeightScheme, device: torch.device) -> QuantizedTensor:

@@ -45,11 +45,7 @@ class TunedFile:
         return self.is_here and self.table is not None
 
 
-def tune_device(
-    options: TuneOptions,
-    *,
-    report: CaseReport = lambda outcome, number, total: None,
-) -> Tuning:
+def tune_device(options: TuneOptions, *, report: CaseReport = lambda outcome, number, total: None) -> Tuning:
     """Measure on a GPU of this machine, and write its file.
 
     Args:

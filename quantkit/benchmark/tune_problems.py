@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import quantkit.kernels.gpu as kernels
+from quantkit.benchmark.ceilings import wait_for
 from quantkit.benchmark.timing import Recorded, in_turns, num_copies, record
 from quantkit.benchmark.tune import Case, Open, Problem
 from quantkit.benchmark.tune_cases import PageWork, ProductWork, random_weight
@@ -59,11 +60,9 @@ class Measured:
         try:
             with kernels.measuring(), configs.forced(choice):
                 out = self._calls[0]().float()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for(self._device)
         except Exception as error:  # compilers raise whatever they like
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # a kernel that broke the device has ended the run
+            wait_for(self._device)  # a kernel that broke the device has ended the run
             return f"fails with {type(error).__name__}"
         if _spilling_kernels(self._device) - known:
             self._spilling.add(choice)
@@ -97,11 +96,8 @@ def opener(device: torch.device, dtype: torch.dtype) -> Open:
 
     @contextmanager
     def open_problem(case: Case) -> Iterator[Problem]:
-        calls, expected = (
-            _product(case.work, device, dtype)
-            if isinstance(case.work, ProductWork)
-            else _pages(case.work, device, dtype)
-        )
+        prepare: Callable[..., tuple[list[Call], Tensor]] = _product if case.kernel == "product" else _pages
+        calls, expected = prepare(case.work, device, dtype)
         # Other shapes of the same kind and number of rows run the same code.
         code = case.kernel, case.kind, case.sizes.get("rows")
         problem = Measured(calls, expected, device, spilling.setdefault(code, set()))

@@ -27,15 +27,13 @@ class Load:
         workload: what was asked for.
         prompts: token ids of each request.
         new_tokens: to generate, of each request.
-        due_s: when each is due after the start; empty in a closed loop.
-        num_warmup: requests at the beginning that are not measured.
+        due_s: when each that is measured is due after the start; empty in a closed loop.
     """
 
     workload: Workload
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: tuple[int, ...]
     due_s: tuple[float, ...]
-    num_warmup: int
 
 
 def closed_loop(concurrency: int, *, num_requests: int | None = None, **sizes: int) -> Workload:
@@ -98,13 +96,8 @@ def make_load(
         prompt_length, new_length = _lengths(workload, number - workload.num_warmup, lengths, spread)
         prompts.append(tuple(chance.choices(tokens, k=prompt_length)))
         new_tokens.append(new_length)
-    return Load(
-        workload=workload,
-        prompts=tuple(prompts),
-        new_tokens=tuple(new_tokens),
-        due_s=_arrivals(workload),
-        num_warmup=workload.num_warmup,
-    )
+    due_s = _arrivals(workload)
+    return Load(workload=workload, prompts=tuple(prompts), new_tokens=tuple(new_tokens), due_s=due_s)
 
 
 def request_key(workload: Workload) -> str:

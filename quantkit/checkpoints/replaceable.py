@@ -92,12 +92,9 @@ def _kept(output: Path, reason: str) -> OutputError:
 
 def _is_ours(path: Path) -> bool:
     """Whether a file is a manifest of `quantize` or `convert`."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 30:
-        return False
     try:
-        manifest = read_object(path, CheckpointError)
+        manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
     except CheckpointError:
         return False
-    if type(manifest.get("schema_version")) is not int:
-        return False
-    return isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+    is_made = isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+    return is_made and type(manifest.get("schema_version")) is int

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint")
 @click.argument("other", required=False)
-def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None) -> None:
+def command(output_to: Output, *, checkpoint: str, other: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, and per-layer errors.
 
     Directories of any known format, ordinary models and GGUF files can be read; errors are known for those that
@@ -42,11 +42,10 @@ def inspect_checkpoint(output_to: Output, *, checkpoint: str, other: str | None)
 
 
 def _difference(difference: CheckpointDifference) -> Table | str:
-    if difference.is_empty:
-        return "no difference in headers and configuration; tensors were not compared"
-    titles = ("differs", difference.left, difference.right)
     rows = (*difference.facts, *difference.modules, *difference.entries)
-    return Table(columns=tuple(map(Column, titles)), rows=rows)
+    if not rows:
+        return "no difference in headers and configuration; tensors were not compared"
+    return Table(columns=tuple(map(Column, ("differs", difference.left, difference.right))), rows=rows)
 
 
 def _overview(summary: CheckpointSummary) -> Table:
@@ -85,6 +84,3 @@ def _layers(summary: CheckpointSummary) -> Table | str:
     four = "{:.4f}".format
     numbers = Column("output SNR", "{:.1f} dB".format), Column("worst error", four), Column("rounded", four)
     return Table(columns=(Column("layer"), *numbers, Column("of linear")), rows=tuple(rows))
-
-
-COMMAND = inspect_checkpoint

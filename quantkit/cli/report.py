@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @click.argument("checkpoints", nargs=-1, required=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page (HTML) here.")
 @option_group("how", {"overwrite": RUN["overwrite"]})
-def report_command(
-    output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None, how: dict[str, Any]
-) -> None:
+def command(output_to: Output, *, checkpoints: tuple[str, ...], output: Path | None, how: dict[str, Any]) -> None:
     """Compare CHECKPOINTS, directories with a report.json or such files: size, accuracy, speed, and which to choose.
 
     With one checkpoint, its own report is rendered again from report.json.
@@ -84,6 +82,3 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None, **
         lambda: checkpoints_table(comparison),
         lambda: comparison_sentence(comparison),
     )
-
-
-COMMAND = report_command

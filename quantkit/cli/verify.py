@@ -29,7 +29,7 @@ ASKED = ("suite", "tasks", "limit", "data", "include_path", "seed")
 @_verify.gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
 @runtime_options
-def verify_command(
+def command(
     output_to: Output,
     *,
     checkpoint: str,
@@ -67,6 +67,3 @@ def verify_command(
     report = verify_pair(pair, options, progress=output_to.tell)
     files, problem = write_files(report, folder)
     _verify.finish(output_to, report, files, problem)
-
-
-COMMAND = verify_command

@@ -81,12 +81,7 @@ def fixed_windows(
 
 
 def fidelity(
-    llm: LLM,
-    original: LLM,
-    windows: Windows,
-    *,
-    data: str = "text",
-    greedy_tokens: int = GREEDY_TOKENS,
+    llm: LLM, original: LLM, windows: Windows, *, data: str = "text", greedy_tokens: int = GREEDY_TOKENS
 ) -> FidelityResult:
     """Compare a model with its original.
 

@@ -109,8 +109,7 @@ def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """FP4 codes of bytes (N, K / 2), even inputs in the low nibble: (N, K) float8_e4m3fn, which holds them exactly."""
-    pairs = torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1)
-    return fp4_values(pairs)
+    return fp4_values(torch.stack([packed & 15, packed >> 4], dim=2).view(packed.shape[0], -1))
 
 
 def pack_fp4(codes: Tensor) -> Tensor:

@@ -89,10 +89,7 @@ def find_device(name: str) -> Device:
 
 
 def make_device(
-    name: str | None = None,
-    memory_bytes: int | None = None,
-    bandwidth: float | None = None,
-    peak: float | None = None,
+    name: str | None = None, memory_bytes: int | None = None, bandwidth: float | None = None, peak: float | None = None
 ) -> Device | None:
     """A device of the table with some figures replaced, or one made of given figures alone; None without any.
 

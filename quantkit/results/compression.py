@@ -223,8 +223,3 @@ class CheckpointDifference(Record):
     facts: tuple[tuple[str, str, str], ...]
     modules: tuple[tuple[str, str, str], ...]
     entries: tuple[tuple[str, str, str], ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.facts or self.modules or self.entries)

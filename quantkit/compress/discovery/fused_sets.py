@@ -138,11 +138,9 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
             like.linears.append(name)
             continue
         key = (expert(name), like.key)
-        if key not in added:
-            empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
-            added[key] = Draft(linears=[], rows=empty, order=like.order)
-            drafts.append(added[key])
-        added[key].linears.append(name)
+        empty = like.rows.new_zeros(0, linears[name].weight.shape[1])
+        added.setdefault(key, Draft(linears=[], rows=empty, order=like.order)).linears.append(name)
+    drafts += added.values()
 
 
 def expert(name: str) -> str:

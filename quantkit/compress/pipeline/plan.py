@@ -25,7 +25,7 @@ from quantkit.errors import ModelError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.models.config import NotNative
-from quantkit.models.families import find_compressible
+from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
 from quantkit.numerics.scheme import LinearScheme
@@ -41,7 +41,6 @@ class Plan:
         layers: per decoder layer, scheme of each linear to quantize by relative name.
         linears: the same of all layers by full name.
         ignored: full names of linears that are not quantized, the head included.
-        scale_dtype: dtype of scales by full module name: that of the source weight where the format can store it.
         source_dtype: widest of the decoder layers' weights as stored.
         output: directory of the finished checkpoint.
         warnings: what loaders will not do with the result; one sentence each.
@@ -57,7 +56,6 @@ class Plan:
     layers: tuple[dict[str, LinearScheme], ...]
     linears: dict[str, LinearScheme]
     ignored: tuple[str, ...]
-    scale_dtype: dict[str, torch.dtype]
     source_dtype: torch.dtype
     output: Path
     warnings: tuple[str, ...] = ()
@@ -67,6 +65,11 @@ class Plan:
     def all_tokens(self) -> bool:
         """Whether statistics of experts are of all tokens."""
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
+
+    def scale_dtype(self, name: str) -> torch.dtype:
+        """What a linear's scales are stored in: the source's dtype where the format takes it, else the format's own."""
+        source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
+        return source if source in dtypes else dtypes[0]
 
     def sets(self, index: int) -> tuple[LinearSet, ...]:
         """Linears of a layer whose statistics are of the same tensor."""
@@ -125,7 +128,6 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
         model=name,
         reader=reader,
         skeleton=skeleton,
-        scale_dtype={name: _scale_dtype(reader.info(f"{name}.weight").dtype, format_) for name in linears},
         family=family,
         recipe=recipe,
         format=format_,
@@ -147,10 +149,10 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Returns:
         the description of its family, or what was found where there is none.
     Raises:
-        ModelError: config.json names no class, or the model cannot be compressed; one line says why.
+        ModelError: config.json names no class.
     """
     try:
-        return find_compressible(reader.config), None
+        return find(reader.config), None
     except NotNative:
         discovery = discover(reader)
         return discovery.family, discovery
@@ -158,7 +160,7 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 def _open(path: Path, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """The source as the steps want it to be; only of a family that a file describes is it known what it computes."""
-    for step, name in zip(recipe.steps, recipe.step_names, strict=True):
+    for name, step in recipe.steps.items():
         make_reader: Callable[[Path, Family], ModelReader] | None = getattr(step, "open", None)
         if make_reader is not None:
             if not described:
@@ -172,11 +174,6 @@ def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
     names = [name for name, scheme in schemes.items() if scheme is None]
     names += [name for group in layer.sets for name in group.beside]
     return [f"{layer.name}.{name}" for name in names]
-
-
-def _scale_dtype(source: torch.dtype, format_: Format) -> torch.dtype:
-    """What scales are stored in: the source's dtype where the format takes it, else the format's own."""
-    return source if source in format_.scale_dtypes else format_.scale_dtypes[0]
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
@@ -214,4 +211,4 @@ def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
     """
     layers = [plan.skeleton.linear_shapes(index).values() for index in range(plan.skeleton.num_layers)]
     num_states = num_tokens * plan.skeleton.hidden_size
-    return steps_bytes(plan.recipe.steps, layers, plan.skeleton.dtype.itemsize, num_states)
+    return steps_bytes(plan.recipe.steps.values(), layers, plan.skeleton.dtype.itemsize, num_states)

@@ -58,7 +58,7 @@ def conflicts(recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence
             format_.check(scheme, shape)
         except SchemeError as error:
             yield SchemeError(f"{name}: {error}{_common_group({width for _, (_, width) in alike}, scheme.weight)}")
-    if not format_.holds_group_index and reorders_groups(recipe.steps):
+    if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
             f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"

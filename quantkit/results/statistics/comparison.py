@@ -214,8 +214,6 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
         high=None if reach is None else difference + reach,
         p_value=None if not error else 2 * NORMAL.cdf(-abs(difference) / error),
         ratio=value.value / baseline.value if baseline.value else None,
-        ratio_low=None,
-        ratio_high=None,
         num_samples=min(value.num_samples, baseline.num_samples),
         method="standard errors, unpaired: samples were not kept",
     )

@@ -48,11 +48,11 @@ class PairedResult:
     baseline: float
     value: float
     difference: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
     ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     p_value: float | None
 
 

@@ -50,6 +50,19 @@ def _useful(sequence: Sequence, count: int) -> int:
     return min(count, sequence.limit - len(sequence.ids) - 1)
 
 
+def check_draft(vocab_size: int, target: int) -> None:
+    """Refuse a draft model that knows other tokens; the sizes are compared.
+
+    Raises:
+        RequestError: they differ.
+    """
+    if vocab_size != target:
+        raise RequestError(
+            f"the draft model knows {vocab_size} tokens, the model {target}; "
+            "speculate with a model of the same vocabulary, such as a compressed copy"
+        )
+
+
 class NgramProposer:
     """Looks for the last tokens earlier in the same sequence and proposes what followed there (prompt lookup).
 
@@ -141,11 +154,7 @@ class DraftModelProposer:
     def __init__(
         self, model: Model, cache: KVCache | None, config: EngineConfig, *, num_pages: int, vocab_size: int
     ) -> None:
-        if model.vocab_size != vocab_size:
-            raise RequestError(
-                f"the draft model has {model.vocab_size} tokens, the model {vocab_size}; "
-                "speculate with a model of the same vocabulary, such as a compressed copy"
-            )
+        check_draft(model.vocab_size, vocab_size)
         self.model = model
         self._config = config
         self._pool = PagePool(num_pages)

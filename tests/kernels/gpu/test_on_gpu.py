@@ -16,7 +16,7 @@ from quantkit.kernels.ops.experts import stack
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.reference import block as reference
 from quantkit.kernels.reference import experts
-from quantkit.kernels.types import ActivationQuantization, HeadNorms
+from quantkit.kernels.types import ActivationQuantization, AttentionOptions, HeadNorms
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -404,10 +404,10 @@ def test_graphs_of_decode_steps_give_what_eager_steps_give(monkeypatch):
         torch.cat([source[number][start:stop] for number, start, stop in spans]).cuda()
         for source in (made.query, made.key, made.value)
     ]
-    eager = cache.attend(0, *states, batch, scale=0.125)
+    eager = cache.attention[0](states, batch, AttentionOptions(scale=0.125))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = cache.attend(0, *states, batch, scale=0.125)
+        replayed = cache.attention[0](states, batch, AttentionOptions(scale=0.125))
     replayed.zero_()
     graph.replay()
     assert torch.equal(replayed, eager)

@@ -132,9 +132,9 @@ def test_long_prefixes_are_split(kind, option):
     outputs = []
     for implementation in IMPLEMENTATIONS:
         cache = made.cache()
-        cache._attention = [IMPLEMENTATIONS[0](cache._views[0])]
+        cache.attention = [IMPLEMENTATIONS[0](cache._views[0])]
         made.step(cache, [(0, 0, 230), (1, 0, 10)], **options)
-        cache._attention = [implementation(cache._views[0])]
+        cache.attention = [implementation(cache._views[0])]
         outputs.append([])
         for spans in (
             [(0, 230, 231)],
@@ -209,9 +209,9 @@ def test_what_fills_a_batch_up_is_not_stored(monkeypatch):
             residual_rows=torch.cat([one.residual_rows, torch.zeros(extra, dtype=torch.int64)]),
             query_lengths=(1,) * (1 + extra),
         )
-        states = (source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
+        states = tuple(source[0][15:16].repeat(1 + extra, 1, 1) for source in (made.query, made.key, made.value))
         angles = torch.ones(1 + extra, 16), torch.zeros(1 + extra, 16)
-        outputs.append(caches[-1].attend(0, *states, batch, AttentionOptions(scale=0.2), angles)[0])
+        outputs.append(caches[-1].attention[0](states, batch, AttentionOptions(scale=0.2), angles)[0])
     assert torch.equal(*outputs)
     assert_same_memory(*caches)
 
