@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,7 @@ class CheckpointReader:
         tensors, self.files, self._index = find_tensors(self.path)
         self._tensors = dict(checked_dtypes(tensors))
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
+        self._stamps = {path: _stamp(path) for path in self._sources()}
 
     @classmethod
     def of_file(cls, file: Path) -> CheckpointReader:
@@ -172,9 +174,28 @@ class CheckpointReader:
         Raises:
             CheckpointError: a file cannot be read.
         """
+        return {path.name: file_digest(path) for path in self._sources()}
+
+    def _sources(self) -> list[Path]:
         names = (self.path / CONFIG_NAME, self.path / "tokenizer.json", self._index, *self.files)
-        present = sorted(path for path in names if path is not None and path.is_file())
-        return {path.name: file_digest(path) for path in present}
+        return sorted(path for path in names if path is not None and path.is_file())
+
+    def check_unchanged(self) -> None:
+        """Refuse what somebody has written to since this reader was made: what was read may be of two models.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise CheckpointError(f"{path} changed while it was read; start over, quantize with --no-resume")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What differs after a file was written to, by whatever clock."""
+    with opened(path) as file:
+        status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _row_bytes(info: TensorInfo) -> int:

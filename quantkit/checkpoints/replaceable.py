@@ -8,6 +8,7 @@ from quantkit.untrusted import read_object
 
 MANIFEST = "quantkit.json"
 
+_SIGNED_BYTES = 1 << 16
 # Beside tokenizer, licence and the like: what quantize, convert, verify and the hub write into a checkpoint.
 _DIGITS = "[0-9]" * 5
 _WRITTEN = (
@@ -56,6 +57,21 @@ def check_gguf(output: Path) -> None:
     with output.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise _kept(output, "is not a GGUF file")
+
+
+def check_text(output: Path, sign: str) -> None:
+    """Refuse to replace anything but a text that quantkit wrote.
+
+    Args:
+        output: what is there.
+        sign: words near the beginning of every such text.
+    Raises:
+        OutputError: it is something else.
+    """
+    check_regular(output)
+    with output.open("rb") as file:
+        if sign.encode() not in file.read(_SIGNED_BYTES):
+            raise _kept(output, "was not written by quantkit")
 
 
 def check_regular(output: Path) -> None:

@@ -59,9 +59,9 @@ def command(
 
     options = _verify.verify_options(**what)
     check_options(options)
-    if output is not None:
-        check_output(Path(output))
     pair = check_pair(checkpoint, baseline, gates)
+    folder = pair.path if output is None else Path(output)
+    check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_files(report, pair.path if output is None else Path(output))
+    files, problem = write_files(report, folder)
     _verify.finish(output_to, report, files, problem)

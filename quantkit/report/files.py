@@ -1,5 +1,9 @@
 """All files of one report, written beside each other."""
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantkit.errors import ReportError
@@ -8,6 +12,14 @@ from quantkit.report.json import dumps
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
 from quantkit.results import Report
+
+# By name, words that every such file of quantkit's has near its beginning.
+SIGNS = {
+    "report.json": '"bits_per_weight"',
+    "junit.xml": 'testsuites name="quantkit ',
+    "README.md": "with quantkit",
+    "report.html": '<meta name="generator" content="quantkit">',
+}
 
 
 def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path], str]:
@@ -22,15 +34,28 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    files = {
-        "json": _write(directory / "report.json", dumps(report)),
-        "junit": _write(directory / "junit.xml", render_junit(report)),
-        "card": _write(directory / "README.md", render_markdown(report)),
-    }
+    with _alone(directory):
+        files = {
+            "json": _write(directory / "report.json", dumps(report)),
+            "junit": _write(directory / "junit.xml", render_junit(report)),
+            "card": _write(directory / "README.md", render_markdown(report)),
+        }
+        try:
+            return {**files, "html": _write(directory / "report.html", render_html(report))}, ""
+        except ReportError as error:
+            return files, str(error)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Another process that writes its report there waits, so that files of two reports do not mix."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return {**files, "html": _write(directory / "report.html", render_html(report))}, ""
-    except ReportError as error:
-        return files, str(error)
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, text: str) -> Path:

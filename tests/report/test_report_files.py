@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 import sys
+import threading
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from quantkit.errors import ReportError
-from quantkit.report.files import write_report
+from quantkit.report.files import SIGNS, _alone, write_report
 from quantkit.report.json import dumps, read_report
 from quantkit.report.junit import render_junit
 from quantkit.report.markdown import render_markdown
@@ -155,6 +156,16 @@ def test_junit_has_a_test_per_gate_and_comparison(broken_report):
     assert failed == [gate.gate for gate in broken_report.gates if not gate.held]
     assert "ignore layer 23" in gates[0].find("failure").text
     assert "worse than the original" in root.find("testsuite[@name='comparisons']")[0].find("system-out").text
+
+
+def test_a_second_report_waits_until_the_first_is_whole(report, tmp_path):
+    second = threading.Thread(target=write_report, args=(report, tmp_path))
+    with _alone(tmp_path):
+        second.start()
+        second.join(0.2)
+        assert list(tmp_path.iterdir()) == []
+    second.join(30)
+    assert len(list(tmp_path.iterdir())) == len(SIGNS)
 
 
 def test_all_files_are_written_and_nothing_half(report, tmp_path):

@@ -15,6 +15,7 @@ from quantkit.models.families import supported
 from quantkit.models.family import Family, GGUFNames
 from quantkit.models.layer_tensors import norm_names
 from quantkit.models.rope import RopeConfig, read_rope
+from quantkit.untrusted import shorten
 
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -124,6 +125,8 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
         if value is None and key == "context_length":
             raise ModelError(f"{where}/config.json has no {config_key!r}, which a GGUF file needs")
         if value is not None:
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}, expected a finite number")
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
     if names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}

@@ -96,6 +96,7 @@ def convert(
     ):
         draft = stage.work.path / output.name if format_.suffix else stage.work.checkpoint
         written = write(draft)
+        source.reader.check_unchanged()
         stage.promote(draft)
     return Conversion(
         source=str(checkpoint),

@@ -35,9 +35,11 @@ def finish_run(
         started: when the run was, by `time.perf_counter`.
     Raises:
         AuditError: the checkpoint is not what was planned.
+        CheckpointError: the source changed meanwhile.
     """
     finishing = time.perf_counter()
     size = _write_rest(plan, state, folder)
+    plan.reader.check_unchanged()
     phases: dict[str, float] = {}
     # What resumed layers took belongs to the run before.
     for name, taken in (item for record in state.records[resumed:] for item in record.seconds.items()):

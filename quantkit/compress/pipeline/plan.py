@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.folder import metadata_files
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.replaceable import check_apart
@@ -120,6 +121,7 @@ def build_plan(model: str | None, recipe: Recipe, output: str | Path | None, dev
     warnings = (*format_.check_model(family, layers), *reader.notes)
     target = Path(output) if output else Path(f"{Path(short).name}-{recipe.name}")
     check_apart(target, reader.path)
+    metadata_files(reader.path)  # what cannot be carried is said before hours of work
     return Plan(
         model=name,
         reader=reader,
