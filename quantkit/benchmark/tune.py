@@ -33,11 +33,10 @@ _HOPELESS = 1.5  # a candidate so many times slower than the best is not measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(tuned.Launch):
     """One kernel at one shape.
 
     Args:
-        kernel, kind, sizes: see `tuned.TunedChoice`.
         label: for people.
         default: what runs without a file.
         candidates: what else may run.
@@ -45,19 +44,11 @@ class Case:
         work: what a `Problem` does.
     """
 
-    kernel: str
-    kind: str
-    sizes: dict[str, int]
     label: str
     default: Choice
     candidates: tuple[Choice, ...]
     chip: int
     work: Any = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """That of its entry."""
-        return tuned.key_of(self.kernel, self.kind, self.sizes)
 
 
 class Problem(Protocol):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -141,12 +141,9 @@ def read_shapes(options: TuneOptions) -> list[Shapes]:
     Raises:
         InputError: an unknown name, or no such model.
     """
-    weights: dict[str, Any] = {
-        "bits": options.bits,
-        "group": options.group or None,
-        "symmetric": not options.asymmetric,
-    }
-    presets = [shapes_of_preset(name, **weights) for name in options.shapes or (() if options.model else ("8B",))]
+    names = options.shapes or (() if options.model else ("8B",))
+    kind = partial(shapes_of_preset, bits=options.bits, group=options.group or None, symmetric=not options.asymmetric)
+    presets = [kind(name) for name in names]
     return presets if options.model is None else [shapes_of_model(resolve(options.model)), *presets]
 
 
@@ -169,7 +166,9 @@ def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[
 
     def page_reads(batch: int, new: int) -> list[Case | None]:
         return [
-            _pages_case(one, kind, batch, options.context, new, chip) for one in shapes for kind in options.kv_types
+            _pages_case(PageWork(shapes=one, kv_cache=kind, batch=batch, context=options.context, new=new), chip)
+            for one in shapes
+            for kind in options.kv_types
         ]
 
     groups = [
@@ -229,20 +228,20 @@ def _as_measured(scheme: LinearScheme) -> LinearScheme:
     return replace(scheme, activation=replace(scheme.activation, granularity="token", dynamic=True))
 
 
-def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:
-    work = PageWork(shapes=shapes, kv_cache=kv_cache, batch=batch, context=context, new=new)
-    scheme, size, dim = kv_scheme(kv_cache) or KVScheme(), DEFAULT_PAGE_SIZE, shapes.head_dim
-    label = f"{kv_cache} KV, {shapes.query_heads}/{shapes.kv_heads} heads of {dim}"
+def _pages_case(work: PageWork, chip: int) -> Case:
+    shapes, scheme, size = work.shapes, kv_scheme(work.kv_cache) or KVScheme(), DEFAULT_PAGE_SIZE
+    dim = shapes.head_dim
+    label = f"{work.kv_cache} KV, {shapes.query_heads}/{shapes.kv_heads} heads of {dim}"
     halved = configs.is_halved(scheme)
     default: Choice
     candidates: Sequence[Choice]
-    if new > 1:
-        kernel, sizes, label = "prefill", {}, f"{label}, {new} new of {context} tokens"
+    if work.new > 1:
+        kernel, sizes, label = "prefill", {}, f"{label}, {work.new} new of {work.context} tokens"
         default = choices.default_prefill(dim, size, scheme.is_quantized, halved, chip)
         candidates = spaces.prefills(page_size=size, default=default)
     else:
-        kernel, sizes = "decode", {"heads": batch * shapes.kv_heads}
-        label = f"{label}, batch {batch} of {context} tokens"
+        kernel, sizes = "decode", {"heads": work.batch * shapes.kv_heads}
+        label = f"{label}, batch {work.batch} of {work.context} tokens"
         default = choices.default_decode(dim, size, chip)
         candidates = spaces.decodes(page_size=size, head_dim=dim, halved=halved)
     return Case(
