@@ -40,14 +40,12 @@ class Case(tuned.Launch):
         label: for people.
         default: what runs without a file.
         candidates: what else may run.
-        chip: compute capability.
         work: what a `Problem` does.
     """
 
     label: str
     default: Choice
     candidates: tuple[Choice, ...]
-    chip: int
     work: Any = None
 
 
@@ -124,7 +122,7 @@ class _Search:
             return self._outcome(None, f"the default: {wrong}")
         self.tried.add(self.case.default)
         best = self._halve([self.case.default, *self._usable(self.case.candidates)], _REFINED)
-        rivals = self._usable(other for choice in best for other in spaces.refined(choice, self.case.chip))
+        rivals = self._usable(other for choice in best for other in spaces.refined(choice))
         winner = self._halve([*best, *rivals], 1)[0]
         return self._outcome(self._compared_with_default(winner))
 

@@ -113,12 +113,8 @@ def shapes_of_preset(name: str, *, bits: int = 4, group: int | None = 128, symme
         raise InputError(f"weights of {bits} bits are not tuned by --shapes; use 4 or 8, or give a checkpoint")
     hidden, width, heads, kv_heads, dim = _PRESETS[name]
     scheme = LinearScheme(weight=WeightScheme(dtype=kinds[bits], group_size=group, symmetric=symmetric))
-    sizes = (
-        (2 * width, hidden),
-        (hidden, width),
-        ((heads + 2 * kv_heads) * dim, hidden),
-        (hidden, heads * dim),
-    )
+    # As they are stored when a model is loaded: gate with up, and queries with keys and values, are one weight.
+    sizes = (2 * width, hidden), (hidden, width), ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim)
     return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
 
 
@@ -192,7 +188,7 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
     packed = _packing(work.scheme, work.inputs, chip)
     if packed is None or (packed.unpacked and work.rows > _UNPACKED_ROWS):
         return None
-    default = choices.default_product(work.rows, packed.bits, chip)
+    default = choices.default_product(work.rows, chip)
     candidates = spaces.products(work.rows, packed, chip)
     if not set(candidates) - {default}:
         return None
@@ -206,7 +202,6 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
         label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
         default=default,
         candidates=tuple(candidates),
-        chip=chip,
         work=work,
     )
 
@@ -251,6 +246,5 @@ def _pages_case(work: PageWork, chip: int) -> Case:
         label=label,
         default=default,
         candidates=tuple(candidates),
-        chip=chip,
         work=work,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from quantkit.kernels.layouts import KVViews
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import KVScheme
 
-T = TypeVar("T")
 _Pages = tuple[KVScheme, int, int, int]  # the scheme, channels of a head, tokens of a page, queries of a key head
 _forced: list[Choice] = []
 
@@ -35,8 +34,8 @@ def product(weight: PackedWeight, count: int, device: torch.device) -> Product:
         count: M, from 1 on.
         device: where.
     """
-    given: Product | None = _forced_for(Tile, Cublas)
-    return given or _product(device, capability(device), weight.packing, count, *weight.shape)
+    sizes = count, *weight.shape
+    return _forced_for(Tile, Cublas) or _product(device, capability(device), weight.packing, *sizes)
 
 
 def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -> Decode:
@@ -73,7 +72,7 @@ def forced(*choices: Choice) -> Iterator[None]:
         _forced[:] = saved
 
 
-def _forced_for(*kinds: type[T]) -> T | None:
+def _forced_for(*kinds: type[Choice]) -> Any:
     return next((choice for choice in _forced if isinstance(choice, kinds)), None)
 
 
@@ -106,7 +105,7 @@ def _product(device: torch.device, chip: int, packing: Packing, count: int, outp
     bucket = row_bucket(count)
     sizes = {"rows": bucket, "outputs": outputs, "inputs": inputs}
     measured = _measured(device, "product", packing.name, sizes) if bucket else None
-    return measured or choices.default_product(count, packing.bits, chip)
+    return measured or choices.default_product(count, chip)
 
 
 @functools.lru_cache(maxsize=1024)
