@@ -35,7 +35,7 @@ def with_neighbours(first: Iterable[Choice]) -> Iterator[Choice]:
     """Each choice, and what is measured around it if it does well and compiles to something else."""
     for choice in first:
         yield choice
-        for other in spaces.refined(choice, _chip()):
+        for other in spaces.refined(choice):
             if getattr(other, "stages", 0) != getattr(choice, "stages", 0):
                 yield other
 

@@ -42,7 +42,7 @@ def report(outcome: Outcome | None, number: int, total: int) -> None:
 
 def rehearse(seconds: float, path: Path) -> int:
     """The same through Triton's interpreter, few candidates and samples: whatever is fastest there says nothing."""
-    spaces.refined = lambda choice, chip: []
+    spaces.refined = lambda choice: []
     tuning._FIRST_SAMPLES, tuning._LAST_SAMPLES = 1, 3
     small = TuneOptions(rows=(1, 5), batches=(1,), context=40, kv_types=("int8",))
     few = [replace(case, candidates=case.candidates[-1:]) for case in cases_of([TINY], small, chip=0)]

@@ -31,31 +31,20 @@ _HOPELESS = 1.5  # a candidate so many times slower than the best is not measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(tuned.Launch):
     """One kernel at one shape.
 
     Args:
-        kernel, kind, sizes: see `tuned.TunedChoice`.
         label: for people.
         default: what runs without a file.
         candidates: what else may run.
-        chip: compute capability.
         work: what a `Problem` does.
     """
 
-    kernel: str
-    kind: str
-    sizes: dict[str, int]
     label: str
     default: Choice
     candidates: tuple[Choice, ...]
-    chip: int
     work: Any = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """That of its entry."""
-        return tuned.key_of(self.kernel, self.kind, self.sizes)
 
 
 class Problem(Protocol):
@@ -158,7 +147,7 @@ def search_choices(case: Case, problem: Problem, is_over: Callable[[], bool] = l
     if wrong := problem.check(case.default):
         return Outcome(case=case, entry=None, num_tried=0, dropped={}, problem=f"the default: {wrong}")
     best = halve([case.default, *usable(case.candidates)], _REFINED)
-    rivals = usable(other for choice in best for other in spaces.refined(choice, case.chip))
+    rivals = usable(other for choice in best for other in spaces.refined(choice))
     winner = halve([*best, *rivals], 1)[0]
     entry = _compared_with_default(case, problem, winner)
     return Outcome(case=case, entry=entry, num_tried=len(tried) - 1, dropped=dict(dropped))

@@ -9,9 +9,9 @@ Shapes: N outputs, K inputs, M rows.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +111,8 @@ def shapes_of_preset(name: str, *, bits: int = 4, group: int | None = 128, symme
         raise InputError(f"weights of {bits} bits are not tuned by --shapes; use 4 or 8, or give a checkpoint")
     hidden, width, heads, kv_heads, dim = _PRESETS[name]
     scheme = LinearScheme(weight=WeightScheme(dtype=kinds[bits], group_size=group, symmetric=symmetric))
-    sizes = ((2 * width, hidden), (hidden, width), ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim))
+    # As they are stored when a model is loaded: gate with up, and queries with keys and values, are one weight.
+    sizes = (2 * width, hidden), (hidden, width), ((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim)
     return Shapes(linears=tuple((*size, scheme) for size in sizes), query_heads=heads, kv_heads=kv_heads, head_dim=dim)
 
 
@@ -134,12 +135,9 @@ def read_shapes(options: TuneOptions) -> list[Shapes]:
     Raises:
         InputError: an unknown name, or no such model.
     """
-    weights: dict[str, Any] = {
-        "bits": options.bits,
-        "group": options.group or None,
-        "symmetric": not options.asymmetric,
-    }
-    presets = [shapes_of_preset(name, **weights) for name in options.shapes or (() if options.model else ("8B",))]
+    names = options.shapes or (() if options.model else ("8B",))
+    kind = partial(shapes_of_preset, bits=options.bits, group=options.group or None, symmetric=not options.asymmetric)
+    presets = [kind(name) for name in names]
     return presets if options.model is None else [shapes_of_model(resolve(options.model)), *presets]
 
 
@@ -161,7 +159,7 @@ def cases_of(shapes: Iterable[Shapes], options: TuneOptions, chip: int) -> list[
 
     def page_reads(batches: Iterable[int], new: int) -> Iterator[Case]:
         for batch, one, kind in product(batches, shapes, options.kv_types):
-            yield _pages_case(one, kind, batch, options.context, new, chip)
+            yield _pages_case(PageWork(shapes=one, kv_cache=kind, batch=batch, context=options.context, new=new), chip)
 
     cases = (
         *products(options.rows[:1]),
@@ -176,7 +174,7 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
     packed = _packing(work.scheme, work.inputs, chip)
     if packed is None or (packed.unpacked and work.rows > _UNPACKED_ROWS):
         return None
-    default = choices.default_product(work.rows, packed.bits, chip)
+    default = choices.default_product(work.rows, chip)
     candidates = spaces.products(work.rows, packed, chip)
     if not set(candidates) - {default}:
         return None
@@ -190,7 +188,6 @@ def _product_case(work: ProductWork, chip: int) -> Case | None:
         label=f"{work.scheme.describe()}, {work.outputs} x {work.inputs}, {work.rows} rows",
         default=default,
         candidates=tuple(candidates),
-        chip=chip,
         work=work,
     )
 
@@ -212,20 +209,20 @@ def _as_measured(scheme: LinearScheme) -> LinearScheme:
     return replace(scheme, activation=replace(scheme.activation, granularity="token", dynamic=True))
 
 
-def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: int, chip: int) -> Case:
-    work = PageWork(shapes=shapes, kv_cache=kv_cache, batch=batch, context=context, new=new)
-    scheme, size, dim = kv_scheme(kv_cache) or KVScheme(), DEFAULT_PAGE_SIZE, shapes.head_dim
-    label = f"{kv_cache} KV, {shapes.query_heads}/{shapes.kv_heads} heads of {dim}"
+def _pages_case(work: PageWork, chip: int) -> Case:
+    shapes, scheme, size = work.shapes, kv_scheme(work.kv_cache) or KVScheme(), DEFAULT_PAGE_SIZE
+    dim = shapes.head_dim
+    label = f"{work.kv_cache} KV, {shapes.query_heads}/{shapes.kv_heads} heads of {dim}"
     halved = configs.is_halved(scheme)
     default: Choice
     candidates: Sequence[Choice]
-    if new > 1:
-        kernel, sizes, label = "prefill", {}, f"{label}, {new} new of {context} tokens"
+    if work.new > 1:
+        kernel, sizes, label = "prefill", {}, f"{label}, {work.new} new of {work.context} tokens"
         default = choices.default_prefill(dim, size, scheme.is_quantized, halved, chip)
         candidates = spaces.prefills(page_size=size, default=default)
     else:
-        kernel, sizes = "decode", {"heads": batch * shapes.kv_heads}
-        label = f"{label}, batch {batch} of {context} tokens"
+        kernel, sizes = "decode", {"heads": work.batch * shapes.kv_heads}
+        label = f"{label}, batch {work.batch} of {work.context} tokens"
         default = choices.default_decode(dim, size, chip)
         candidates = spaces.decodes(page_size=size, head_dim=dim, halved=halved)
     return Case(
@@ -235,6 +232,5 @@ def _pages_case(shapes: Shapes, kv_cache: str, batch: int, context: int, new: in
         label=label,
         default=default,
         candidates=tuple(candidates),
-        chip=chip,
         work=work,
     )

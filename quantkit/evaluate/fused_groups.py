@@ -64,12 +64,12 @@ class Rescaled(WrappedLinear):
     """
 
     def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
-        super().__init__(linear)
-        self._inputs, self._outputs = inputs, outputs
+        super().__init__(linear, lambda x: x if inputs is None else (x * inputs).to(x.dtype))
+        self._outputs = outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        y = self._linear(x if self._inputs is None else (x * self._inputs).to(x.dtype))
+        y = super().__call__(x)
         return y if self._outputs is None else (y * self._outputs).to(x.dtype)
 
 

@@ -23,6 +23,12 @@ def int_mm_rows(count: int) -> int:
     return max(_INT_MM_ROWS, -(-count // 8) * 8)
 
 
+def is_int8_by_output(weight: QuantizedTensor, inputs: str) -> bool:
+    """Whether a weight and inputs of this number type are INT8 with scales that can wait until their sums are there."""
+    is_int8 = inputs == weight.scheme.dtype.name == "int8"
+    return is_int8 and weight.zero_point is None and weight.scale.shape[1] == 1
+
+
 def fits_scaled_mm(source: LinearSource) -> bool:
     """Whether the device multiplies FP8 by FP8 with one scale per row on each side (compute capability 8.9 on)."""
     weight, activation = source.weight, source.activation

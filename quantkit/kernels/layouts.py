@@ -48,17 +48,13 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 
 SCALE_DTYPE = torch.float16
 
-_PRESETS: dict[str, KVScheme | None] = {
-    "auto": None,
-    "bf16": None,
-    "fp16": None,
-    "fp32": None,
+_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SCHEMES = {
     "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
     "int8": KVScheme(key=INT8_TOKEN, value=INT8_TOKEN),
     "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
 }
 _UNQUANTIZED = LayerCache()
-_PRESET_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,20 +185,18 @@ class KVLayout:
             name: pool[:, array.offset : array.end].view(self._dtype_of(name)).view(-1, *array.shape)
             for name, array in self.blocks().items()
         }
-        key, value = (
-            PagedArray(
+
+        def side(name: str) -> PagedArray:
+            scheme = getattr(self.scheme, name)
+            return PagedArray(
                 scheme=scheme,
                 codes=arrays[name],
                 scale=arrays.get(f"{name}_scale"),
                 zero=arrays.get(f"{name}_zero"),
-                fixed=self._fixed(scheme, scales, pool.device),
+                fixed=self._fixed(scheme, getattr(self.cache, f"{name}_scale"), pool.device),
             )
-            for name, scheme, scales in (
-                ("key", self.scheme.key, self.cache.key_scale),
-                ("value", self.scheme.value, self.cache.value_scale),
-            )
-        )
-        return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
+
+        return KVViews(layout=self, pool=pool, key=side("key"), value=side("value"), key_residual=residual)
 
     def _fixed(self, scheme: CacheScheme, scales: Scales, device: torch.device) -> Tensor | None:
         """(H,) float32; None where there is nothing to multiply with."""
@@ -224,16 +218,15 @@ def kv_scheme(name: str) -> KVScheme | None:
     Raises:
         SchemeError: no such name.
     """
-    if name not in _PRESETS:
-        raise SchemeError(
-            f"unknown KV cache type {name!r}{suggestion(name, _PRESETS)}; there are: {', '.join(_PRESETS)}"
-        )
-    return _PRESETS[name]
+    names = (*_DTYPES, *_SCHEMES)
+    if name not in names:
+        raise SchemeError(f"unknown KV cache type {name!r}{suggestion(name, names)}; there are: {', '.join(names)}")
+    return _SCHEMES.get(name)
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
     """The dtype in which `kv_scheme(name)` keeps what it does not quantize: the model's unless the name says one."""
-    return _PRESET_DTYPES.get(name, default)
+    return _DTYPES.get(name) or default
 
 
 def layer_layout(

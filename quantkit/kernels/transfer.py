@@ -6,6 +6,7 @@ one out again only after the copies out of it are done, so a step never overwrit
 Not here: decode steps with fixed addresses, which have pinned memory of their own (`runtime.engine.decode_graphs`).
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,7 @@ def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
 
 def _pack(arrays: tuple[Array, ...], *, pinned: bool) -> tuple[Tensor, list[int]]:
     """Bytes of all arrays in one piece of memory, and where each starts."""
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += aligned(array.nbytes)
+    *starts, size = itertools.accumulate((aligned(array.nbytes) for array in arrays), initial=0)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     memory = host.numpy()
     for start, array in zip(starts, arrays, strict=True):

@@ -6,6 +6,7 @@ Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -119,13 +120,18 @@ class WrappedLinear(LinearFacts):
 
     Args:
         linear: what multiplies.
-        note: added to its description.
+        change: of the inputs, (T, K) to (T, K).
+        description: in place of the linear's.
     """
 
-    def __init__(self, linear: Linear, note: str = "") -> None:
+    def __init__(self, linear: Linear, change: Callable[[Tensor], Tensor], description: str | None = None) -> None:
         shape = (linear.out_features, linear.in_features)
-        super().__init__(shape, linear.stored_bytes, linear.description + note)
-        self._linear = linear
+        super().__init__(shape, linear.stored_bytes, description or linear.description)
+        self._linear, self._change = linear, change
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear(self._change(x))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

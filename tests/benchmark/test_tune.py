@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.gpu import choices, spaces, tuned
 from quantkit.kernels.gpu.packing import Packing
 
-DEFAULT = choices.default_product(1, 4, 90)
+DEFAULT = choices.default_product(1, 90)
 CANDIDATES = tuple(
     choice for choice in spaces.products(1, Packing(bits=4, span=64, group=128), 90) if choice != DEFAULT
 )
@@ -31,7 +31,6 @@ def case(outputs=4096, candidates=CANDIDATES):
         label=f"{outputs} outputs",
         default=DEFAULT,
         candidates=candidates,
-        chip=90,
     )
 
 
@@ -67,7 +66,7 @@ def test_the_fastest_wins_and_the_slow_ones_cost_little():
 def test_neighbours_of_the_best_are_measured_too():
     first = CANDIDATES[3]
     neighbour = replace(first, stages=4)
-    assert neighbour in spaces.refined(first, 90)
+    assert neighbour in spaces.refined(first)
     assert neighbour not in CANDIDATES
     outcome = search_choices(case(), Kernel({first: 8.0, neighbour: 6.0}))
     assert outcome.entry.choice == neighbour
@@ -122,18 +121,18 @@ def test_spaces_hold_what_files_may_say_and_nothing_twice():
     for rows, bits, span, chip in itertools.product((1, 4, 16, 32, 64), (2, 4, 8), (32, 16, 8), (80, 86, 90)):
         first = spaces.products(rows, Packing(bits=bits, span=span, group=128), chip)
         assert len(first) == len(set(first))
-        default = choices.default_product(rows, bits, chip)
+        default = choices.default_product(rows, chip)
         assert isinstance(default, choices.Cublas) or any(type(choice) is type(default) for choice in first)
-        for choice in [*first, *(other for one in first for other in spaces.refined(one, chip))]:
+        for choice in [*first, *(other for one in first for other in spaces.refined(one))]:
             check(choice)
     for size in (16, 64):
         default = choices.default_prefill(128, size, False, False, 90)
         decodes = spaces.decodes(page_size=size, head_dim=128, halved=True)
         for choice in [*decodes, *spaces.prefills(page_size=size, default=default)]:
             assert choice.tile <= size
-            for other in [choice, *spaces.refined(choice, 90)]:
+            for other in [choice, *spaces.refined(choice)]:
                 check(other)
-    assert not spaces.refined(choices.Cublas(), 90)
+    assert not spaces.refined(choices.Cublas())
     assert choices.Cublas() not in spaces.products(64, Packing(bits=8, span=64, group=0, unpacked=True), 90)
 
 

@@ -56,7 +56,7 @@ def gpu(monkeypatch):
 
     def measure(options, *, report):
         asked.update(options=options)
-        entries = entry(), entry(8192, choices.default_product(1, 4, 90), 1.0)
+        entries = entry(), entry(8192, choices.default_product(1, 90), 1.0)
         outcomes = [
             Outcome(case=case(one), entry=one, num_tried=9, dropped={"spills": 2} if one.ratio > 1 else {})
             for one in entries
@@ -81,7 +81,7 @@ def gpu(monkeypatch):
 
 def case(one):
     label = f"int4 g128, {one.sizes['outputs']} x 4096, 1 rows"
-    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=NARROW, candidates=(), chip=90)
+    return Case(kernel=one.kernel, kind=one.kind, sizes=one.sizes, label=label, default=NARROW, candidates=())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -41,7 +41,7 @@ def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if implementation == "native" and cpu.library() is None:
         pytest.skip(cpu.status())
     if implementation != "native":
-        monkeypatch.setattr(_native_attention, "_function", lambda: None)
+        monkeypatch.setattr(_native_attention, "is_available", lambda views: False)
     monkeypatch.setattr(Sequences, "device", "cuda" if implementation == "cuda" else "cpu")
 
 

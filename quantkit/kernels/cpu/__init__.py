@@ -3,7 +3,7 @@
 Every `*.c` file of this folder is compiled into one library. To add a kernel: put `name.c` here, include
 `quantkit.h`, mark its entry `QK_EXPORT`, and call it through
 
-    multiply = cpu.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)      # None: use torch
+    multiply = cpu.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)      # if cpu.library() is there
     multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; OpenMP is torch's own
@@ -12,8 +12,8 @@ says why; `QUANTKIT_NATIVE=0` in the environment switches it off, for comparison
 """
 
 import ctypes
+import functools
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,48 +21,38 @@ from quantkit.kernels.cpu.build import BuildError, build_library, load_library
 
 Function = Callable[..., Any]
 
-_lock = threading.Lock()
-_state: tuple[ctypes.CDLL | None, str] | None = None
-
 
 def library() -> ctypes.CDLL | None:
     """The library, compiled on the first call (a second or two, once per machine and version); None without one."""
-    global _state
-    if os.environ.get("QUANTKIT_NATIVE") == "0":
-        return None
-    with _lock:
-        if _state is None:
-            _state = _try_load()
-        return _state[0]
+    return None if _is_off() else _load()[0]
 
 
 def status() -> str:
     """One line for `--stats`: what was compiled, or why torch is used instead."""
-    if os.environ.get("QUANTKIT_NATIVE") == "0":
-        return "off: QUANTKIT_NATIVE=0"
-    library()
-    return _state[1] if _state else ""
+    return "off: QUANTKIT_NATIVE=0" if _is_off() else _load()[1]
 
 
-def function(name: str, *arguments: Any, returns: Any = None) -> Function | None:
-    """A function of the library, its signature declared.
+def function(name: str, *arguments: Any, returns: Any = None) -> Function:
+    """A function of the library, which is there, its signature declared.
 
     Args:
         name: as exported in C.
         arguments: ctypes types; pointers are `ctypes.c_void_p` and take `tensor.data_ptr()`.
         returns: ctypes type of the result.
-    Returns:
-        None where there is no library.
     """
     loaded = library()
-    if loaded is None:
-        return None
+    assert loaded is not None, "asked for without a library"
     symbol = loaded[name]
     symbol.argtypes, symbol.restype = list(arguments), returns
     return symbol
 
 
-def _try_load() -> tuple[ctypes.CDLL | None, str]:
+def _is_off() -> bool:
+    return os.environ.get("QUANTKIT_NATIVE") == "0"
+
+
+@functools.cache  # threads that ask at once may both compile, which does no harm: see `build`
+def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         path, text = build_library()
         return load_library(path), text

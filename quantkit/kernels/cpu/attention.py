@@ -4,7 +4,6 @@ What they do is written in `reference.attention`; structures mirror `kv.h`.
 """
 
 import functools
-from collections.abc import Callable
 from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -88,7 +87,7 @@ def _prepare(batch: ForwardBatch) -> _Prepared:
 
 
 @functools.cache
-def _function() -> Callable[..., int] | None:
+def _function() -> cpu.Function:
     """The C function; looked up once."""
     pointer, size = c_void_p, c_int64
     return cpu.function("qk_attend", *[pointer] * 7, *[size] * 4, c_int, c_int, returns=c_int)
@@ -96,16 +95,14 @@ def _function() -> Callable[..., int] | None:
 
 def is_available(views: KVViews) -> bool:
     """Whether the C kernels can read these pages."""
-    return views.pool.is_cpu and _function() is not None
+    return views.pool.is_cpu and cpu.library() is not None
 
 
 class NativeAttention:
     """Attention of one layer in C; see `ops.attention.Stepwise`."""
 
     def __init__(self, views: KVViews) -> None:
-        function = _function()
-        assert function is not None
-        self._attend = function
+        self._attend = _function()
         self._plain = TorchAttention(views)
         self._structure = _layer(views)  # which points into what the plain version holds
         self._layer = byref(self._structure)

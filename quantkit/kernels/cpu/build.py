@@ -19,15 +19,8 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 _NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
-_COMPILE = (
-    "-O3",
-    "-march=native",
-    "-std=gnu11",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
+_UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
+_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
 _LINK = ("-shared", "-lm")
 _TIMEOUT_S = 120
 
@@ -65,11 +58,7 @@ def build_library() -> tuple[Path, str]:
 
 def cpu_flags() -> frozenset[str]:
     """Instruction sets by their Linux names; empty where that cannot be asked."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    line = re.search(r"^flags\s*:(.*)$", _said_by_linux("cpuinfo"), re.MULTILINE)
     return frozenset(line.group(1).split()) if line else frozenset()
 
 
@@ -90,12 +79,16 @@ def find_openmp() -> str | None:
     """Path of the OpenMP library that torch has loaded into this process; None when there is none."""
     import torch  # noqa: F401
 
-    try:
-        text = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", text, re.MULTILINE)
+    mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", _said_by_linux("self/maps"), re.MULTILINE)
     return mapped.group(1) if mapped else None
+
+
+def _said_by_linux(name: str) -> str:
+    """A file of /proc; empty on other systems."""
+    try:
+        return Path("/proc", name).read_text()
+    except OSError:
+        return ""
 
 
 def load_library(path: Path) -> ctypes.CDLL:

@@ -4,7 +4,7 @@ Shapes: T tokens, N outputs, K inputs, G scales per row; P = N / 64 panels, roun
 """
 
 import ctypes
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ class NativeLinear(LinearFacts):
     Args:
         weight: (N, K), elements of the storage.
         storage: as numbered in linear.h.
-        group: inputs per scale, even.
         dtype: of inputs and outputs; others are converted.
         description: for tables.
         bias: (N,), or None.
@@ -56,7 +55,6 @@ class NativeLinear(LinearFacts):
         weight: Tensor,
         *,
         storage: int,
-        group: int,
         dtype: torch.dtype,
         description: str,
         bias: Tensor | None,
@@ -64,20 +62,23 @@ class NativeLinear(LinearFacts):
         zero: Tensor | None = None,
         activation: ActivationScheme | None = None,
     ) -> None:
-        shape = (weight.shape[0], weight.shape[1])
+        outputs, width = weight.shape
         codes = _lay_out(storage, weight)
         padded = None if bias is None else _pad_rows(bias.float()).contiguous()
         self._tensors = (codes, scale, zero, padded)  # kept alive: the descriptor has their addresses
-        super().__init__(shape, nbytes(*self._tensors), description)
+        super().__init__(weight.shape, nbytes(*self._tensors), description)
         self._dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         addresses = [None if t is None else t.data_ptr() for t in self._tensors]
         in_bf16 = scale is not None and scale.dtype == torch.bfloat16
-        self._descriptor = _Descriptor(*addresses, *shape, group, storage, in_bf16)
+        groups, unit = 1 if scale is None else scale.shape[1], _UNITS[storage][0]
+        # Inputs are stored by units, so the only group of a row ends with its last unit.
+        group = width // groups if groups > 1 else -(-width // unit) * unit
+        self._descriptor = _Descriptor(*addresses, outputs, width, group, storage, in_bf16)
         self._address = ctypes.addressof(self._descriptor)
         self._kind = int(self._dtype == torch.bfloat16)
         self._activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
         name = "qk_linear_int8" if storage == _U8 else "qk_linear"
-        self._multiply = _find_kernel(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
+        self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self._dtype:
@@ -92,12 +93,6 @@ class NativeLinear(LinearFacts):
         if self._multiply(self._address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self._activation, threads):
             raise ResourceError(f"out of memory for the inputs of a linear layer, {tokens} x {self.in_features}")
         return out
-
-
-def _find_kernel(name: str, *arguments: Any, returns: Any = None) -> cpu.Function:
-    kernel = cpu.function(name, *arguments, returns=returns)
-    assert kernel is not None, "asked for without a library"
-    return kernel
 
 
 def available(device: torch.device) -> bool:
@@ -121,10 +116,7 @@ def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str)
     else:
         storage, stored = _F32, torch.float32
     description = f"{name} {str(stored).removeprefix('torch.')} (native)"
-    group = _even(weight.shape[1])
-    return NativeLinear(
-        weight.to(stored), storage=storage, group=group, dtype=dtype, description=description, bias=bias
-    )
+    return NativeLinear(weight.to(stored), storage=storage, dtype=dtype, description=description, bias=bias)
 
 
 def linear_of(source: LinearSource) -> NativeLinear | None:
@@ -132,19 +124,17 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
     weight, activation = source.weight, source.activation
     if not available(source.device) or not _has_layout(weight):
         return None
-    width, groups, kind = weight.shape[1], weight.scale.shape[1], weight.scheme.dtype
-    group = _even(width) if groups == 1 else width // groups
+    kind = weight.scheme.dtype
     wide = kind.kind == "int" and kind.bits > 4
     # FP4 codes are kept in e4m3, which holds them exactly.
     storage = _FP8 if kind.storage == torch.float8_e4m3fn else _W8 if wide else _W4
-    if activation is not None and activation.dtype.name == kind.name == "int8" and _fits_integers(width, groups):
-        storage, group = _U8, -(-width // 4) * 4 if groups == 1 else group
+    if activation is not None and activation.dtype.name == kind.name == "int8" and _fits_integers(weight):
+        storage = _U8
     elif wide and (source.dtype == torch.bfloat16 or activation is not None):
         storage = _H8
     return NativeLinear(
         weight.codes,
         storage=storage,
-        group=group,
         dtype=source.dtype,
         description=source.describe("native"),
         bias=source.bias,
@@ -163,12 +153,10 @@ def _has_layout(weight: QuantizedTensor) -> bool:
     return not is_fp8 or not bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
 
 
-def _fits_integers(width: int, groups: int) -> bool:
+def _fits_integers(weight: QuantizedTensor) -> bool:
+    """Whether sums do not overflow, and no four inputs that are multiplied at once belong to two groups."""
+    width, groups = weight.shape[1], weight.scale.shape[1]
     return width <= _MAX_INT8_INPUTS and (groups == 1 or (width // groups) % 4 == 0)
-
-
-def _even(count: int) -> int:
-    return count + count % 2
 
 
 def _pad_rows(values: Tensor) -> Tensor:
@@ -189,7 +177,7 @@ def _lay_out(storage: int, weight: Tensor) -> Tensor:
     panel_bytes = -(-width // unit) * unit_bytes
     panels = torch.zeros(-(-rows // _PANEL) * panel_bytes, dtype=torch.uint8)
     size = ctypes.c_int64
-    lay_out = _find_kernel("qk_linear_layout", ctypes.c_int, _POINTER, size, size, _POINTER, size)
+    lay_out = cpu.function("qk_linear_layout", ctypes.c_int, _POINTER, size, size, _POINTER, size)
     dense = weight.contiguous()  # by name: C reads it after data_ptr() has returned
     lay_out(storage, dense.data_ptr(), rows, width, panels.data_ptr(), panel_bytes)
     return panels

@@ -35,6 +35,12 @@ class Tile:
     stages: int
     programs: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What every kernel of tiles is compiled for, rows aside."""
+        of_program = {"num_warps": self.warps, "num_stages": self.stages}
+        return {"BLOCK_N": self.block_n, "STAGES": self.stages, **of_program}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cublas:
@@ -77,22 +83,6 @@ class Prefill:
     stages: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Int8:
-    """A product of INT8 by INT8.
-
-    Args:
-        block_m, block_n, block_k: rows, outputs and inputs of a tile.
-        warps, stages: of a program.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
 Product = Tile | Cublas
 Choice = Tile | Cublas | Decode | Prefill
 
@@ -114,18 +104,9 @@ def default_tile(count: int, chip: int) -> Tile:
     return tiles[next((size for size in tiles if count <= size), MOST_TILE_ROWS)]
 
 
-def default_product(count: int, bits: int, chip: int) -> Product:
-    """How `count` rows are multiplied with a weight of so many bits."""
+def default_product(count: int, chip: int) -> Product:
+    """How `count` rows are multiplied with a packed weight."""
     return Cublas() if count > TILE_LIMIT else default_tile(count, chip)
-
-
-def default_int8(count: int) -> Int8:
-    """How `count` rows of INT8 are multiplied where cuBLAS does not."""
-    if count <= 16:
-        return Int8(block_m=16, block_n=64, block_k=128, warps=4, stages=3)
-    if count <= 64:
-        return Int8(block_m=64, block_n=64, block_k=128, warps=4, stages=3)
-    return Int8(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
 
 
 def default_decode(head_dim: int, page_size: int, chip: int) -> Decode:

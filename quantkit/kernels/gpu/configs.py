@@ -11,26 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 import torch
 
-from quantkit.kernels.gpu import capability, tuned
-from quantkit.kernels.gpu.choices import (
-    ROW_BUCKETS,
-    Choice,
-    Decode,
-    Prefill,
-    Product,
-    default_decode,
-    default_prefill,
-    default_product,
-)
+from quantkit.kernels.gpu import capability, choices, tuned
+from quantkit.kernels.gpu.choices import ROW_BUCKETS, Choice, Cublas, Decode, Prefill, Product, Tile
 from quantkit.kernels.gpu.packing import PackedWeight, Packing
 from quantkit.kernels.layouts import KVViews
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import KVScheme
 
+_Pages = tuple[KVScheme, int, int, int]  # the scheme, channels of a head, tokens of a page, queries of a key head
 _forced: list[Choice] = []
 
 
@@ -42,8 +34,8 @@ def product(weight: PackedWeight, count: int, device: torch.device) -> Product:
         count: M, from 1 on.
         device: where.
     """
-    choice = _forced_for("product") or _product(device, capability(device), weight.packing, count, *weight.shape)
-    return cast(Product, choice)
+    sizes = count, *weight.shape
+    return _forced_for(Tile, Cublas) or _product(device, capability(device), weight.packing, *sizes)
 
 
 def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -> Decode:
@@ -55,17 +47,18 @@ def decode(views: KVViews, count: int, query_heads: int, device: torch.device) -
         query_heads: Hq.
         device: where.
     """
-    layout = views.layout
-    pages = (layout.scheme, layout.head_dim, layout.page_size, query_heads // layout.num_heads)
-    choice = _forced_for("decode") or _decode(device, capability(device), *pages, count * layout.num_heads)
-    return cast(Decode, choice)
+    heads = count * views.layout.num_heads
+    return _forced_for(Decode) or _decode(device, capability(device), _pages(views, query_heads), heads)
 
 
 def prefill(views: KVViews, query_heads: int, device: torch.device) -> Prefill:
     """How sequences with several new tokens read their pages and their fresh keys; arguments as for `decode`."""
+    return _forced_for(Prefill) or _prefill(device, capability(device), _pages(views, query_heads))
+
+
+def _pages(views: KVViews, query_heads: int) -> _Pages:
     layout = views.layout
-    pages = (layout.scheme, layout.head_dim, layout.page_size, query_heads // layout.num_heads)
-    return cast(Prefill, _forced_for("prefill") or _prefill(device, capability(device), *pages))
+    return layout.scheme, layout.head_dim, layout.page_size, query_heads // layout.num_heads
 
 
 @contextmanager
@@ -79,8 +72,8 @@ def forced(*choices: Choice) -> Iterator[None]:
         _forced[:] = saved
 
 
-def _forced_for(kernel: str) -> Choice | None:
-    return next((choice for choice in _forced if isinstance(choice, tuned.CHOICES[kernel])), None)
+def _forced_for(*kinds: type[Choice]) -> Any:
+    return next((choice for choice in _forced if isinstance(choice, kinds)), None)
 
 
 def forget() -> None:
@@ -108,25 +101,25 @@ def row_bucket(count: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def _product(device: torch.device, chip: int, packing: Packing, count: int, outputs: int, inputs: int) -> Choice:
+def _product(device: torch.device, chip: int, packing: Packing, count: int, outputs: int, inputs: int) -> Product:
     bucket = row_bucket(count)
-    sizes = {"rows": bucket, "outputs": outputs, "inputs": inputs} if bucket else None
-    measured = None if sizes is None else _measured(device, "product", packing.name, sizes)
-    return measured or default_product(count, packing.bits, chip)
+    sizes = {"rows": bucket, "outputs": outputs, "inputs": inputs}
+    measured = _measured(device, "product", packing.name, sizes) if bucket else None
+    return measured or choices.default_product(count, chip)
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(
-    device: torch.device, chip: int, scheme: KVScheme, head_dim: int, page_size: int, group: int, heads: int
-) -> Choice:
-    name = pages_name(scheme, head_dim, page_size, group)
-    return _measured(device, "decode", name, {"heads": heads}) or default_decode(head_dim, page_size, chip)
+def _decode(device: torch.device, chip: int, pages: _Pages, heads: int) -> Decode:
+    _, head_dim, page_size, _ = pages
+    measured = _measured(device, "decode", pages_name(*pages), {"heads": heads})
+    return measured or choices.default_decode(head_dim, page_size, chip)
 
 
 @functools.lru_cache(maxsize=1024)
-def _prefill(device: torch.device, chip: int, scheme: KVScheme, head_dim: int, page_size: int, group: int) -> Choice:
-    measured = _measured(device, "prefill", pages_name(scheme, head_dim, page_size, group), {})
-    return measured or default_prefill(head_dim, page_size, scheme.is_quantized, is_halved(scheme), chip)
+def _prefill(device: torch.device, chip: int, pages: _Pages) -> Prefill:
+    scheme, head_dim, page_size, _ = pages
+    measured = _measured(device, "prefill", pages_name(*pages), {})
+    return measured or choices.default_prefill(head_dim, page_size, scheme.is_quantized, is_halved(scheme), chip)
 
 
 def is_halved(scheme: KVScheme) -> bool:
@@ -134,13 +127,12 @@ def is_halved(scheme: KVScheme) -> bool:
     return INT4 in (scheme.key.dtype, scheme.value.dtype)
 
 
-def _measured(device: torch.device, kernel: str, name: str, sizes: dict[str, int]) -> Choice | None:
-    """What files say; a choice of another kernel is none that files can hold."""
+def _measured(device: torch.device, kernel: str, name: str, sizes: dict[str, Any]) -> Any:
+    """What files say, or None; a choice of another kernel is none that files can hold."""
     if device.type != "cuda":
         return None
     tables = _tables(torch.cuda.get_device_name(device))
-    choices = (table.find(kernel, name, sizes) for table in tables)
-    return next((choice for choice in choices if choice is not None), None)
+    return next((choice for table in tables if (choice := table.find(kernel, name, sizes)) is not None), None)
 
 
 @functools.lru_cache(maxsize=8)

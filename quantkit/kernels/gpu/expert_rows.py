@@ -26,13 +26,7 @@ TOKEN_LIMIT = 8
 
 # A guess, not yet run on a GPU: few outputs, because experts are small and there is a program for each that is chosen.
 _TILE = Tile(block_m=TOKEN_LIMIT, block_n=64, warps=4, stages=4, programs=4)
-_CONSTANTS = {
-    "ROWS": _TILE.block_m,
-    "BLOCK_N": _TILE.block_n,
-    "STAGES": _TILE.stages,
-    "num_warps": _TILE.warps,
-    "num_stages": _TILE.stages,
-}
+_CONSTANTS = {"ROWS": _TILE.block_m, **_TILE.constants}
 
 
 @triton.jit

@@ -12,7 +12,9 @@ Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -70,6 +72,12 @@ class ExpertWeights:
     def arguments(self) -> tuple[Tensor | None, ...]:
         """Tensors in the order in which kernels take them."""
         return self.words, self.scale, self.zero, self.outer
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        """The same with its tensors changed, those that there are."""
+        names = "words", "scale", "zero", "outer"
+        changed: dict[str, Any] = {name: change(one) for name in names if (one := getattr(self, name)) is not None}
+        return replace(self, **changed)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -207,16 +215,15 @@ def multiply_tiles(
     """
     num_experts, outputs = weight.words.shape[0], weight.shape[0]
     choice = _tile(-(-len(order) // num_experts), weight)
-    block_m, block_n = choice.block_m, choice.block_n
+    block_m = choice.block_m
     # The last block of each expert may not be full.
     blocks = min(len(order) // block_m + min(num_experts, len(order)), len(order))
-    at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // block_n)
+    at_once, tiles = min(_BLOCKS_AT_ONCE, blocks), -(-outputs // choice.block_n)
     out = x.new_empty(len(order), outputs if activation is None else outputs // 2)
     _expert_tile_kernel[(-(-blocks // at_once) * at_once * tiles,)](
         x, *weight.arguments, order, starts, weights, out, num_experts, *weight.sizes, weight.num_blocks, tiles,
         **weight.constants, TOP_K=num_chosen, GATE=GATES.get(activation or "", 0), IS_LAST=activation is None,
-        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, BLOCK_N=block_n, STAGES=choice.stages, AT_ONCE=at_once,
-        num_warps=choice.warps, num_stages=choice.stages,
+        EXPERTS=power_of_two(num_experts), BLOCK_M=block_m, AT_ONCE=at_once, **choice.constants,
     )  # fmt: skip
     return out
 

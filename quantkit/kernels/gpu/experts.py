@@ -10,7 +10,7 @@ Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,7 +31,6 @@ from quantkit.kernels.reference.block import gated
 from quantkit.kernels.reference.linear import DenseLinear
 from quantkit.kernels.types import Linear, LinearFacts
 
-_TENSORS = ("words", "scale", "zero", "outer")
 _LOWEST = tl.constexpr(-3.0e38)
 
 
@@ -226,16 +225,14 @@ def stack(
     stacked: list[ExpertWeights] = []
     facts: list[LinearFacts] = []
     for number, linears in enumerate(experts):
-        shapes = [(linear.out_features, linear.in_features) for linear in linears]
-        facts += [
-            LinearFacts(shape, one.stored_bytes, one.description) for shape, one in zip(shapes, linears, strict=True)
-        ]
         for index, linear in enumerate(linears):
+            shape = linear.out_features, linear.in_features
+            facts.append(LinearFacts(shape, linear.stored_bytes, linear.description))
             weight = _weight_of(linear)
             if isinstance(weight, str):
                 return weight
             if number == 0:
-                stacked.append(_empty_like(weight, count))
+                stacked.append(weight.each(lambda one: one.new_empty(count, *one.shape[1:])))
             if not _fits(stacked[index], weight):
                 return f"experts are stored in several ways: expert {number} not as those before it"
             for whole, one in zip(stacked[index].arguments, weight.arguments, strict=True):
@@ -256,7 +253,7 @@ def _weight_of(linear: Linear) -> ExpertWeights | str:
             packing=packed.packing,
             outer=torch.full((1,), packed.outer, dtype=torch.float32, device=packed.words.device),
         )
-    if isinstance(linear, DenseLinear) and linear.bias is None and linear.activation is None:
+    if isinstance(linear, DenseLinear) and linear.bias is None:
         shape = (linear.out_features, linear.in_features)
         words = linear.weight.contiguous()[None]
         return ExpertWeights(words=words, scale=None, zero=None, shape=shape, packing=Packing(bits=16, span=0, group=0))
@@ -268,18 +265,11 @@ def _dequantized(weights: ExpertWeights, number: int, dtype: torch.dtype) -> Ten
     """The weight (N, K) of one expert."""
     if weights.scale is None:
         return weights.words[number]
-    words, scale, zero, outer = (None if one is None else one[number] for one in weights.arguments)
-    assert words is not None and scale is not None and outer is not None
-    shape, packing = weights.shape, weights.packing
-    packed = PackedWeight(words=words, scale=scale, zero=zero, shape=shape, packing=packing, outer=outer.item())
+    own = weights.each(lambda tensor: tensor[number])
+    assert own.scale is not None and own.outer is not None
+    shape, packing, outer = own.shape, own.packing, own.outer.item()
+    packed = PackedWeight(words=own.words, scale=own.scale, zero=own.zero, shape=shape, packing=packing, outer=outer)
     return dequantize_weight(packed, dtype)
-
-
-def _empty_like(weight: ExpertWeights, count: int) -> ExpertWeights:
-    """Memory for so many experts like this one."""
-    tensors = zip(_TENSORS, weight.arguments, strict=True)
-    empty = {name: None if one is None else one.new_empty(count, *one.shape[1:]) for name, one in tensors}
-    return replace(weight, **empty)  # type: ignore[arg-type]
 
 
 def _fits(stacked: ExpertWeights, weight: ExpertWeights) -> bool:

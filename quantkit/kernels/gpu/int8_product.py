@@ -13,8 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.kernels.gpu.choices import default_int8
 from quantkit.kernels.types import QuantizedActivations
+
+# By rows, the last for all that are more: a guess, not yet run on a GPU. Few rows read wide pieces of K at once.
+_TILES = {
+    16: {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4},
+    64: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4},
+    128: {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8},
+}
 
 
 @triton.jit
@@ -54,11 +60,10 @@ def multiply_int8(rows: QuantizedActivations, codes: Tensor, scale: Tensor, bias
         (M, N) in the dtype of the rows.
     """
     count, (outputs, width) = len(rows), codes.shape
-    choice = default_int8(count)
+    tile = _TILES[next((rows for rows in _TILES if count <= rows), 128)]
     out = torch.empty(count, outputs, dtype=rows.dtype, device=codes.device)
-    _int8_kernel[(-(-count // choice.block_m), -(-outputs // choice.block_n))](
+    _int8_kernel[(-(-count // tile["BLOCK_M"]), -(-outputs // tile["BLOCK_N"]))](
         rows.codes, codes, rows.scale, scale, bias, out, count, outputs, width,
-        HAS_BIAS=bias is not None, BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k,
-        num_warps=choice.warps, num_stages=choice.stages,
+        HAS_BIAS=bias is not None, **tile, num_stages=3,
     )  # fmt: skip
     return out

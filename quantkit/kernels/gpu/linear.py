@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.gpu import attempt, configs, packing, w4a16
-from quantkit.kernels.gpu.choices import Cublas
+from quantkit.kernels.gpu import attempt, packing, w4a16
 from quantkit.kernels.gpu.gates import GATES
 from quantkit.kernels.types import LinearFacts, LinearSource, nbytes
 
@@ -32,7 +31,7 @@ class PackedLinear(LinearFacts):
         if len(x) == 0:
             return x.new_empty(0, self.out_features)
         inputs = x.to(self._dtype).contiguous()
-        if not isinstance(configs.product(self.packed, len(x), x.device), Cublas):
+        if w4a16.is_best(self.packed, len(x), x.device):
             product = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias)
             if product is not None:
                 return product.to(x.dtype)
@@ -40,7 +39,7 @@ class PackedLinear(LinearFacts):
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
         """`ops.gated` of the product, in its launch; None where that takes two."""
-        if activation not in GATES or len(x) == 0 or isinstance(configs.product(self.packed, len(x), x.device), Cublas):
+        if activation not in GATES or len(x) == 0 or not w4a16.is_best(self.packed, len(x), x.device):
             return None
         inputs = x.to(self._dtype).contiguous()
         opened = attempt("quantized_linear", x.device, w4a16.multiply, inputs, self.packed, self.bias, activation)
@@ -48,6 +47,6 @@ class PackedLinear(LinearFacts):
 
     def logits(self, x: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:
         """`w4a16.multiply_head`; None where the weight would be dequantized for so many rows."""
-        if isinstance(configs.product(self.packed, len(x), x.device), Cublas):
+        if not w4a16.is_best(self.packed, len(x), x.device):
             return None
         return w4a16.multiply_head(x.to(self._dtype).contiguous(), self.packed, self.bias, scale, softcap)

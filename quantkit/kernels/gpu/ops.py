@@ -78,13 +78,6 @@ def _gate_kernel(x, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, load_gated(x, row, columns, width, GATE), mask=columns < width)
 
 
-def _as_heads(x: Tensor) -> Tensor:
-    """(T, H, K) of a tensor whose rows of K are contiguous; copied only where leading dimensions cannot be two."""
-    if x.dim() == 3:
-        return x
-    return x.unsqueeze(1) if x.dim() == 2 else x.reshape(-1, 1, x.shape[-1])
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -98,7 +91,7 @@ def rms_norm(
         return None
     if residual is not None and not (residual.is_contiguous() and residual.dtype == x.dtype):
         return None
-    width, rows = x.shape[-1], _as_heads(x)
+    width, rows = x.shape[-1], x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])  # (T, H, K)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed: Tensor | QuantizedActivations
     if quantization is None or x.dim() != 2:

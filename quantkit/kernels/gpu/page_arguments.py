@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.batch import ForwardBatch
-from quantkit.kernels.gpu import capability, power_of_two
+from quantkit.kernels.gpu import capability, configs, power_of_two
+from quantkit.kernels.gpu.choices import Decode, Prefill
+from quantkit.kernels.gpu.split_kv import chunk, empty_partials, splits_of_cache
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.kernels.types import AttentionOptions, States
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
@@ -52,8 +54,7 @@ def page_constants(views: KVViews) -> dict[str, int]:
 
 def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
     """Codes, scales and zeros of keys, then of values."""
-    key, value = views.key, views.value
-    return key.codes, key.scale, key.zero, value.codes, value.scale, value.zero
+    return tuple(one for array in (views.key, views.value) for one in (array.codes, array.scale, array.zero))
 
 
 def fixed(array: PagedArray) -> Tensor:
@@ -76,35 +77,42 @@ def strides(views: KVViews) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def arguments(
-    states: States,
-    views: KVViews,
-    batch: ForwardBatch,
-    options: AttentionOptions,
-    out: Tensor,
-    partials: tuple[Tensor | None, ...],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What kernels of attention are told in the same words.
+def attend(
+    kernel: Any, choice: Decode | Prefill, rows: tuple[int, int], programs: int, states: States, views: KVViews,
+    batch: ForwardBatch, options: AttentionOptions, out: Tensor,
+) -> None:  # fmt: skip
+    """Launch a kernel of attention; that of single tokens and that of several take the same arguments.
 
     Args:
+        kernel: which.
+        choice: its tiles.
+        rows: of a program, and how many of them have partials.
+        programs: for a sequence and a key head, splits aside.
         states, views, batch, options, out: see `paged_decode.attend_tokens`.
-        partials: see `split_kv.empty_partials`.
-    Returns:
-        tensors, strides and numbers, in the order in which kernels have them; constants by name.
     """
-    layout, query = views.layout, states[0]
-    native = capability(query.device) >= FP8_CAPABILITY
-    group = query.shape[1] // layout.num_heads
-    tensors = (
-        *states, views.key_residual, batch.residual_rows, batch.page_table, batch.query_starts,
-        batch.positions, out, *partials, *page_tensors(views), *(one.stride()[:2] for one in states),
-        residual_strides(views), out.stride()[:2], batch.page_table.stride(0), *strides(views), float(options.scale),
-        fixed(views.key), fixed(views.value), _unit(views.key, native), _unit(views.value, native),
-        float(options.softcap or 1.0), int(options.window or 0),
+    layout, query, count = views.layout, states[0], len(batch.query_lengths)
+    tiles, tokens = programs * layout.num_heads * count, batch.page_table.shape[1] * layout.page_size
+    splits = splits_of_cache(tiles, tokens, configs.decode(views, count, query.shape[1], query.device), query.device)
+    constants = _constants(states, views, options)
+    units = (_unit(array, constants["NATIVE_FP8"]) for array in (views.key, views.value))
+    kernel[programs * splits, layout.num_heads, count](
+        *states, views.key_residual, batch.residual_rows, batch.page_table, batch.query_starts, batch.positions, out,
+        *empty_partials(tiles, splits, rows[1], layout.head_dim, query.device), *page_tensors(views),
+        *(one.stride()[:2] for one in states), residual_strides(views), out.stride()[:2], batch.page_table.stride(0),
+        *strides(views), float(options.scale), fixed(views.key), fixed(views.value), *units,
+        float(options.softcap or 1.0), int(options.window or 0), splits,
+        **constants, ROWS=rows[0], TILE=choice.tile, IS_SPLIT=splits > 1,
+        CHUNK=chunk(power_of_two(rows[1]), constants["BLOCK"]), num_warps=choice.warps, num_stages=choice.stages,
     )  # fmt: skip
-    constants = {
+
+
+def _constants(states: States, views: KVViews, options: AttentionOptions) -> dict[str, Any]:
+    """What a kernel of attention is compiled for, its tiles aside."""
+    layout, query = views.layout, states[0]
+    group = query.shape[1] // layout.num_heads
+    return {
         **page_constants(views),
-        "NATIVE_FP8": native,
+        "NATIVE_FP8": capability(query.device) >= FP8_CAPABILITY,
         "HAS_RESIDUAL": views.key_residual is not None,
         "HAS_WINDOW": options.window is not None,
         "HAS_SOFTCAP": options.softcap is not None,
@@ -113,4 +121,3 @@ def arguments(
         "WIDTH": layout.head_dim,
         "BLOCK": power_of_two(layout.head_dim),
     }
-    return tensors, constants

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import configs, page_arguments, power_of_two
 from quantkit.kernels.gpu.paged_tiles import load_query, over_cache
-from quantkit.kernels.gpu.split_kv import chunk, empty_partials, merge_splits, split_bounds, splits_of_cache, store_out
+from quantkit.kernels.gpu.split_kv import merge_splits, split_bounds, store_out
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import AttentionOptions, States
 
@@ -118,14 +118,8 @@ def attend_tokens(states: States, views: KVViews, batch: ForwardBatch, options: 
         options: scale, window and the like.
         out: (T, Hq, D), channels contiguous; the rows of those sequences are written.
     """
-    layout, count, query = views.layout, len(batch.query_lengths), states[0]
-    heads, group = layout.num_heads, query.shape[1] // layout.num_heads
-    choice = configs.decode(views, count, query.shape[1], query.device)
-    splits = splits_of_cache(count * heads, batch.page_table.shape[1] * layout.page_size, choice, query.device)
-    partials = empty_partials(count * heads, splits, group, layout.head_dim, query.device)
-    tensors, constants = page_arguments.arguments(states, views, batch, options, out, partials)
-    lanes = power_of_two(group)
-    _attend_kernel[splits, heads, count](
-        *tensors, splits, **constants, ROWS=max(16, lanes), TILE=choice.tile, IS_SPLIT=splits > 1,
-        CHUNK=chunk(lanes, constants["BLOCK"]), num_warps=choice.warps, num_stages=choice.stages,
-    )  # fmt: skip
+    query = states[0]
+    choice = configs.decode(views, len(batch.query_lengths), query.shape[1], query.device)
+    group = query.shape[1] // views.layout.num_heads
+    rows = max(16, power_of_two(group)), group  # tensor cores take 16 rows, most of them empty here
+    page_arguments.attend(_attend_kernel, choice, rows, 1, states, views, batch, options, out)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.kernels.batch import ForwardBatch
 from quantkit.kernels.gpu import configs, page_arguments, power_of_two
 from quantkit.kernels.gpu.paged_tiles import load_query, over_cache, score_keys, softmax_step, visible
-from quantkit.kernels.gpu.split_kv import chunk, empty_partials, merge_splits, split_bounds, splits_of_cache, store_out
+from quantkit.kernels.gpu.split_kv import merge_splits, split_bounds, store_out
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import AttentionOptions, States
 
@@ -119,17 +119,9 @@ def _prefill_kernel(
 
 def attend_chunks(states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor) -> None:
     """Attention of the sequences that have more than one new token; arguments as for `paged_decode.attend_tokens`."""
-    layout, count, query = views.layout, len(batch.query_lengths), states[0]
-    lanes, most = power_of_two(query.shape[1] // layout.num_heads), max(batch.query_lengths)
+    query = states[0]
+    lanes, most = power_of_two(query.shape[1] // views.layout.num_heads), max(batch.query_lengths)
     choice = configs.prefill(views, query.shape[1], query.device)
     rows = max(16, lanes, min(choice.rows, power_of_two(most) * lanes))
-    numbers = -(-most // (rows // lanes))
-    tiles = numbers * layout.num_heads * count
-    splitting = configs.decode(views, count, query.shape[1], query.device)
-    splits = splits_of_cache(tiles, batch.page_table.shape[1] * layout.page_size, splitting, query.device)
-    partials = empty_partials(tiles, splits, rows, layout.head_dim, query.device)
-    tensors, constants = page_arguments.arguments(states, views, batch, options, out, partials)
-    _prefill_kernel[numbers * splits, layout.num_heads, count](
-        *tensors, splits, **constants, ROWS=rows, TILE=choice.tile, IS_SPLIT=splits > 1,
-        CHUNK=chunk(rows, constants["BLOCK"]), num_warps=choice.warps, num_stages=choice.stages,
-    )  # fmt: skip
+    programs = -(-most // (rows // lanes))
+    page_arguments.attend(_prefill_kernel, choice, (rows, rows), programs, states, views, batch, options, out)

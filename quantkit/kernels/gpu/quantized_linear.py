@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, scaled_mm
-from quantkit.kernels.gpu import attempt, configs, int8_product, packing, w4a16
-from quantkit.kernels.gpu.choices import Cublas
+from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, is_int8_by_output, scaled_mm
+from quantkit.kernels.gpu import attempt, int8_product, packing, w4a16
 from quantkit.kernels.gpu.linear import PackedLinear
 from quantkit.kernels.gpu.packing import PackedWeight
 from quantkit.kernels.gpu.quantize_activations import PACKED_ROWS, dequantize_rows, quantize_rows, scale_sums
@@ -130,34 +129,18 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
         super().__init__(source, quantization, self._packed.num_bytes, source.dtype)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        is_tile = not isinstance(configs.product(self._packed, len(rows), rows.scale.device), Cublas)
+        is_tile = w4a16.is_best(self._packed, len(rows), rows.scale.device)
         if is_tile and (product := self._multiply_packed(rows, self._packed)) is not None:
             return product
         weight = w4a16.dequantize_weight(self._packed, self._dtype)
         return functional.linear(dequantize_rows(rows, self._dtype), weight, self._bias).to(rows.dtype)
 
 
-class GroupQuantizedInputs(WrappedLinear):
-    """A linear whose inputs are quantized to 8 bits by groups of a row, and go on as 16-bit numbers.
-
-    Args:
-        linear: the product.
-        activation: of groups that divide K.
-        quantization: the same for kernels.
-    """
-
-    def __init__(
-        self, linear: PackedLinear, activation: ActivationScheme, quantization: ActivationQuantization
-    ) -> None:
-        super().__init__(linear, f", activations {activation.describe()}")
-        assert activation.group_size is not None
-        self._group, self._quantization = activation.group_size, quantization
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
-            return self._linear(x)
-        rows = quantize_rows(x.contiguous().view(-1, self._group), self._quantization)
-        return self._linear(dequantize_rows(rows, x.dtype).view(x.shape))
+def _round_groups(x: Tensor, group: int, quantization: ActivationQuantization) -> Tensor:
+    """Inputs quantized to 8 bits by groups of a row, and made 16-bit numbers again, as sums are over whole rows."""
+    if len(x) == 0:
+        return x
+    return dequantize_rows(quantize_rows(x.contiguous().view(-1, group), quantization), x.dtype).view(x.shape)
 
 
 def linear_of(source: LinearSource) -> Linear | None:
@@ -169,7 +152,7 @@ def linear_of(source: LinearSource) -> Linear | None:
     quantization, group = quantization_of(weight, activation), activation.group_size
     if quantization is None or weight.group_index is not None:
         return None
-    is_int8 = _is_int8(weight, quantization)
+    is_int8 = is_int8_by_output(weight, quantization.name) and weight.shape[1] <= _WIDEST
     if group is None and (is_int8 or fits_scaled_mm(source)):
         codes, scale = weight.codes.to(source.device).contiguous(), weight.scale.float().to(source.device)
         there = dataclasses.replace(source, weight=dataclasses.replace(weight, codes=codes, scale=scale))
@@ -177,19 +160,12 @@ def linear_of(source: LinearSource) -> Linear | None:
     if not can_pack or (group is not None and weight.shape[1] % group):
         return None
     if group is not None:
-        return GroupQuantizedInputs(PackedLinear(source), activation, quantization)
+        linear = PackedLinear(source)
+        description = f"{linear.description}, activations {activation.describe()}"
+        return WrappedLinear(linear, lambda x: _round_groups(x, group, quantization), description)
     return PackedQuantizedLinear(source, quantization)
 
 
 def gated(linear: Linear, x: Tensor, activation: str) -> Tensor | None:
     """See `PackedLinear.gated`."""
     return linear.gated(x, activation) if isinstance(linear, PackedLinear) else None
-
-
-def _is_int8(weight: QuantizedTensor, quantization: ActivationQuantization) -> bool:
-    return (
-        quantization.name == weight.scheme.dtype.name == "int8"
-        and weight.zero_point is None
-        and weight.scale.shape[1] == 1
-        and weight.shape[1] <= _WIDEST
-    )

@@ -75,7 +75,7 @@ def prefills(*, page_size: int, default: Prefill) -> list[Prefill]:
     ]
 
 
-def refined(choice: Choice, chip: int) -> list[Choice]:
+def refined(choice: Choice) -> list[Choice]:
     """Neighbours of a choice that did well: loads under way, and splits of a product or a sequence."""
     if isinstance(choice, Tile):
         return _varied(choice, stages=(1, 2, 3, 4), programs=(1, 2, 4, 8))

@@ -40,43 +40,48 @@ CHOICES: dict[str, tuple[type[Choice], ...]] = {
 NEAR = {"rows": 1.0, "outputs": 2.0, "inputs": 2.0, "heads": 4.0}
 """By size: the factor up to which one that was measured stands for another; rows are buckets, and exact."""
 
-_POWERS = {"block_m": 256, "block_n": 1024, "warps": 16, "tile": 256, "rows": 128, "most_splits": 256}
-_COUNTS = {"stages": 8, "programs": 64, "least_tiles": 64}
-_LEAST = {"block_m": 8, "tile": 16, "rows": 16}
+# By number of a choice: the least, the most. Tensor cores take no fewer rows than 8, and those of attention 16.
+_POWERS = {"block_m": (8, 256), "block_n": (1, 1024), "warps": (1, 16), "tile": (16, 256), "rows": (16, 128)}
+_POWERS |= {"most_splits": (1, 256)}
+_COUNTS = {"stages": (1, 8), "programs": (1, 64), "least_tiles": (1, 64)}
 _SHIPPED = Path(__file__).parent / "tuned_files"
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TunedChoice:
-    """What was measured for one kernel, kind and size.
+class Launch:
+    """What a choice is for.
 
     Args:
         kernel: one of CHOICES.
         kind: what must be equal; `Packing.name` or `configs.pages_name`.
         sizes: by name, those of NEAR.
-        choice: what to run with.
-        microseconds, default_microseconds: medians of it and of the default, measured in turns.
-        ratio: median over the turns of default to choice; 1 where the choice is the default.
     """
 
     kernel: str
     kind: str
     sizes: Mapping[str, int]
-    choice: Choice
-    microseconds: float
-    default_microseconds: float
-    ratio: float
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a file has once."""
-        return key_of(self.kernel, self.kind, self.sizes)
+        return self.kernel, self.kind, tuple(sorted(self.sizes.items()))
 
 
-def key_of(kernel: str, kind: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-    """By which a choice for a kernel, a kind and sizes is known."""
-    return kernel, kind, tuple(sorted(sizes.items()))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedChoice(Launch):
+    """What was measured for one launch.
+
+    Args:
+        choice: what to run with.
+        microseconds, default_microseconds: medians of it and of the default, measured in turns.
+        ratio: median over the turns of default to choice; 1 where the choice is the default.
+    """
+
+    choice: Choice
+    microseconds: float
+    default_microseconds: float
+    ratio: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,8 +217,7 @@ def to_json(choice: Choice) -> dict[str, Any]:
 
 def to_entry(entry: TunedChoice) -> dict[str, Any]:
     """An entry as files have it."""
-    values = {item.name: getattr(entry, item.name) for item in fields(entry)}
-    return {**values, "sizes": dict(entry.sizes), "choice": to_json(entry.choice)}
+    return {**asdict(entry), "choice": to_json(entry.choice)}
 
 
 def _read_entry(data: dict[str, Any]) -> TunedChoice:
@@ -222,8 +226,7 @@ def _read_entry(data: dict[str, Any]) -> TunedChoice:
     kind = next((kind for kind in CHOICES.get(kernel, ()) if kind.__name__.lower() == method), None)
     if kind is None:
         raise ValueError(f"kernel {kernel!r} has no method {method!r}")
-    names = {item.name for item in fields(kind)}
-    if given.keys() != names:
+    if given.keys() != (names := {item.name for item in fields(kind)}):
         raise ValueError(f"{method} takes {sorted(names)}, not {sorted(given)}")
     for name, value in given.items():
         _check(name, value)
@@ -235,8 +238,8 @@ def _read_entry(data: dict[str, Any]) -> TunedChoice:
 
 
 def _check(name: str, value: Any) -> None:
-    most = _POWERS.get(name) or _COUNTS[name]
-    whole = isinstance(value, int) and not isinstance(value, bool) and _LEAST.get(name, 1) <= value <= most
-    if not whole or (name in _POWERS and value & (value - 1)):
+    least, most = _POWERS.get(name) or _COUNTS[name]
+    # By its type, as true and false are integers to Python.
+    if type(value) is not int or not least <= value <= most or (name in _POWERS and value & (value - 1)):
         form = "a power of two" if name in _POWERS else "a whole number"
-        raise ValueError(f"{name} is {value!r}, must be {form} from {_LEAST.get(name, 1)} to {most}")
+        raise ValueError(f"{name} is {value!r}, must be {form} from {least} to {most}")

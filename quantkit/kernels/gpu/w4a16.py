@@ -133,6 +133,11 @@ def _dequantize_weight_kernel(
         )
 
 
+def is_best(weight: PackedWeight, count: int, device: torch.device) -> bool:
+    """Whether so many rows meet the packed weight, rather than cuBLAS a dequantized one."""
+    return not isinstance(configs.product(weight, count, device), Cublas)
+
+
 def multiply(
     x: Tensor | QuantizedActivations, weight: PackedWeight, bias: Tensor | None, activation: str | None = None
 ) -> Tensor:
@@ -146,10 +151,7 @@ def multiply(
     Returns:
         (M, N), dtype of x; float32 sums, rounded once. With an activation (M, N / 2), as `ops.gated` makes them of it.
     """
-    gate = None if activation is None else GATES[activation]
-    if isinstance(x, QuantizedActivations):
-        return _multiply(x.codes[: len(x)], weight, bias, x.dtype, row_scale=x.scale.view(-1), gate=gate)[0]
-    return _multiply(x, weight, bias, x.dtype, gate=gate)[0]
+    return _multiply(x, weight, bias, x.dtype, gate=None if activation is None else GATES[activation])[0]
 
 
 def multiply_head(
@@ -169,14 +171,17 @@ def multiply_head(
 
 
 def _multiply(
-    x: Tensor,
+    x: Tensor | QuantizedActivations,
     weight: PackedWeight,
     bias: Tensor | None,
     dtype: torch.dtype,
-    row_scale: Tensor | None = None,
     head: tuple[float, float] | None = None,
     gate: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    row_scale = None
+    if isinstance(x, QuantizedActivations):
+        row_scale = x.scale.view(-1)
+        x = x.codes[: len(x)]
     (count, width), outputs = x.shape, weight.shape[0]
     choice = configs.product(weight, count, x.device)
     if isinstance(choice, Cublas):  # who asks for a product here has no other
@@ -196,8 +201,7 @@ def _multiply(
         partial_argmax, **weight.packing.constants, UNPACKED=weight.packing.unpacked, HAS_BIAS=bias is not None,
         HAS_ROW_SCALE=row_scale is not None, IS_SPLIT=splits > 1,
         IN_VALUES=weight.packing.scales_exactly(x.dtype if head else dtype), GATE=gate, BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n, STAGES=choice.stages, num_warps=choice.warps, num_stages=choice.stages,
-        **dependent_launch.options(x.device),
+        **choice.constants, **dependent_launch.options(x.device),
     )  # fmt: skip
     return out, partial_argmax
 

@@ -23,28 +23,6 @@ from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 
-class _Permuted(WrappedLinear):
-    """A linear whose inputs are reordered first, because its groups are not made of neighbours."""
-
-    def __init__(self, linear: Linear, order: Tensor) -> None:
-        super().__init__(linear)
-        self._order = order
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x.index_select(1, self._order))
-
-
-class _FakeQuantizedInputs(WrappedLinear):
-    """A linear whose inputs are rounded to the values of their number type first."""
-
-    def __init__(self, linear: Linear, activation: ActivationScheme, scale: Tensor | None) -> None:
-        super().__init__(linear, f", activations {activation.describe()}")
-        self._activation, self._scale = activation, scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(fake_quantize_inputs(x, self._activation, self._scale))
-
-
 def build_linear(
     weight: Tensor | QuantizedTensor,
     *,
@@ -89,11 +67,15 @@ def _prepared(source: LinearSource) -> Linear | None:
     weight, activation = source.weight, source.activation
     if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(source.device)
-        return _FakeQuantizedInputs(_quantized(dataclasses.replace(source, activation=None)), activation, scale)
+        linear = _quantized(dataclasses.replace(source, activation=None))
+        description = f"{linear.description}, activations {activation.describe()}"
+        return WrappedLinear(linear, lambda x: fake_quantize_inputs(x, activation, scale), description)
     ordered = None if weight.group_index is None else _sort_groups(weight)
     if ordered is None:
         return None
-    return _Permuted(_quantized(dataclasses.replace(source, weight=ordered[0])), ordered[1].to(source.device))
+    # Groups of neighbours are what kernels read; reordering the inputs of a step is cheaper than an index per weight.
+    order = ordered[1].to(source.device)
+    return WrappedLinear(_quantized(dataclasses.replace(source, weight=ordered[0])), lambda x: x.index_select(1, order))
 
 
 def _low_bit(source: LinearSource) -> Linear | None:
@@ -112,12 +94,12 @@ def _dense(
 ) -> Linear:
     if activation is None and on_cpu.available(device):
         return on_cpu.dense(weight, bias=bias, dtype=dtype, name=name)
-    return DenseLinear(
-        weight.to(device, dtype),
-        bias=None if bias is None else bias.to(device, dtype),
-        activation=activation,
-        description=describe_linear(f"{name} {str(dtype).removeprefix('torch.')}", activation, "torch"),
-    )
+    description = describe_linear(f"{name} {str(dtype).removeprefix('torch.')}", activation, "torch")
+    bias = None if bias is None else bias.to(device, dtype)
+    linear = DenseLinear(weight.to(device, dtype), bias=bias, description=description)
+    if activation is None:
+        return linear
+    return WrappedLinear(linear, lambda x: fake_quantize_inputs(x, activation), description)
 
 
 def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:

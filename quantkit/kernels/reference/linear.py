@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantkit.kernels.types import LinearFacts, nbytes
-from quantkit.numerics.inputs import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 
 
@@ -18,19 +17,15 @@ class DenseLinear(LinearFacts):
     Args:
         weight: (N, K) in the dtype of the computation; kept, not copied.
         bias: (N,) or None.
-        activation: what the input is rounded to first.
         description: for tables.
     """
 
-    def __init__(
-        self, weight: Tensor, *, bias: Tensor | None, activation: ActivationScheme | None, description: str
-    ) -> None:
+    def __init__(self, weight: Tensor, *, bias: Tensor | None, description: str) -> None:
         super().__init__(weight.shape, nbytes(weight, bias), description)
-        self.weight, self.bias, self.activation = weight, bias, activation
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        inputs = x if self.activation is None else fake_quantize_inputs(x, self.activation)
-        return functional.linear(inputs.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
 def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, int_mm_rows, scaled_mm
+from quantkit.kernels.cublas import fits_int_mm, fits_scaled_mm, int_mm_rows, is_int8_by_output, scaled_mm
 from quantkit.kernels.reference.linear import quantize_tokens
 from quantkit.kernels.types import Linear, LinearFacts, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
@@ -71,14 +71,11 @@ class _Int4Linear(LinearFacts):
 
 
 def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
-    """Whether both sides are INT8 with one symmetric scale per output, which torch multiplies as integers."""
-    weight = source.weight
-    if not activation.dtype.name == weight.scheme.dtype.name == "int8":
-        return False
-    if weight.zero_point is not None or weight.scale.shape[1] != 1:
+    """Whether torch multiplies both sides as integers here."""
+    if not is_int8_by_output(source.weight, activation.dtype.name):
         return False
     if source.device.type == "cuda":
-        return fits_int_mm(weight)
+        return fits_int_mm(source.weight)
     return source.device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 

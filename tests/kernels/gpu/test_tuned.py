@@ -104,7 +104,7 @@ def test_the_nearest_size_that_is_near_enough_counts():
 
 
 def test_the_users_file_goes_before_the_shipped_one_and_both_before_the_default(gpu):
-    default = choices.default_product(1, 4, 90)
+    default = choices.default_product(1, 90)
     assert configs.product(weight(), 1, CUDA) == default
     tuned.write(tuned.shipped_file(GPU), table(entry(), entry(rows=4, choice=TILE)))
     assert configs.product(weight(), 1, CUDA) == default  # files are read once
@@ -117,7 +117,7 @@ def test_the_users_file_goes_before_the_shipped_one_and_both_before_the_default(
     assert configs.product(weight(), 4, CUDA) == TILE
     assert configs.product(weight(), 5, CUDA) == choices.default_tile(5, 90)
     assert configs.product(weight(), 999, CUDA) == Cublas()
-    assert configs.product(weight(bits=8), 1, CUDA) == choices.default_product(1, 8, 90)
+    assert configs.product(weight(bits=8), 1, CUDA) == choices.default_product(1, 90)
 
 
 def test_pages_ask_the_same_files(gpu):
@@ -143,7 +143,7 @@ def test_pages_ask_the_same_files(gpu):
 def test_other_devices_take_the_defaults(gpu):
     tuned.write(tuned.user_file(GPU), table(entry()))
     for name in ("cpu", "meta"):
-        assert configs.product(weight(), 1, torch.device(name)) == choices.default_product(1, 4, 90)
+        assert configs.product(weight(), 1, torch.device(name)) == choices.default_product(1, 90)
 
 
 def test_what_is_forced_goes_before_everything(gpu):
@@ -197,8 +197,8 @@ def test_a_file_that_cannot_be_used_is_named_once_and_left_out(gpu, caplog, chan
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
     with caplog.at_level(logging.WARNING):
-        assert configs.product(weight(), 1, CUDA) == choices.default_product(1, 4, 90)
-        assert configs.product(weight(), 4, CUDA) == choices.default_product(4, 4, 90)
+        assert configs.product(weight(), 1, CUDA) == choices.default_product(1, 90)
+        assert configs.product(weight(), 4, CUDA) == choices.default_product(4, 90)
     assert [record.message for record in caplog.records] == [f"{raised.value}; the defaults are used in its place"]
 
 
@@ -219,9 +219,7 @@ def test_every_shipped_file_can_be_read():
 
 
 def test_defaults_are_what_a_file_may_say():
-    made = [
-        choices.default_product(count, bits, chip) for count in (1, 5, 64, 65) for bits in (2, 4) for chip in (80, 90)
-    ]
+    made = [choices.default_product(count, chip) for count in (1, 5, 64, 65) for chip in (80, 90)]
     made += [choices.default_decode(dim, size, 90) for dim in (64, 256) for size in (16, 64)]
     made += [choices.default_prefill(dim, 64, True, halved, 90) for dim in (64, 256) for halved in (True, False)]
     for choice in made:

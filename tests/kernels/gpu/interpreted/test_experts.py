@@ -10,10 +10,10 @@ from quantkit.kernels.gpu import experts
 from quantkit.kernels.gpu import linear as packed_linear
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference.linear import DenseLinear
-from quantkit.kernels.types import LinearSource
+from quantkit.kernels.types import LinearSource, WrappedLinear
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
-from quantkit.numerics.scheme import ActivationScheme, WeightScheme
+from quantkit.numerics.scheme import WeightScheme
 
 CPU = torch.device("cpu")
 # What experts are stored as: dtype, group, symmetric; None = 16 bits.
@@ -33,7 +33,7 @@ SILU = "silu"
 def linear(rows, width, kind, seed):
     values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * width**-0.5
     if kind is None:
-        return DenseLinear(values.half(), bias=None, activation=None, description="dense")
+        return DenseLinear(values.half(), bias=None, description="dense")
     name, group, symmetric = kind
     scheme = WeightScheme(dtype=DTYPES[name], group_size=group, symmetric=symmetric)
     weight = round_to_nearest(values, WeightGrid(scheme, torch.float16))
@@ -199,8 +199,8 @@ def test_what_is_not_stacked():
     assert "relu" in stack(one, activation="relu")
     int2 = linear(64, 512, ("int2", 64, False), 0)
     assert "int2" in stack((int2, one[1]))
-    biased = DenseLinear(torch.randn(64, 128), bias=torch.randn(64), activation=None, description="dense")
+    biased = DenseLinear(torch.randn(64, 128), bias=torch.randn(64), description="dense")
     assert "bias" in stack((biased, one[1]))
-    activation = ActivationScheme(dtype=DTYPES["int8"])
-    rounded = DenseLinear(torch.randn(64, 128), bias=None, activation=activation, description="dense, int8 inputs")
+    plain = DenseLinear(torch.randn(64, 128), bias=None, description="dense")
+    rounded = WrappedLinear(plain, torch.round, "dense, int8 inputs")
     assert "int8 inputs" in stack((rounded, one[1]))

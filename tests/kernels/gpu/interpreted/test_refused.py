@@ -100,7 +100,7 @@ def test_products_of_quantized_inputs(refuse, name):
 
 def test_logits(refuse):
     refuse("head", gpu_head, "logits")
-    head = DenseLinear(torch.randn(40, 64), bias=None, activation=None, description="")
+    head = DenseLinear(torch.randn(40, 64), bias=None, description="")
     x = torch.randn(3, 64)
     for _ in range(2):
         values, best = logits(head, x, scale=0.5, softcap=3.0)

@@ -12,7 +12,7 @@ from quantkit.kernels.gpu import quantized_linear, w4a16
 from quantkit.kernels.gpu.packing import pack
 from quantkit.kernels.gpu.quantize_activations import dequantize_rows, quantize_rows
 from quantkit.kernels.reference.linear import quantize_tokens
-from quantkit.kernels.types import ActivationQuantization, LinearSource
+from quantkit.kernels.types import ActivationQuantization, LinearSource, WrappedLinear
 from quantkit.numerics.affine import to_codes
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.inputs import fake_quantize_inputs
@@ -61,7 +61,7 @@ def torch_codes(x, activation, step):
     return torch.where(broken, 0.0, codes), torch.where(broken, torch.nan, torch.full((len(x), 1), step))
 
 
-PACKED, GROUPED = quantized_linear.PackedQuantizedLinear, quantized_linear.GroupQuantizedInputs
+PACKED, GROUPED = quantized_linear.PackedQuantizedLinear, WrappedLinear
 ROUNDED = [
     (("fp8", None, True, (40, 500)), "fp8", None, None),
     (("fp8", None, True, (40, 500)), "fp8", 0.01, None),
