@@ -91,6 +91,7 @@ def attend(
         states, views, batch, options, out: see `paged_decode.attend_tokens`.
     """
     layout, query, count = views.layout, states[0], len(batch.query_lengths)
+    # By what the table has room for, not by lengths: those of a recorded graph are not known here.
     tiles, tokens = programs * layout.num_heads * count, batch.page_table.shape[1] * layout.page_size
     splits = splits_of_cache(tiles, tokens, configs.decode(views, count, query.shape[1], query.device), query.device)
     constants = _constants(states, views, options)

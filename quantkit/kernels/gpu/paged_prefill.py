@@ -77,6 +77,7 @@ def _prefill_kernel(
     count = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
     # The last tokens, which see most, are begun first.
     number, split = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    # Single tokens are for `paged_decode`, and the grid is as large as the longest sequence needs.
     if count < 2 or number < 0:
         return
     cached = tl.load(positions + start).to(tl.int32)
@@ -88,6 +89,7 @@ def _prefill_kernel(
     q = load_query(q_at, kept, K_KIND == 3, K_WIDTH, K_BLOCK)
     first = tl.maximum(cached + number * TOKENS - window + 1, 0) if HAS_WINDOW else 0
     begin, end, num_active = split_bounds(first, cached, split, num_splits, TILE)
+    # A short sequence has fewer splits than the grid, and its counter counts only those.
     if split >= num_active:
         return
     if HAS_RESIDUAL:
@@ -99,6 +101,7 @@ def _prefill_kernel(
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, HAS_WINDOW, HAS_SOFTCAP,
         K_WIDTH, K_BLOCK, V_WIDTH, V_BLOCK, PAGE, TILE,
     )  # fmt: skip
+    # One split has the fresh keys, so that they count once; there always is a first.
     stop = tl.where(split == 0, tl.minimum((number + 1) * TOKENS, count), 0)
     state = _over_fresh(
         q, own, first, cached, stop, key + start * key_strides[0] + head * key_strides[1], key_strides[0],
@@ -122,6 +125,7 @@ def attend_chunks(states: States, views: KVViews, batch: ForwardBatch, options: 
     query = states[0]
     lanes, most = power_of_two(query.shape[1] // views.layout.num_heads), max(batch.query_lengths)
     choice = configs.prefill(views, query.shape[1], query.device)
+    # No more than there are tokens for, so that drafts do not run as long as prompts; tensor cores take 16.
     rows = max(16, lanes, min(choice.rows, power_of_two(most) * lanes))
     programs = -(-most // (rows // lanes))
     page_arguments.attend(_prefill_kernel, choice, (rows, rows), programs, states, views, batch, options, out)
